@@ -133,6 +133,7 @@ class Policy:
         self._logits = LogitMap.of(self.model.config)
         self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
         speed_up(self.model)
+        self._recomputes = bool(gradient_checkpointing)
         self._fused = self._fused_decoder(fused and not gradient_checkpointing)
         self._check_packing(model_path)
         _set_modes(self.model, gradient_checkpointing=gradient_checkpointing)
@@ -190,8 +191,13 @@ class Policy:
             return score_tokens(self._head, hidden, targets, processing, self._compute_dtype)
 
     def _autocast(self) -> torch.autocast:
-        enabled = self._compute_dtype == torch.bfloat16
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+        # Where blocks are computed again, their weights in bfloat16 are made again too, not kept.
+        return torch.autocast(
+            self.device.type,
+            torch.bfloat16,
+            enabled=self._compute_dtype == torch.bfloat16,
+            cache_enabled=not self._recomputes,
+        )
 
     @contextmanager
     def changed(

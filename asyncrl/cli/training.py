@@ -77,7 +77,11 @@ def run(
         str, typer.Option("--health-host", help="Of --health-port.")
     ] = "127.0.0.1",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the whole configuration and exit.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the whole configuration and exit.",
+        ),
     ] = False,
     explain: Annotated[
         bool,
@@ -102,6 +106,9 @@ def run(
     config = load_config(config_file, overrides or [])
     if dry_run or explain:
         typer.echo(explain_config(config) if explain else dump_config(config), nl=False)
+        from asyncrl.run.memory import memory_comment
+
+        typer.echo(memory_comment(config))
         return
     if continues and (resume or clean or resume_from is not None):
         raise UserError(

@@ -1,31 +1,30 @@
-"""Six lines that say what a run is about to do. Pure, but for the headers of the model's files.
+"""Seven lines that say what a run is about to do.
 
 model      /models/qwen3-1.7b: qwen3, 1.7 billion parameters
 data       gsm8k.jsonl: 7,200 prompts to train on, 273 held out; 100 steps of 16 prompts x 8 samples
 mode       verify: generated ahead of time, verified by the policy in training; exactly on-policy
 training   rloo: an unbiased gradient; on-policy, nothing to correct
 processes  trainer on GPU 1 (26 GiB), 1 generator (vllm) on GPU 0; ...
+memory     trainer: about 26 GiB of GPU 1 (80 GiB): moments 13 GiB, weights 6.3 GiB, ...
 results    runs/first: report.html, result.json, checkpoints/
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.config import RunConfig
 from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import GpuPlan
+from asyncrl.run.memory import Device, critic_parameters, memory_text, parameters, size
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.prompts import Task
-from trainer.algorithms.registry import has_critic
 from trainer.estimates import estimate_of
+from trainer.memory import StepMemory
 from wire.weights.layout import SHARED_MEMORY
 
-_MAX_HEADER = 100 * 2**20
-"""Bytes; the safetensors format allows no longer header."""
 _PROCESS = 0.6 * 2**30
 """Bytes of a process that has loaded torch, measured on a CPU (PSS)."""
 _TRAINED, _MOMENTS = 8, 8
@@ -136,13 +135,13 @@ def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -
         each = 4 if config.engine.dtype == "float32" or _auto_float32(config, on_cpu) else 2
         reference = 4 if config.trainer.kl_coefficient > 0 else 0
         learned = count * (_TRAINED + _MOMENTS / ranks + reference)
-        learned += _of_critic(config, count) * (_TRAINED + _MOMENTS / ranks)
-        trainer += f", {_size(learned + _PROCESS * trainer_on_cpu)}"
+        learned += critic_parameters(config, count) * (_TRAINED + _MOMENTS / ranks)
+        trainer += f", {size(learned + _PROCESS * trainer_on_cpu)}"
         trainer += " each" if ranks > 1 else ""
         if on_cpu:
-            generator += f", {_size(2 * each * count + _PROCESS)}"
+            generator += f", {size(2 * each * count + _PROCESS)}"
             generator += " each" if launcher.generators > 1 else ""
-        more = f"plus KV, activations and {_size(2 * each * count)} of {SHARED_MEMORY}"
+        more = f"plus KV, activations and {size(2 * each * count)} of {SHARED_MEMORY}"
     name = f"trainer of {ranks} ranks" if ranks > 1 else "trainer"
     several = "s" if launcher.generators > 1 else ""
     spare = "" if gpus is None or not gpus.spare else f"; not used: {_names(gpus.spare)}"
@@ -153,36 +152,15 @@ def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -
     )
 
 
+def memory_line(needs: StepMemory | None, device: Device | None) -> str:
+    """What memory a training step will need, by kind; None: it is not known yet."""
+    text = "not known before the model is here" if needs is None else memory_text(needs, device)
+    return _line("memory", text)
+
+
 def results_line(config: RunConfig) -> str:
     """Where the results are."""
     return _line("results", f"{config.directory}: report.html, result.json, checkpoints/")
-
-
-def parameters(model: Path) -> int | None:
-    """Number of parameters in the safetensors files of a model directory, tied ones once.
-
-    None: there are none, or they are damaged, which the engine says when it loads them.
-    """
-    files = sorted(model.glob("*.safetensors"))
-    try:
-        return sum(map(_elements, files)) if files else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _of_critic(config: RunConfig, policy: int) -> int:
-    """Parameters of the value model next to the policy's."""
-    critic = config.trainer.critic
-    if not has_critic(config.trainer.algorithm) or critic.shared_trunk:
-        return 0
-    return policy if critic.model is None else parameters(Path(critic.model)) or policy
-
-
-def _elements(file: Path) -> int:
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(min(length, _MAX_HEADER)))
-    return sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
 
 
 def _auto_float32(config: RunConfig, on_cpu: bool) -> bool:
@@ -208,21 +186,10 @@ def _counted(count: int) -> str:
         >>> _counted(3_159_296), _counted(70_553_706_496)
         ('3.2 million', '70.6 billion')
     """
-    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if count >= size:
-            return f"{count / size:.1f} {name}"
+    for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
     return f"{count:,}"
-
-
-def _size(count: float) -> str:
-    gib = count / 2**30
-    return (
-        f"{gib:,.0f} GiB"
-        if gib >= 10
-        else f"{gib:.1f} GiB"
-        if gib >= 1
-        else f"{1024 * gib:.0f} MiB"
-    )
 
 
 def _line(name: str, text: str) -> str:

@@ -16,10 +16,19 @@ from asyncrl.launch.placement import GpuPlan
 from asyncrl.run import overview
 from asyncrl.run.critic_check import with_critic
 from asyncrl.run.devices import place
+from asyncrl.run.memory import (
+    Device,
+    device_of,
+    memory_of,
+    parameters,
+    refuse_too_large,
+    shape_of,
+)
 from asyncrl.run.preflight import check_machine, check_rewards
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task, held_out_sets
+from trainer.memory import StepMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,7 @@ class Prepared:
 def prepare(config: RunConfig, console: Console) -> Prepared:
     """Check the machine and the rewards, make or find the model, load the data.
 
-    Says in six lines what the run is about to do. Creates no run folder.
+    Says in seven lines what the run is about to do. Creates no run folder.
 
     Raises:
         UserError: this machine, the model, the data or a reward cannot be used.
@@ -61,9 +70,23 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
         token_bytes(task.tokenizer)
     say(overview.mode_line(config))
     say(overview.training_line(config))
-    say(overview.processes_line(config, gpus, overview.parameters(Path(model_path))))
+    count = parameters(Path(model_path))
+    say(overview.processes_line(config, gpus, count))
+    say(overview.memory_line(*_memory(config, gpus, Path(model_path), count)))
     say(overview.results_line(config))
     return Prepared(config, model_path, task, gpus)
+
+
+def _memory(
+    config: RunConfig, gpus: GpuPlan | None, model: Path, count: int | None
+) -> tuple[StepMemory | None, Device | None]:
+    """What the trainer needs and where. Raises UserError: its device has less."""
+    device, shape = device_of(config, gpus), shape_of(config, model, count)
+    if shape is None:
+        return None, device
+    if device is not None:
+        refuse_too_large(config, shape, device)
+    return memory_of(config, shape, on_gpu=device is None or device.on_gpu), device
 
 
 def _check_prompts(config: RunConfig, task: Task) -> None:

@@ -15,6 +15,7 @@ from asyncrl.config import RunConfig, parse_config
 from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import GpuNeeds, GpuPlan, plan_gpus
 from asyncrl.run import overview
+from asyncrl.run.memory import parameters
 
 
 def config(**sections: Any) -> RunConfig:
@@ -35,7 +36,7 @@ def test_the_model_is_named_with_its_family_and_size(tmp_path: Path) -> None:
         )
     line = overview.model_line(config(model={"path": "mine"}), str(tmp_path))
     assert line == "model      mine: qwen3, 3.2 million parameters"
-    assert overview.parameters(tmp_path) == 3_159 * 1_001
+    assert parameters(tmp_path) == 3_159 * 1_001
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 9, b"\x02" + bytes(7) + b"[]"])
@@ -43,7 +44,7 @@ def test_a_size_that_cannot_be_read_refuses_nothing(tmp_path: Path, damage: byte
     (tmp_path / "model.safetensors").write_bytes(damage)
     line = overview.model_line(config(), str(tmp_path))
     assert line == "model      builtin:arithmetic: its size is not known yet"
-    assert overview.parameters(tmp_path / "none") is None
+    assert parameters(tmp_path / "none") is None
 
 
 STD = "loss_normalization: token, advantage_normalization: std"

@@ -1,0 +1,222 @@
+"""What memory the trainer of a run will need, and whether its device has that.
+
+memory     trainer: 61 GiB of GPU 1 (80 GiB): moments 22 GiB, weights 17 GiB, gradients 12 GiB, ...
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.gpus import torch_build
+from asyncrl.launch.placement import GpuPlan
+from asyncrl.tasks import hub
+from trainer.algorithms.registry import has_critic
+from trainer.memory import ModelShape, Samples, StepMemory, remedies, step_memory
+
+_MIB = 2**20
+_MAX_HEADER = 100 * 2**20
+"""Bytes; the safetensors format allows no longer header."""
+
+
+class Device(NamedTuple):
+    """Where the trainer computes."""
+
+    name: str
+    bytes: int | None
+    """None: not known."""
+    on_gpu: bool
+
+
+def device_of(config: RunConfig, gpus: GpuPlan | None) -> Device | None:
+    """The trainer's device; None where another launcher places it."""
+    if config.launcher.kind != "local":
+        return None
+    if gpus is None or not gpus.trainer:
+        return Device("this machine", host_bytes(), on_gpu=False)
+    mine = gpus.trainer[0]
+    size = None if mine.memory_mib is None else mine.memory_mib * _MIB
+    return Device(f"GPU {mine.name}", size, on_gpu=True)
+
+
+def shape_of(config: RunConfig, model: Path, count: int | None) -> ModelShape | None:
+    """Of a model directory, with its critic; None: no config.json, or not that of a transformer.
+
+    Args:
+        config: of the run.
+        model: the directory.
+        count: parameters of the model; None: not known.
+    """
+    try:
+        found = json.loads((model / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    shape = ModelShape.of(found, count) if isinstance(found, dict) else None
+    if shape is None:
+        return None
+    return replace(shape, critic=critic_parameters(config, shape.parameters))
+
+
+def memory_of(config: RunConfig, shape: ModelShape, *, on_gpu: bool) -> StepMemory:
+    """What the trainer of a run needs."""
+    on_cpu = not on_gpu
+    kind = config.engine.dtype
+    wide = kind == "float32" or (kind == "auto" and on_cpu)
+    return step_memory(
+        shape, config.trainer, samples_of(config), on_gpu=on_gpu, engine_bytes=4 if wide else 2
+    )
+
+
+def samples_of(config: RunConfig) -> Samples:
+    """The largest samples that a run may have."""
+    return Samples(config.engine.max_model_len, config.scheduler.group_size)
+
+
+def critic_parameters(config: RunConfig, policy: int) -> int:
+    """Parameters of the value model next to the policy's."""
+    critic = config.trainer.critic
+    if not has_critic(config.trainer.algorithm) or critic.shared_trunk:
+        return 0
+    return policy if critic.model is None else parameters(Path(critic.model)) or policy
+
+
+def memory_comment(config: RunConfig) -> str:
+    """A line of YAML's comments: what a training step needs, if the model is on this machine.
+
+    The device is taken to be a GPU unless the configuration or the installed torch says otherwise:
+    the machine that asks need not be the one that trains.
+    """
+    path = config.model.path
+    here = (
+        Path(path) if Path(path).is_dir() else hub.cached_model(path) if hub.is_id(path) else None
+    )
+    shape = None if here is None else shape_of(config, here, parameters(here))
+    if shape is None:
+        return f"# memory: not known, because {path} is not on this machine"
+    on_gpu = config.trainer.device != "cpu" and torch_build().cuda is not None
+    text = memory_text(memory_of(config, shape, on_gpu=on_gpu), None)
+    ranks = config.trainer.ranks
+    return f"# memory: {text}{f'; each of {ranks} ranks' if ranks > 1 else ''}"
+
+
+def parameters(model: Path) -> int | None:
+    """Number of parameters in the safetensors files of a model directory, tied ones once.
+
+    None: there are none, or they are damaged, which the engine says when it loads them.
+    """
+    files = sorted(model.glob("*.safetensors"))
+    try:
+        return sum(map(_elements, files)) if files else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _elements(file: Path) -> int:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(min(length, _MAX_HEADER)))
+    return sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+
+
+def memory_text(needs: StepMemory, device: Device | None) -> str:
+    """One line for people: what is needed, where, and of which kinds."""
+    kinds = ", ".join(f"{name} {size(count)}" for name, count in needs.kinds())
+    where = "" if device is None else f" of {device.name}"
+    if device is not None and device.bytes is not None:
+        where += f" ({size(device.bytes)})"
+    moved = f", moments of {size(needs.host_moments)} on the host" if needs.host_moments else ""
+    return f"trainer: about {size(needs.device)}{where}{moved}: {kinds}"
+
+
+def refuse_too_large(config: RunConfig, shape: ModelShape, device: Device) -> None:
+    """Refuse a step that cannot work on this device.
+
+    Raises:
+        UserError: with the settings that would help.
+    """
+    needs = memory_of(config, shape, on_gpu=device.on_gpu)
+    if device.bytes is None:
+        return
+    # On a CPU all ranks share the machine's memory.
+    room = device.bytes if device.on_gpu else device.bytes // config.trainer.ranks
+    if needs.least <= room:
+        return
+    settings, with_them = remedies(
+        shape, config.trainer, samples_of(config), room, on_gpu=device.on_gpu
+    )
+    if with_them <= room:
+        what = f"Set {' and '.join(settings)}: then it is about {size(with_them)}"
+    else:
+        tried = f", and {size(with_them)} even with {', '.join(settings)}" if settings else ""
+        fewer = ", or fewer trainer.ranks on this machine" if config.trainer.ranks > 1 else ""
+        what = f"It needs a larger device or a smaller model{'' if device.on_gpu else fewer}{tried}"
+    each = f" in each of {config.trainer.ranks} ranks" if config.trainer.ranks > 1 else ""
+    raise UserError(
+        f"a training step needs at least {size(needs.least)}{each}, and {device.name} has "
+        f"{size(device.bytes)}: {memory_text(needs, None)}. {what}"
+    )
+
+
+def host_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that this process may use: the machine's, or less if its control group says so.
+
+    Args:
+        root: of the file system.
+    """
+    found = [_of_machine(root), *_of_groups(root)]
+    known = [one for one in found if one is not None]
+    return min(known) if known else None
+
+
+def _of_machine(root: Path) -> int | None:
+    try:
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        total = next(line for line in lines if line.startswith("MemTotal:"))
+        return int(total.split()[1]) * 1024
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+
+
+def _of_groups(root: Path) -> list[int]:
+    """The limits of this process's control group and those above it, in both versions of them."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    limits: list[int] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = Path(os.path.normpath(f"{base}/{path.lstrip('/')}"))
+        for one in (folder, *folder.parents):
+            if not one.is_relative_to(base):
+                break
+            try:
+                limits.append(int((one / name).read_text(encoding="ascii")))
+            except (OSError, ValueError):  # "max", or not this one's to read
+                continue
+    return limits
+
+
+def size(count: float) -> str:
+    """Bytes for people.
+
+    Example:
+        >>> size(3 * 2**30), size(70 * 2**30), size(5 * 2**20)
+        ('3.0 GiB', '70 GiB', '5 MiB')
+    """
+    gib = count / 2**30
+    if gib >= 10:
+        return f"{gib:,.0f} GiB"
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{1024 * gib:.0f} MiB"

@@ -1,0 +1,207 @@
+"""Tokens a second, arithmetic against the machine's peak, and memory of a training step.
+
+    python -m benchmarks.trainer --quick --json FILE
+
+Contenders, each in a process of its own, on the same model, samples, loss and threads, in turns:
+
+    asyncrl   `trainer.learner`: packed, shared prompts once, log-probabilities a block at a time
+    plain     transformers as one writes it first: groups padded to their longest, all logits
+    trl       the loss of TRL's GRPOTrainer on the given samples (its environment is made if it is
+              missing; `--contenders asyncrl plain` leaves it out)
+
+Ratios, from medians of the steps after the first:
+
+    vs_transformers_NAME        seconds of plain over those of asyncrl
+    vs_trl_NAME                 the same of TRL
+    mfu_vs_peak                 arithmetic of real tokens a second over the best float32 matrix
+                                product that this machine does in the same process count and threads
+    peak_memory_vs_plain_NAME   peak memory of the processes, all included
+
+`vs_transformers`, `peak_memory_vs_plain` and `mfu_vs_peak` are those of the targets in TARGETS. Run
+it on a quiet machine: with other work beside it, everything but memory means little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.peers.trl_environment import TrlMissingError, ensure_trl
+from benchmarks.report import write_json
+from benchmarks.targets import targets_table
+from benchmarks.trainer.workloads import Costs, Workload, costs_of
+from trainer.cpu_layers import onednn_is_faster, product
+
+WORKLOADS = (
+    Workload("100m", 64, hidden=768, layers=16, prompt=64, longest=512, tokens=3_000),
+    Workload("small", 64, hidden=256, layers=4, prompt=16, longest=192, tokens=8_000),
+    Workload("vocabulary", 151_936, hidden=256, layers=4, prompt=64, longest=2_048, tokens=8_192),
+)
+TARGETS = {"vs_transformers": 2.0, "mfu_vs_peak": 0.6, "peak_memory_vs_plain": 0.35}
+FLOORS = ("vs_transformers", "mfu_vs_peak")
+CONTENDERS = ("asyncrl", "plain", "trl")
+_SECONDS = 900.0
+"""Longest time of one process."""
+_ROOT = Path(__file__).parents[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="2 steps after the first, not 5")
+    parser.add_argument("--json", help="file to write")
+    parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    names = [one.name for one in WORKLOADS]
+    parser.add_argument("--workloads", nargs="+", choices=names, default=names)
+    parser.add_argument(
+        "--set", action="append", default=[], dest="settings", metavar="KEY=VALUE",
+        help="a setting of asyncrl's trainer, as compile=true",
+    )  # fmt: skip
+    options = parser.parse_args()
+    steps = 3 if options.quick else 6
+    raw: dict[str, Any] = {"threads": options.threads, "settings": options.settings}
+    raw["peak_flops"] = peak = peak_flops(options.threads)
+    print(f"best float32 matrix product: {peak / 1e9:.0f} GFLOP/s with {options.threads} threads")
+    ratios: dict[str, float] = {}
+    for workload in WORKLOADS:
+        if workload.name in options.workloads:
+            found = measure(workload, steps, options)
+            raw[workload.name] = found
+            ratios |= ratios_of(workload.name, found, peak)
+            print_table(workload.name, found, peak)
+    ratios |= of_targets(ratios)
+    Console().print(targets_table(ratios, TARGETS, FLOORS, reached))
+    if options.json:
+        write_json(options.json, "trainer", raw, ratios)
+
+
+def measure(workload: Workload, steps: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each step and bytes, by contender; what the step costs by arithmetic."""
+    found: dict[str, Any] = {}
+    with TemporaryDirectory() as folder:
+        workload.write(Path(folder), seed=0)
+        groups = json.loads((Path(folder) / "samples.json").read_text())["groups"]
+        costs: Costs = costs_of(workload, groups)
+        found["costs"] = {"tokens": costs.tokens, "flops": costs.flops, "padded": costs.padded}
+        for contender in options.contenders:
+            settings = options.settings if contender == "asyncrl" else ()
+            result = run_child(contender, Path(folder), steps, options.threads, settings)
+            if result is not None:
+                found[contender] = result
+    return found
+
+
+def run_child(
+    contender: str, folder: Path, steps: int, threads: int, settings: Any
+) -> dict[str, Any] | None:
+    """What `benchmarks.trainer.child` prints; None if it cannot run here, which is said."""
+    python = sys.executable
+    if contender == "trl":
+        try:
+            python = str(ensure_trl())
+        except TrlMissingError as error:
+            print(f"TRL is left out: {error}")
+            return None
+    command = [python, "-m", "benchmarks.trainer.child", contender, str(folder), str(steps)]
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {
+        **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    done = subprocess.run(
+        [*command, *settings], env=environment, capture_output=True, text=True, timeout=_SECONDS
+    )
+    if done.returncode:
+        print(f"{contender} failed ({done.returncode}):\n{done.stderr[-2000:]}")
+        return None
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def peak_flops(threads: int, size: int = 2048, repeats: int = 5) -> float:
+    """The most float32 operations a second of a square matrix product, by MKL or oneDNN."""
+    torch.set_num_threads(threads)
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    ways = [lambda: a @ b]
+    if onednn_is_faster():
+        ways.append(lambda: product(a, b))
+    best = 0.0
+    for way in ways:
+        way()
+        for _ in range(repeats):
+            began = time.perf_counter()
+            way()
+            best = max(best, 2 * size**3 / (time.perf_counter() - began))
+    return best
+
+
+def seconds_of(result: dict[str, Any]) -> float:
+    """Median of the steps after the first."""
+    return statistics.median(result["seconds"][1:])
+
+
+def ratios_of(name: str, found: dict[str, Any], peak: float) -> dict[str, float]:
+    """Of one workload; those whose contender did not run are missing."""
+    ratios: dict[str, float] = {}
+    ours = found.get("asyncrl")
+    if ours is None:
+        return ratios
+    ratios[f"mfu_vs_peak_{name}"] = found["costs"]["flops"] / seconds_of(ours) / peak
+    for other, label in (("plain", "transformers"), ("trl", "trl")):
+        if other in found:
+            ratios[f"vs_{label}_{name}"] = seconds_of(found[other]) / seconds_of(ours)
+            memory = ours["peak_bytes"] / found[other]["peak_bytes"]
+            ratios[f"peak_memory_vs_{other}_{name}"] = memory
+    return ratios
+
+
+def of_targets(ratios: dict[str, float]) -> dict[str, float]:
+    """The ratios that have a target: speed is the worst of all models, the rest of one."""
+    found: dict[str, float] = {}
+    speeds = [value for key, value in ratios.items() if key.startswith("vs_transformers_")]
+    if speeds:
+        found["vs_transformers"] = min(speeds)
+    for target, source in (
+        ("mfu_vs_peak", "mfu_vs_peak_100m"),
+        ("peak_memory_vs_plain", "peak_memory_vs_plain_vocabulary"),
+    ):
+        if source in ratios:
+            found[target] = ratios[source]
+    return found
+
+
+def reached(name: str, value: float) -> bool:
+    """Whether a ratio reaches its target."""
+    return value >= TARGETS[name] if name in FLOORS else value <= TARGETS[name]
+
+
+def print_table(name: str, found: dict[str, Any], peak: float) -> None:
+    costs = found["costs"]
+    print(
+        f"\n{name}: {costs['tokens']:,} tokens a step, {costs['padded']:,} with padding, "
+        f"{costs['flops'] / 1e12:.2f} TFLOP"
+    )
+    for contender in CONTENDERS:
+        if contender in found:
+            one = found[contender]
+            seconds = seconds_of(one)
+            print(
+                f"  {contender:8} {seconds:8.2f} s  {costs['tokens'] / seconds:9,.0f} tokens/s  "
+                f"{costs['flops'] / seconds / peak:6.1%} of the peak  "
+                f"{one['peak_bytes'] / 2**30:6.2f} GiB  gradient norm {one['norms'][0]:.5g}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What a run says about memory before it starts, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.cli.app import app
+from asyncrl.config import RunConfig, load_config, parse_config
+from asyncrl.errors import UserError
+from asyncrl.launch.gpus import Gpu
+from asyncrl.launch.placement import GpuNeeds, GpuPlan, plan_gpus
+from asyncrl.run.memory import (
+    Device,
+    device_of,
+    host_bytes,
+    memory_of,
+    memory_text,
+    refuse_too_large,
+    shape_of,
+)
+from asyncrl.run.overview import memory_line
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "7b-8gpus.yaml"
+GIB = 2**30
+H100 = 81_559
+"""MiB that nvidia-smi gives for 80 GB."""
+QWEN_7B = {
+    "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with the configuration of a 7B model, and no weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN_7B))
+    return folder
+
+
+def config(**sections: Any) -> RunConfig:
+    return parse_config(sections, source="test")
+
+
+def plan(memory: int | None, **needs: int) -> GpuPlan:
+    found = [Gpu(str(n), f"GPU-{n}", memory_mib=memory, number=n) for n in range(8)]
+    return plan_gpus(found, GpuNeeds(**needs), renumbers=True)
+
+
+def test_the_example_for_eight_gpus_fits(model: Path) -> None:
+    found = load_config(EXAMPLE, [f"model.path={model}"])
+    gpus = plan(H100, generators=4, per_generator=1, trainer=4)
+    device, shape = device_of(found, gpus), shape_of(found, model, None)
+    assert device == Device("GPU 4", H100 * 2**20, on_gpu=True)
+    assert shape is not None
+    needs = memory_of(found, shape, on_gpu=True)
+    assert device.bytes is not None
+    assert 0.8 * device.bytes < needs.device < 0.97 * device.bytes
+    refuse_too_large(found, shape, device)
+    # Without what makes it fit, it is refused, and told what would.
+    whole = load_config(EXAMPLE, ["trainer.gradient_checkpointing=false"])
+    with pytest.raises(UserError, match=r"at least .* in each of 4 ranks, and GPU 4 has 80 G"):
+        refuse_too_large(whole, shape, device)
+
+
+def test_a_dry_run_says_what_a_step_needs(model: Path) -> None:
+    asked = ["run", str(EXAMPLE), "--dry-run"]
+    done = CliRunner().invoke(app, [*asked, "--set", f"model.path={model}"])
+    assert done.exit_code == 0, done.output
+    last = done.output.rstrip().splitlines()[-1]
+    assert last.startswith("# memory: trainer: about ")
+    assert "weights 29 GiB" in last
+    assert last.endswith("each of 4 ranks")
+    done = CliRunner().invoke(app, asked)
+    assert done.output.rstrip().endswith("because Qwen/Qwen2.5-Math-7B is not on this machine")
+
+
+def test_the_settings_that_would_help_are_named(model: Path) -> None:
+    settings = config(trainer={"dtype": "bfloat16"}, engine={"max_model_len": 4096})
+    shape = shape_of(settings, model, None)
+    assert shape is not None
+    device = Device("GPU 1", 140 * GIB, on_gpu=True)
+    with pytest.raises(UserError, match="checkpointing: selective: then it is about 130 G"):
+        refuse_too_large(settings, shape, device)
+    with pytest.raises(UserError, match="It needs a larger device or a smaller model, and "):
+        refuse_too_large(settings, shape, device._replace(bytes=24 * GIB))
+    refuse_too_large(settings, shape, device._replace(bytes=None))
+    refuse_too_large(settings, shape, device._replace(bytes=400 * GIB))
+
+
+def test_ranks_on_a_cpu_share_its_memory(model: Path) -> None:
+    shape = shape_of(config(), model, 10**9)
+    assert shape is not None
+    device = Device("this machine", 64 * GIB, on_gpu=False)
+    refuse_too_large(config(engine={"max_model_len": 512}), shape, device)
+    with pytest.raises(UserError, match="or fewer trainer"):
+        refuse_too_large(config(engine={"max_model_len": 512}, trainer={"ranks": 8}), shape, device)
+
+
+def test_the_line_has_every_kind_and_the_device(model: Path) -> None:
+    settings = config(trainer={"kl_coefficient": 0.1, "optimizer_offload": True})
+    shape = shape_of(settings, model, 10**9)
+    assert shape is not None
+    needs = memory_of(settings, shape, on_gpu=True)
+    gpus = plan(H100, generators=1, per_generator=1, trainer=1)
+    line = memory_line(needs, device_of(settings, gpus))
+    assert line.startswith("memory     trainer: about ")
+    assert " of GPU 1 (80 GiB), moments of 7.5 GiB on the host: " in line
+    for kind in ("weights 3.7 GiB", "reference 3.7 GiB", "activations ", "head "):
+        assert kind in line
+    assert "not known" in memory_line(None, None)
+    assert memory_text(needs, None).startswith("trainer: about ")
+    elsewhere = config(launcher={"kind": "ray"})
+    assert device_of(elsewhere, None) is None
+
+
+def test_a_critic_is_a_second_model(model: Path) -> None:
+    settings = config(trainer={"algorithm": "ppo"})
+    shape = shape_of(settings, model, 10**9)
+    assert shape is not None
+    needs = memory_of(settings, shape, on_gpu=True)
+    assert needs.critic == 16 * 10**9 + needs.activations
+
+
+def test_the_memory_of_a_machine_is_what_its_control_group_allows(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    assert host_bytes(tmp_path) is None
+    write("proc/meminfo", "MemTotal:       8388608 kB\nMemFree: 1 kB\n")
+    assert host_bytes(tmp_path) == 8 * GIB
+    write("proc/self/cgroup", "0::/pod/container\n")
+    write("sys/fs/cgroup/pod/container/memory.max", "max\n")
+    write("sys/fs/cgroup/pod/memory.max", f"{4 * GIB}\n")
+    assert host_bytes(tmp_path) == 4 * GIB, "the limit of a group above"
+    write("proc/self/cgroup", "5:cpu,memory:/docker/1\n3:cpu:/\n")
+    write("sys/fs/cgroup/memory/docker/1/memory.limit_in_bytes", f"{2 * GIB}\n")
+    assert host_bytes(tmp_path) == 2 * GIB, "control groups of version 1"

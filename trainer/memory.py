@@ -1,0 +1,258 @@
+"""What memory a training step needs, by kind. Pure arithmetic; no torch.
+
+The first kinds are exact: so many bytes a parameter. Activations are what the backward pass of one
+micro-batch needs, counted from the operations of a Llama-like layer; tests compare them with what a
+learner allocates, and ACTIVATIONS_FACTOR says within what. A model of another kind needs about as
+much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from trainer.config import TrainerConfig
+
+GIB = 2**30
+ACTIVATIONS_FACTOR = 1.5
+"""Measured activations are between 1 / this and this times the estimate (tests/trainer)."""
+_PROCESS = int(0.6 * GIB)
+"""Of a process that has loaded torch, on a CPU; of CUDA's context and libraries on a GPU."""
+_LOGITS_AT_ONCE = 1 << 25
+_BLOCK = {False: 1 << 23, True: 1 << 26}
+"""`LOGIT_BUDGET` and `BLOCK` of `trainer.head`, by whether it is on a GPU; a test compares them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The numbers of a model's config.json that memory depends on."""
+
+    parameters: int
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    """Of queries."""
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    tied: bool = False
+    """Whether the head's weight is the embedding's."""
+    critic: int = 0
+    """Parameters of a value model beside it."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], parameters: int | None = None) -> Self | None:
+        """From config.json; None if it is not that of a transformer.
+
+        Args:
+            config: the file's contents.
+            parameters: counted in the weights; None: by arithmetic, for a dense Llama-like model.
+        """
+        config = config.get("text_config") or config
+        try:
+            hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+            heads, vocabulary = int(config["num_attention_heads"]), int(config["vocab_size"])
+            intermediate = int(config["intermediate_size"])
+        except (KeyError, TypeError, ValueError):
+            return None
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        size = int(config.get("head_dim") or hidden // max(1, heads))
+        tied = bool(config.get("tie_word_embeddings", False))
+        if parameters is None:
+            layer = hidden * size * (2 * heads + 2 * kv_heads) + 3 * hidden * intermediate
+            parameters = layers * (layer + 2 * hidden) + vocabulary * hidden * (1 if tied else 2)
+        return cls(
+            parameters, hidden, layers, intermediate, heads, kv_heads, size, vocabulary, tied
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes by kind. All but the last two are on the trainer's device."""
+
+    weights: int
+    """Float32 masters, and what is computed with in bfloat16."""
+    gradients: int
+    """Sums, one per part of the loss, and the newest of the largest matrix."""
+    moments: int
+    """Adam's two, this rank's part."""
+    reference: int
+    """The initial model, for a KL penalty."""
+    activations: int
+    """Of one micro-batch."""
+    head: int
+    """Logits in memory at once, and hidden states of response tokens."""
+    process: int
+    critic: int = 0
+    """A value model's weights, gradients, moments and activations."""
+    host_moments: int = 0
+    """Moments that are kept on the host."""
+    published: int = 0
+    """Two versions of the weights in shared memory, of the host."""
+
+    @property
+    def device(self) -> int:
+        """Bytes of the trainer's device at the peak."""
+        return sum(size for _, size in self.kinds())
+
+    @property
+    def least(self) -> int:
+        """Bytes without which the step cannot work, however the estimate errs."""
+        unsure = self.activations * (2 if self.critic else 1) + self.head
+        return self.device - unsure + int(unsure / ACTIVATIONS_FACTOR)
+
+    def kinds(self) -> list[tuple[str, int]]:
+        """What is on the device, largest first, without what is 0."""
+        found = [
+            (one.name, getattr(self, one.name))
+            for one in fields(self)
+            if one.name not in ("host_moments", "published")
+        ]
+        return sorted(((n, size) for n, size in found if size), key=lambda one: -one[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Of what a step trains on."""
+
+    longest: int
+    """Tokens of the longest sample, prompt included."""
+    group_size: int
+
+
+def step_memory(
+    shape: ModelShape,
+    config: TrainerConfig,
+    samples: Samples,
+    *,
+    on_gpu: bool,
+    engine_bytes: int = 2,
+) -> StepMemory:
+    """What one rank of a trainer needs.
+
+    Args:
+        shape: of the model.
+        config: of the trainer.
+        samples: of a step.
+        on_gpu: whether the device is a GPU.
+        engine_bytes: of a number of the published weights.
+    """
+    count, low = shape.parameters, config.dtype == "bfloat16"
+    width = 8 if config.dtype == "float64" else 4
+    head = shape.vocabulary * shape.hidden
+    parts = 2 if config.algorithm == "reinforce_plus_plus" else 1
+    moments = 2 * count // config.ranks * (2 if config.optimizer_state == "bfloat16" else width)
+    activations = _activations(shape, config, samples)
+    of_critic = shape.critic * (2 * width + moments // max(1, count)) + activations
+    return StepMemory(
+        weights=count * width + (_low_copies(shape, config) if low else 0),
+        gradients=parts * count * width + head * width,
+        moments=0 if config.optimizer_offload else moments,
+        reference=count * width if config.kl_coefficient > 0 else 0,
+        activations=activations,
+        head=_head(shape, config, samples, on_gpu=on_gpu),
+        process=_PROCESS,
+        critic=of_critic if shape.critic else 0,
+        host_moments=moments if config.optimizer_offload else 0,
+        published=2 * count * engine_bytes,
+    )
+
+
+def _low_copies(shape: ModelShape, config: TrainerConfig) -> int:
+    """Bytes of weights in bfloat16 at a time: all, or where blocks are recomputed those of one."""
+    if not config.gradient_checkpointing:
+        return 2 * shape.parameters
+    head = shape.vocabulary * shape.hidden
+    blocks = shape.parameters - head * (1 if shape.tied else 2)
+    return 2 * max(head, 2 * blocks // shape.layers)
+
+
+def remedies(
+    shape: ModelShape,
+    config: TrainerConfig,
+    samples: Samples,
+    available: int,
+    *,
+    on_gpu: bool,
+) -> tuple[list[str], int]:
+    """Settings with which the step fits: one that is enough by itself, the cheapest, or several.
+
+    Returns:
+        The settings as `trainer.NAME: VALUE`, and the bytes that are needed with them, which are
+        more than `available` if nothing is enough.
+    """
+    ways: list[tuple[str, object]] = [
+        ("gradient_checkpointing", "selective"),
+        ("micro_batch_tokens", samples.longest),
+        ("gradient_checkpointing", True),
+        ("optimizer_state", "bfloat16"),
+    ]
+    if on_gpu:  # on a CPU the host's memory is the device's
+        ways.append(("optimizer_offload", True))
+    ways = [(name, value) for name, value in ways if _saves(config, name, value)]
+
+    def needed(changes: Mapping[str, object]) -> int:
+        changed = config.model_copy(update=dict(changes))
+        return step_memory(shape, changed, samples, on_gpu=on_gpu).device
+
+    for name, value in ways:
+        if needed({name: value}) <= available:
+            return [f"trainer.{name}: {_written(value)}"], needed({name: value})
+    together: dict[str, object] = {}
+    for name, value in ways:
+        together[name] = value
+        if needed(together) <= available:
+            break
+    listed = [f"trainer.{name}: {_written(value)}" for name, value in together.items()]
+    return listed, needed(together)
+
+
+def _saves(config: TrainerConfig, name: str, value: object) -> bool:
+    """Whether a setting is a change, and not one for the worse."""
+    now = getattr(config, name)
+    if name == "micro_batch_tokens":
+        return bool(now > value)
+    return bool(now != value and now is not True)
+
+
+def _written(value: object) -> str:
+    return str(value).lower()
+
+
+def tokens_at_once(config: TrainerConfig, samples: Samples) -> int:
+    """Tokens of the largest micro-batch."""
+    most = max(config.micro_batch_tokens, samples.longest)
+    return most if config.mix_groups else min(most, samples.longest * samples.group_size)
+
+
+def _activations(shape: ModelShape, config: TrainerConfig, samples: Samples) -> int:
+    """Kept for the backward pass: of every layer, or of every layer's input and one layer."""
+    tokens = tokens_at_once(config, samples)
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    # A layer's two norms and the residual stream, in float32; queries, keys, values and attention's
+    # output, before and after rotation and once more for its padded block; the MLP's four tensors.
+    stream = 4 * shape.hidden
+    products = 4 * queries + 5 * keys + 4 * shape.intermediate
+    width = {"float32": 4, "float64": 8, "bfloat16": 2}[config.dtype]
+    wide = max(4, width)
+    layer = stream * wide + products * width
+    if config.dtype == "bfloat16":  # casts of the norms' results, and norms that keep their steps
+        layer += 2 * shape.hidden * (width + wide)
+    if config.gradient_checkpointing:
+        kept = shape.hidden * wide
+        if config.gradient_checkpointing == "selective":
+            kept += 2 * (shape.hidden + queries + keys) * width
+        return tokens * (shape.layers * kept + layer)
+    return tokens * shape.layers * layer
+
+
+def _head(shape: ModelShape, config: TrainerConfig, samples: Samples, *, on_gpu: bool) -> int:
+    tokens = tokens_at_once(config, samples)
+    width = 8 if config.dtype == "float64" else 4
+    logits = tokens * shape.vocabulary
+    copies = 4 if logits <= _LOGITS_AT_ONCE else 2
+    if logits > _LOGITS_AT_ONCE:
+        logits = max(_BLOCK[on_gpu], shape.vocabulary)
+    return (copies * logits + 3 * tokens * shape.hidden) * width
