@@ -40,7 +40,7 @@ class ModelShape:
     tied: bool = False
     """Whether the head's weight is the embedding's."""
     critic: int = 0
-    """Parameters of a value model beside it."""
+    """Parameters of a value model next to it."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int | None = None) -> Self | None:

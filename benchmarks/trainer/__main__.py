@@ -18,7 +18,7 @@ Ratios, from medians of the steps after the first:
     peak_memory_vs_plain_NAME   peak memory of the processes, all included
 
 `vs_transformers`, `peak_memory_vs_plain` and `mfu_vs_peak` are those of the targets in TARGETS. Run
-it on a quiet machine: with other work beside it, everything but memory means little.
+it on a quiet machine: with other work next to it, everything but memory means little.
 """
 
 from __future__ import annotations
