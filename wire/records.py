@@ -237,8 +237,8 @@ class TrainerTimes(msgspec.Struct, frozen=True, kw_only=True):
     wait_last_seconds: float = 0.0
     """Of `wait_seconds`: for the step's last group, the one with the slowest sample."""
     rank_idle_seconds: float = 0.0
-    """Mean over the trainer's ranks of the time in which the busiest one still computed gradients
-    and this one had none left; 0 with one rank."""
+    """Mean over the trainer's ranks of their wait, at the end of the step, for those that still
+    computed gradients; 0 with one rank."""
 
     def within(self, step_seconds: float) -> TrainerTimes:
         """The waits that lie within a step of this length.

@@ -81,11 +81,14 @@ class FakeLearner:
         return fingerprint(self.tensors(), dtype)
 
     def save(
-        self, directory: Path, steps: Sequence[TrainedStep], given_up: threading.Event
+        self,
+        directory: Path,
+        steps: Sequence[TrainedStep] = (),
+        given_up: threading.Event | None = None,
     ) -> None:
         self.attempts.append(self.policy_version)
         self.disk_answers.wait(20)
-        if given_up.is_set():
+        if given_up is not None and given_up.is_set():
             raise CheckpointUnwritable(f"{directory} was given up", "hanging")
         if self.disk_is_full(self.policy_version):
             raise CheckpointUnwritable(f"{directory} cannot be written", "disk_full")

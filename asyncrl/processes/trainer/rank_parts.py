@@ -19,8 +19,8 @@ class RankPart(msgspec.Struct, frozen=True):
     """Of these groups."""
     terms: tuple[tuple[float, int], ...]
     """By reward function: the sum of what it returned, and for how many samples."""
-    busy_seconds: float
-    """Spent on gradients."""
+    waited_seconds: float
+    """For the other ranks, after it had the gradients of all its groups of the step."""
     follows: bool
     """Whether no generator of its samples is known to have another policy."""
 
@@ -30,12 +30,12 @@ def part_of(
     samples: int,
     terms: Sequence[tuple[float, ...]],
     *,
-    busy_seconds: float,
+    waited_seconds: float,
     follows: bool,
 ) -> RankPart:
     """A rank's part; `terms` has a row for each sample that has a reward."""
     sums = tuple((math.fsum(values), len(values)) for values in zip(*terms, strict=True))
-    return RankPart(tuple(sorted(groups)), samples, sums, busy_seconds, follows)
+    return RankPart(tuple(sorted(groups)), samples, sums, waited_seconds, follows)
 
 
 def gathered(own: RankPart, world: World) -> list[RankPart]:
@@ -58,9 +58,10 @@ def mean_terms(parts: Sequence[RankPart]) -> tuple[float, ...]:
 def lost_to_imbalance(parts: Sequence[RankPart]) -> float:
     """Seconds, mean over the ranks, in which another rank was still computing and this one was not.
 
-    >>> part = RankPart((0,), 1, (), 4.0, True)
-    >>> lost_to_imbalance([part, msgspec.structs.replace(part, busy_seconds=3.0)])
+    All groups of the step have arrived when its plan comes, so nothing else is waited for then.
+
+    >>> part = RankPart((0,), 1, (), 1.0, True)
+    >>> lost_to_imbalance([part, msgspec.structs.replace(part, waited_seconds=0.0)])
     0.5
     """
-    busy = [part.busy_seconds for part in parts]
-    return max(busy) - math.fsum(busy) / len(busy)
+    return math.fsum(part.waited_seconds for part in parts) / len(parts)

@@ -94,7 +94,7 @@ class StepTrainer:
         self._samples = 0
         self._terms: list[tuple[float, ...]] = []
         self._to_log: list[WholeGroup] = []
-        self._train_seconds = self._gradient_seconds = 0.0
+        self._train_seconds = 0.0
         self._waited: defaultdict[str, float] = defaultdict(float)
 
     @property
@@ -156,7 +156,6 @@ class StepTrainer:
         self.done.update(numbers)
         if self._sample_log is not None:
             self._to_log += groups
-        self._gradient_seconds += time.monotonic() - began
         self._count_training(time.monotonic() - began)
 
     async def wait(self, changed: asyncio.Event, cause: str) -> None:
@@ -213,7 +212,7 @@ class StepTrainer:
             groups,
             self._samples,
             self._terms,
-            busy_seconds=self._gradient_seconds,
+            waited_seconds=self._waited["other ranks"],
             follows=self._check is None or self._check.follows,
         )
         parts = await asyncio.to_thread(gathered, own, self._world)
