@@ -209,7 +209,7 @@ def _explain_settings(
                 yield from _explain_settings(f"{path}.{name}.NAME", entry, known, indent + "    ")
             continue
         entries = f"{path}.{name}[]"
-        if entries not in known:
+        if entries not in known or not value:
             yield f"{indent}{name}: {_yaml(value)}"
             continue
         yield f"{indent}{name}:"

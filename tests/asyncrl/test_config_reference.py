@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from asyncrl.cli.app import app
 from asyncrl.config import RunConfig, load_config, parse_config
 from asyncrl.config_reference import Section, Setting, explain_config, reference_page, sections
+from asyncrl.evaluation.config import EvaluationSetConfig
+from monitoring.sinks.config import SinkConfig
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
@@ -58,7 +60,20 @@ def test_no_key_is_left_out() -> None:
 
     listed = {f"{s.path}.{setting.name}" for s in sections() for setting in s.settings}
     dumped = RunConfig().model_dump(mode="json")
-    assert listed == set().union(*(keys(values, name) for name, values in dumped.items()))
+    entries = {"evaluation.sets.NAME": EvaluationSetConfig, "monitoring.sinks[]": SinkConfig}
+    of_entries = {f"{path}.{name}" for path, one in entries.items() for name in one.model_fields}
+    known = set().union(*(keys(values, name) for name, values in dumped.items()))
+    assert listed == known | of_entries
+
+
+def test_named_sets_and_sinks_are_explained_and_read_again() -> None:
+    sets = {"hard": {"path": "/data/hard.jsonl", "samples": 4}, "own": {"path": "/data/own.jsonl"}}
+    sinks = ["mlflow", {"kind": "wandb", "offline": True}]
+    values = {"evaluation": {"every": 5, "sets": sets}, "monitoring": {"sinks": sinks}}
+    config = parse_config(values, source="the test")
+    text = explain_config(config)
+    assert parse_config(yaml.safe_load(text), source="explained") == config
+    assert "    hard:\n      # A .jsonl or .parquet file" in text
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
