@@ -208,9 +208,9 @@ def check_settings(directory: Path, manifest: Manifest, settings: dict[str, Any]
         CheckpointError: names each setting that differs.
     """
     # Through JSON, so that tuples and lists compare as equal.
-    now = msgspec.json.decode(msgspec.json.encode(settings), type=dict[str, Any])
+    now = _flat(msgspec.json.decode(msgspec.json.encode(settings), type=dict[str, Any]))
     # Settings that were added since: they had the value that is now the default.
-    then = {**TrainerConfig().model_dump(mode="json"), **manifest.settings}
+    then = {**_flat(TrainerConfig().model_dump(mode="json")), **_flat(manifest.settings)}
     changed = sorted(
         key for key in (then.keys() | now.keys()) - _FREE if then.get(key) != now.get(key)
     )
@@ -220,6 +220,19 @@ def check_settings(directory: Path, manifest: Manifest, settings: dict[str, Any]
             f"{directory} was written under other settings ({listed}); resume with those, or "
             f"start a new run from {directory / 'model'}"
         )
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the settings of a section by their dotted names.
+
+    >>> _flat({"dtype": "float32", "critic": {"gamma": 1.0}})
+    {'dtype': 'float32', 'critic.gamma': 1.0}
+    """
+    flat = {}
+    for name, value in settings.items():
+        inner = value.items() if isinstance(value, dict) else None
+        flat |= {name: value} if inner is None else {f"{name}.{key}": one for key, one in inner}
+    return flat
 
 
 def _check_size(directory: Path, name: str, expected: FileDigest) -> None:

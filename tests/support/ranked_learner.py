@@ -33,6 +33,7 @@ from trainer.ranks.world import join
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"kl_coefficient": 0.1, "weight_decay": 0.1},
     "reinforce_plus_plus": {"max_grad_norm": 0.05},
+    "ppo": {"ppo_epochs": 2, "minibatches": 2, "kl_coefficient": 0.1, "kl_estimator": "k1"},
 }
 GROUPS, STEPS = 5, 2
 DEALS: dict[str, Callable[[int, int], int]] = {
@@ -111,6 +112,8 @@ def steps(folder: Path, model: str, world: World) -> None:
             name = folder / f"{case} {deal} {world.size}"
             tensors = {f"weight {name}": t.contiguous() for name, t in learner.tensors()}
             tensors |= {f"gradient {index}": one for index, one in moments.items()}
+            if (critic := learner._models.critic) is not None:
+                tensors |= {f"critic {n}": t.detach() for n, t in critic.module.named_parameters()}
             save_file(tensors, f"{name}.safetensors")
             Path(f"{name}.json").write_text(json.dumps(metrics))
 
