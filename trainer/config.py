@@ -284,6 +284,15 @@ class TrainerConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _a_shared_trunk_gives_no_routes(self) -> Self:
+        if self.critic.shared_trunk and self.router_loss_coefficient:
+            raise ValueError(
+                "router_loss_coefficient does not work with critic.shared_trunk: true; set one of "
+                "them to its default"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _the_reference_is_refreshed_one_way(self) -> Self:
         settings = ("reference_refresh_steps", "reference_decay")
         given = [name for name in settings if getattr(self, name) is not None]

@@ -60,6 +60,10 @@ def test_the_reference_follows_as_configured(
         ({"critic": {"gamma": 0.9}}, "use algorithm: ppo"),
         ({"algorithm": "ppo", "critic": {"shared_trunk": True, "model": "x"}}, "shared_trunk"),
         (
+            {"algorithm": "ppo", "critic": {"shared_trunk": True}, "router_loss_coefficient": 0.1},
+            "router_loss_coefficient",
+        ),
+        (
             {"algorithm": "ppo", "critic": {"shared_trunk": True, "head_start_steps": 1}},
             "head_start_steps",
         ),

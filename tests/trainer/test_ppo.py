@@ -21,6 +21,7 @@ from trainer.config import TrainerConfig
 from trainer.errors import UnsupportedModelError
 from trainer.gae import advantages_of
 from trainer.learner import Learner
+from trainer.policy import Policy
 
 Group = tuple[list[Trajectory], np.ndarray]
 GroupOf = Callable[..., list[Trajectory]]
@@ -294,9 +295,12 @@ def test_a_critic_of_a_smaller_vocabulary_is_refused(model_path: ModelPath, tmp_
         _learner(model_path("qwen3"), algorithm="ppo", critic={"model": str(tmp_path)})
 
 
-def test_a_model_whose_logits_are_scaled_cannot_share_its_trunk(model_path: ModelPath) -> None:
+def test_hidden_states_that_cannot_be_had_are_not_shared(
+    model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Policy, "has_plain_head", False)
     with pytest.raises(UnsupportedModelError, match="shared_trunk: false"):
-        _learner(model_path("granite"), algorithm="ppo", critic=SHARED)
+        _learner(model_path("qwen3"), algorithm="ppo", critic=SHARED)
 
 
 def test_without_samples_there_are_no_advantages() -> None:
