@@ -228,7 +228,7 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     >>> _flat({"dtype": "float32", "critic": {"gamma": 1.0}})
     {'dtype': 'float32', 'critic.gamma': 1.0}
     """
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, value in settings.items():
         inner = value.items() if isinstance(value, dict) else None
         flat |= {name: value} if inner is None else {f"{name}.{key}": one for key, one in inner}
