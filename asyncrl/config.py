@@ -27,7 +27,6 @@ from asyncrl.config_errors import mistakes
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.config import EvaluationConfig
 from asyncrl.launch.config import LauncherConfig
-from asyncrl.paths import LocalPath
 from asyncrl.repeatable import clock_dependencies
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.suggestions import nearest, shortened
@@ -40,6 +39,7 @@ from scheduler.config import SchedulerConfig
 from trainer.algorithms.registry import smallest_group
 from trainer.config import TrainerConfig
 from wire.limits import MAX_STEPS
+from wire.paths import LocalPath
 
 OnWrongPolicy = Literal["stop", "warn"]
 
@@ -163,17 +163,26 @@ class RunConfig(BaseModel):
             )
         return self
 
+    @property
+    def processes_at_start(self) -> int:
+        """Most that a run begins with besides its controller: trainer, generators, relays.
+
+        On several machines each process may be on a node of its own, which has a relay.
+        """
+        count = self.trainer.ranks + self.launcher.generators
+        return count if self.launcher.kind == "local" else 2 * count
+
     @model_validator(mode="after")
     def _every_process_has_a_port(self) -> Self:
         base, launcher = self.monitoring.port, self.launcher
         # The trainer, the generators and their replacements follow the controller.
-        ranks = self.trainer.ranks
-        last = ranks + launcher.generators + ranks * launcher.max_restarts
+        last = self.processes_at_start + self.trainer.ranks * launcher.max_restarts
         if self.monitoring.metrics and base and base + last > MAX_PORT:
             raise ValueError(
                 f"monitoring.port: {base} leaves no port for every process of the run: "
-                f"{launcher.generators} generator(s), up to {launcher.max_restarts} restart(s) and "
-                f"the trainer take the {last} ports after it. It must be at most "
+                f"the trainer, {launcher.generators} generator(s), relays between machines and up "
+                f"to {launcher.max_restarts} restart(s) take the {last} ports after it. It must be "
+                "at most "
                 f"{MAX_PORT - last}, or 0 for any free ports"
             )
         return self

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from monitoring.log_level import LogLevel
 from monitoring.sinks.config import SinkConfig
+from wire.paths import AbsolutePath
 
 MAX_PORT = 65_535
 
@@ -91,9 +92,10 @@ class WebConfig(BaseModel):
     There is no encryption: for another machine, use an SSH tunnel or a proxy with TLS."""
     port: int = Field(default=0, ge=0, le=MAX_PORT)
     """Port of the page; 0 takes any free one."""
-    token_file: str | None = Field(default=None, min_length=1)
+    token_file: AbsolutePath | None = None
     """File with the token that orders need, and that all requests need unless `host` is a loopback
-    address: at least 16 letters, digits or signs. null: RUN/web.token, made anew at each start."""
+    address: at least 16 letters, digits or signs, mode 0600. null: RUN/web.token, made anew at each
+    start."""
 
     @model_validator(mode="after")
     def _needs_a_token_elsewhere(self) -> Self:

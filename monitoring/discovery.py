@@ -91,6 +91,18 @@ def target_groups(run: str, host: str, targets: Mapping[str, Target]) -> list[di
     return groups
 
 
+def metrics_line(run: Path) -> list[str]:
+    """A sentence on where the metrics of an active run are; none where it serves none."""
+    path = targets_file(run)
+    try:
+        groups = json.loads(path.read_bytes())
+        found = {group["labels"]["instance"]: group["targets"][0] for group in groups}
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    own = f"http://{found['controller']}/metrics (controller), " if "controller" in found else ""
+    return [f"metrics: {own}all {len(found)} addresses in {path}"]
+
+
 class Targets:
     """Keeps the targets file of a run up to date.
 

@@ -2,7 +2,8 @@
 
 Everything that is not a plain HTTP/1 request is answered with 400, quietly. A request's head is
 limited in size and time, and so is the number of connections, so that a scanner or a slow client
-takes a bounded number of threads and leaves nothing on the user's terminal.
+takes a bounded number of threads and leaves nothing on the user's terminal. On a loopback address,
+a request for another machine's name is refused (`monitoring.loopback`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from monitoring.config import is_loopback
+from monitoring.loopback import means_this_machine
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.application = application
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(address, _Connection)
+        self._is_loopback = is_loopback(str(self.server_address[0]))
 
     @property
     def port(self) -> int:
@@ -82,6 +87,15 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         finally:
             self._places.release()
 
+    def answer(self, environ: dict[str, Any] | None) -> bytes:
+        """To a request; None: it could not be read."""
+        if environ is None:
+            return _BAD_REQUEST
+        host = environ.get("HTTP_HOST")
+        if self._is_loopback and host is not None and not means_this_machine(host):
+            return _WRONG_HOST
+        return _answer(self.application, environ)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what went wrong with one connection; the default prints a traceback."""
         del request
@@ -95,8 +109,7 @@ class _Connection(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         with contextlib.suppress(OSError):  # the client is gone, or too slow
-            environ = _parse(self._head())
-            answer = _BAD_REQUEST if environ is None else _answer(self.server.application, environ)
+            answer = self.server.answer(_parse(self._head()))
             self.request.settimeout(REQUEST_SECONDS)
             self.request.sendall(answer)
 
@@ -156,11 +169,17 @@ def _response(
     return "\r\n".join([*lines, "", ""]).encode("latin1") + (b"" if head else body)
 
 
-_BAD_REQUEST = _response(
-    http.HTTPStatus.BAD_REQUEST,
-    [("Content-Type", "text/plain; charset=utf-8")],
-    b"This port serves Prometheus metrics: GET /metrics\n",
-    head=False,
+def _refusal(status: http.HTTPStatus, why: str) -> bytes:
+    kind = [("Content-Type", "text/plain; charset=utf-8")]
+    return _response(status, kind, f"{why}\n".encode(), head=False)
+
+
+_BAD_REQUEST = _refusal(
+    http.HTTPStatus.BAD_REQUEST, "This port serves Prometheus metrics: GET /metrics"
+)
+_WRONG_HOST = _refusal(
+    http.HTTPStatus.FORBIDDEN,
+    "The Host header is not a name of this machine; ask 127.0.0.1 or localhost",
 )
 
 

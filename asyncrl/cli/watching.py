@@ -24,15 +24,17 @@ def status(name: RunName = None, runs: Runs = DEFAULT_RUNS, as_json: Json = Fals
     from asyncrl.run.directory import find_run
     from wire.messages import control
 
-    reply = ask(find_run(name, runs), control.StatusRequest())
+    run = find_run(name, runs)
+    reply = ask(run, control.StatusRequest())
     if not isinstance(reply, control.StatusReply):
         raise AsyncrlError(f"the controller answered a status request with {reply}")
     if as_json:
         typer.echo(json.dumps(reply.status, indent=2))
     else:
+        from monitoring.discovery import metrics_line
         from monitoring.status_text import status_lines
 
-        typer.echo("\n".join(status_lines(reply.status)))
+        typer.echo("\n".join([*status_lines(reply.status), *metrics_line(run)]))
 
 
 @app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl report arithmetic")

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from asyncrl.paths import LocalPath
 from wire.limits import WEEK_SECONDS
+from wire.paths import LocalPath
 
 
 class RewardFunctionConfig(BaseModel):

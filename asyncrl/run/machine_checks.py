@@ -131,18 +131,41 @@ def vllm_build(
 
 
 def ports(config: RunConfig) -> Finding:
-    """Of the metrics, if the configuration names them."""
-    monitoring = config.monitoring
-    if not monitoring.metrics or not monitoring.port:
-        return Finding("ports: any free ones (monitoring.port is 0)")
-    wanted = [monitoring.port_of(index) for index in range(2 + config.launcher.generators)]
-    taken = [port for port in wanted if not _is_free(monitoring.host, port)]
+    """Of the metrics and of the web page, if the configuration names them."""
+    monitoring, web = config.monitoring, config.monitoring.web
+    wanted: list[tuple[str, str, int]] = []
+    if monitoring.metrics and monitoring.port:
+        indices = range(1 + config.processes_at_start)
+        wanted += [("monitoring.port", monitoring.host, monitoring.port_of(i)) for i in indices]
+    if web.enabled and web.port:
+        wanted.append(("monitoring.web.port", web.host, web.port))
+    if not wanted:
+        return Finding("ports: any free ones (monitoring.port and monitoring.web.port are 0)")
+    named = [port for *_, port in wanted]
+    several = [name for name, _, port in wanted if named.count(port) > 1]
+    if several:
+        return Finding(
+            f"a port for each: {' and '.join(dict.fromkeys(several))} name the same one",
+            "Choose another monitoring.web.port, or 0 for any free one",
+        )
+    taken = {port: name for name, host, port in wanted if not _is_free(host, port)}
     if not taken:
-        return Finding(f"ports {wanted[0]} to {wanted[-1]} are free")
+        return Finding(f"ports {_shown(named)} are free")
     return Finding(
-        f"free ports: {', '.join(map(str, taken))} of {wanted[0]} to {wanted[-1]} are taken",
-        "Choose another monitoring.port, or 0 for any free ones",
+        f"free ports: {', '.join(map(str, taken))} of {_shown(named)} are taken",
+        f"Choose another {' and '.join(dict.fromkeys(taken.values()))}, or 0 for any free ones",
     )
+
+
+def _shown(named: list[int]) -> str:
+    """Ports as ranges: 9100 to 9102, 8080."""
+    ranges: list[list[int]] = []
+    for port in named:
+        if ranges and ranges[-1][-1] + 1 == port:
+            ranges[-1].append(port)
+        else:
+            ranges.append([port])
+    return ", ".join(f"{one[0]} to {one[-1]}" if len(one) > 1 else str(one[0]) for one in ranges)
 
 
 def open_files(limits: tuple[int, int]) -> Finding:
@@ -213,7 +236,10 @@ def _plugins() -> frozenset[str]:
 
 
 def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # As a run does: connections that were closed a moment ago do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:

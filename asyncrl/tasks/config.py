@@ -6,8 +6,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from asyncrl.paths import LocalPath
 from wire.limits import MAX_TOKENS, WEEK_SECONDS
+from wire.paths import LocalPath
 
 MAX_DIGITS = 6
 """Most digits of a summand of the built-in task."""

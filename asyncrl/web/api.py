@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import FastAPI, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
 
 from asyncrl.errors import AsyncrlError
@@ -152,6 +153,7 @@ def application(api: Api) -> FastAPI:
         ("/api/events", api.events),
         ("/api/report/{name}", api.section),
     )
+    app.exception_handler(RequestValidationError)(_senseless)
     for path, answer in data:
         app.get(path, response_class=Response, tags=["watch"])(answer)
     _add_orders(app, api)
@@ -203,9 +205,16 @@ def _add_page(app: FastAPI) -> None:
         add(path, kind, contents)
 
 
+async def _senseless(_request: Request, error: Exception) -> Response:
+    """What is wrong with a request, without the values that it gave: NaN cannot be sent back."""
+    found = error.errors() if isinstance(error, RequestValidationError) else []
+    detail = [{name: one[name] for name in ("type", "loc", "msg")} for one in found]
+    return _json({"detail": detail}, status=422)
+
+
 def _file(package: str, name: str) -> bytes:
     return resources.files(package).joinpath(name).read_bytes()
 
 
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

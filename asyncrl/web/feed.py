@@ -69,7 +69,9 @@ class Feed:
         try:
             if self._producer is None or self._producer.done():
                 self._producer = asyncio.create_task(self._produce())
-            seen = 0
+                seen = self._number  # the last one is as old as the last watcher
+            else:
+                seen = 0
             while True:
                 async with self._newer:
                     while self._number == seen and not self.closed:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from monitoring.config import is_loopback
+from monitoring.loopback import means_this_machine
 
 MAX_BODY_BYTES = 4096
 """Longest body of a request."""
@@ -88,21 +88,13 @@ def _wrong_host(policy: Policy, headers: dict[bytes, bytes]) -> Denial | None:
     host = headers.get(b"host", b"").decode("latin-1")
     if not host:
         return Denial(400, "the request has no Host header")
-    if policy.is_loopback and not is_loopback(_name_of(host)):
+    if policy.is_loopback and not means_this_machine(host):
         return Denial(
             403,
             "the Host header is not a name of this machine; open the page as 127.0.0.1 or "
             "localhost, also through an SSH tunnel",
         )
     return None
-
-
-def _name_of(host: str) -> str:
-    """Host without port; an empty text for what is no host."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").lower()
-    except ValueError:
-        return ""
 
 
 def _other_site(headers: dict[bytes, bytes]) -> Denial | None:

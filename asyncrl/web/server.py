@@ -23,8 +23,8 @@ from asyncrl.web.middleware import Guarded
 from asyncrl.web.sections import EndedSections, LiveSections, Sections
 from asyncrl.web.step_file import StepFile
 
-MAX_CONNECTIONS = MAX_WATCHERS + 56
-"""Further ones are answered with 503."""
+MAX_CONNECTIONS = 2 * MAX_WATCHERS + 112
+"""A browser has a stream and for a while a second connection. Further ones are refused with 503."""
 REQUEST_SECONDS = 20.0
 """Longest time for a request to arrive on a connection, and for a short answer to be taken."""
 SEND_SECONDS = 20.0
@@ -32,6 +32,9 @@ SEND_SECONDS = 20.0
 HEAD_BYTES = 16_384
 END_SECONDS = 1
 """Time that connections get when the process is asked to end."""
+
+
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class BoundedConnection(H11Protocol):
@@ -42,6 +45,11 @@ class BoundedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first request has to come in time."""
+        if len(self.connections) >= MAX_CONNECTIONS:
+            self.transport = transport
+            transport.write(_FULL)
+            transport.close()
+            return
         super().connection_made(transport)
         self._await_request()
 
@@ -143,7 +151,6 @@ def _config(guarded: Any) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=MAX_CONNECTIONS,
         h11_max_incomplete_event_size=HEAD_BYTES,
         timeout_keep_alive=int(REQUEST_SECONDS),
         timeout_graceful_shutdown=END_SECONDS,

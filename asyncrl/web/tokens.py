@@ -8,6 +8,7 @@ import secrets
 from pathlib import Path
 
 from asyncrl.errors import UserError
+from asyncrl.secret_files import refuse_open_file
 
 MIN_LENGTH = 16
 _TOKEN = re.compile(r"[!-~]+")
@@ -21,7 +22,7 @@ def token_path(run: Path, token_file: str | None) -> Path:
         run: the run's folder.
         token_file: `monitoring.web.token_file`.
     """
-    return run / "web.token" if token_file is None else Path(token_file).expanduser()
+    return run / "web.token" if token_file is None else Path(token_file)
 
 
 def write_token(path: Path) -> None:
@@ -36,15 +37,17 @@ def read_token(path: Path) -> str:
     """The token in a file.
 
     Raises:
-        UserError: there is none, or it is too short to be secret.
+        UserError: there is none, it is too short to be secret, or others can read it.
     """
     try:
         with path.open("rb") as file:
+            status = os.fstat(file.fileno())
             text = file.read(_MAX_BYTES + 1).decode("ascii", "replace").strip()
     except OSError as error:
         raise UserError(
             f"the token of the web page cannot be read from {path}: {error.strerror}"
         ) from error
+    refuse_open_file(path, status, "the token of the web page (monitoring.web.token_file)")
     if len(text) < MIN_LENGTH or len(text) > _MAX_BYTES or not _TOKEN.fullmatch(text):
         raise UserError(
             f"{path} does not hold a token: it has to be one word of at least {MIN_LENGTH} "

@@ -12,6 +12,8 @@ from asyncrl.errors import ConfigError
 
 PATHS = {
     "run.directory": "run.directory={}",
+    "monitoring.web.token_file": "monitoring.web.token_file={}",
+    "launcher.agents.key_file": "launcher.agents.key_file={}",
     "model.path": "model.path={}",
     "task.path": "task={{kind: dataset, path: '{}'}}",
     "task.evaluation_path": "task={{kind: dataset, path: p, evaluation_path: '{}'}}",
@@ -42,3 +44,14 @@ def test_every_path_is_expanded_or_refused_with_its_key(
         (_, line) = str(caught.value).splitlines()
         assert line.strip().startswith(f"{key}: "), line
         assert message in line
+
+
+def test_files_that_other_commands_look_up_are_saved_with_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(None, ["monitoring.web.token_file=keys/web", "launcher.agents.key_file=k"])
+    assert config.monitoring.web.token_file == str(tmp_path / "keys/web")
+    assert config.launcher.agents.key_file == str(tmp_path / "k")
+    with pytest.raises(ConfigError, match="cannot be empty"):
+        load_config(None, ["monitoring.web.token_file=''"])

@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from monitoring.discovery import Target, Targets, target_groups, targets_file
+from monitoring.discovery import Target, Targets, metrics_line, target_groups, targets_file
 
 
 def test_the_file_has_the_processes_that_there_are_until_the_run_ends(tmp_path):
@@ -26,9 +26,13 @@ def test_the_file_has_the_processes_that_there_are_until_the_run_ends(tmp_path):
     ]
     assert {one["labels"]["run"] for one in groups} == {"first"}
     assert list(path.parent.iterdir()) == [path], "a file of a replacement is left"
+    assert metrics_line(tmp_path / "runs" / "first") == [
+        f"metrics: http://127.0.0.1:9100/metrics (controller), all 3 addresses in {path}"
+    ]
     targets.remove()
     targets.remove()
     assert not path.exists()
+    assert metrics_line(tmp_path / "runs" / "first") == [], "`asyncrl status` says nothing"
 
 
 def test_the_file_is_written_when_something_changes_and_not_before(tmp_path):

@@ -12,7 +12,7 @@ from monitoring import http_server
 from monitoring.exporter import start_exporter
 from monitoring.metrics import GeneratorMetrics, new_registry
 
-SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +134,23 @@ def test_a_connection_without_a_thread_does_not_keep_its_place(port, monkeypatch
             assert ask(port, SCRAPE) == b""
     assert ask(port, SCRAPE).startswith(b"HTTP/1.1 200 OK")
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [(b"evil.example", 403), (b"127.0.0.1.evil.example:9100", 403), (b"", 403),
+     (b"127.0.0.1:9100", 200), (b"LOCALHOST", 200), (b"[::1]:9100", 200), (None, 200)],
+)  # fmt: skip
+def test_a_name_that_was_made_to_point_here_reads_nothing(port, host, status):
+    """A page of another site, by DNS rebinding; without a Host it is no browser."""
+    line = b"" if host is None else b"Host: " + host + b"\r\n"
+    answer = ask(port, b"GET /metrics HTTP/1.1\r\n" + line + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert (b"asyncrl_" in answer) == (status == 200)
+
+
+def test_elsewhere_any_name_will_do():
+    exporter = start_exporter(new_registry(), "0.0.0.0", 0)  # noqa: S104
+    answer = ask(exporter.port, b"GET /metrics HTTP/1.1\r\nHost: node-7:9100\r\n\r\n")
+    exporter.close()
+    assert answer.startswith(b"HTTP/1.1 200")

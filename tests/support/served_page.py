@@ -122,6 +122,7 @@ def serving(run: Path, source: Any, policy: Policy | None = None) -> Iterator[Cl
         yield Client(listening.getsockname()[1])
     finally:
         loop, task = served[0]
-        loop.call_soon_threadsafe(task.cancel)
+        with contextlib.suppress(RuntimeError):  # the test has ended the server
+            loop.call_soon_threadsafe(task.cancel)
         thread.join(60)
         listening.close()

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from asyncrl.launch.cluster_config import ClusterConfig
 from wire.limits import WEEK_SECONDS
+from wire.paths import AbsolutePath
 
 MAX_PORT = 65_535
 _LISTEN = re.compile(r"(?P<host>[^\s:/\[\]]+):(?P<port>\d{1,5})")
@@ -22,7 +23,7 @@ class AgentsConfig(ClusterConfig):
     control_port: int | None = Field(default=None, ge=1, le=MAX_PORT)
     """Port of the same host at which the run's processes speak to the controller; null: the one
     after that of `listen`."""
-    key_file: str | None = Field(default=None, max_length=4096)
+    key_file: AbsolutePath | None = Field(default=None, max_length=4096)
     """File of the secret that the controller and all agents have: `asyncrl agent-key FILE` writes
     one. Needed with `launcher.kind: agents`."""
     max_generators: int | None = Field(default=None, ge=1, le=10_000)

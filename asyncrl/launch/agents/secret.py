@@ -14,13 +14,13 @@ import secrets
 from pathlib import Path
 
 from asyncrl.errors import UserError
+from asyncrl.secret_files import refuse_open_file
 from wire import RunKey
 
 HUB = "agents"
 """Name, for `RunKey`, of the socket at which a controller waits for agents."""
 _BYTES = 32
 _HEX = re.compile(rb"[0-9a-fA-F]{64}\s*")
-_OTHERS, _GROUP_CHANGES, _GROUP = 0o007, 0o030, 0o070
 
 
 def read_secret(path: Path, setting: str) -> RunKey:
@@ -42,13 +42,7 @@ def read_secret(path: Path, setting: str) -> RunKey:
             f"{setting}: {path} cannot be read: {error.strerror}. `asyncrl agent-key FILE` writes "
             "a new secret, which the controller and all agents need"
         ) from error
-    mode = status.st_mode & 0o777
-    if mode & _OTHERS or mode & _GROUP_CHANGES or (mode & _GROUP and status.st_uid != 0):
-        raise UserError(
-            f"{setting}: {path} has mode {mode:04o}, so others could read or change the secret. "
-            "Give it mode 0600 (chmod 600), or 0440 if root owns it, as a mounted secret of "
-            "Kubernetes (defaultMode: 0440) or Docker"
-        )
+    refuse_open_file(path, status, setting)
     if _HEX.fullmatch(text):
         return RunKey(bytes.fromhex(text.decode()))
     if len(text) != _BYTES:

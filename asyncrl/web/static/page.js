@@ -3,6 +3,7 @@
 
 const UNKNOWN = "–";
 const SILENT_MS = 15000; // without a snapshot for so long, the connection counts as lost
+const LOST_MS = 120000; // without the run for so long, the token is forgotten
 const HOVER_MS = 20000; // a section that is pointed at is not replaced for so long
 const byId = (id) => document.getElementById(id);
 
@@ -43,6 +44,21 @@ function takeToken() {
 
 const token = () => sessionStorage.getItem("token");
 const headers = () => (token() ? { Authorization: `Bearer ${token()}` } : {});
+
+// Whether reading needs the token, as it does on an address other than loopback. The first answer
+// decides it for as long as the page is open: who takes the port after the run's end cannot ask for it.
+let locked;
+
+async function read(path, options = {}) {
+  const answer = await fetch(path, { ...options, headers: locked ? headers() : {} });
+  if (locked !== undefined) return answer;
+  if (answer.status === 401 && token()) {
+    locked = true;
+    return read(path, options);
+  }
+  if (answer.ok) locked = false;
+  return answer;
+}
 
 // ------------------------------------------------------------------ what is shown
 
@@ -139,7 +155,7 @@ async function refresh(versions) {
   try {
     for (const [name, version] of Object.entries(versions)) {
       if (shown[name] === version || isBusy(name)) continue;
-      const answer = await fetch(`/api/report/${name}`, { headers: headers() });
+      const answer = await read(`/api/report/${name}`);
       if (!answer.ok) continue;
       replace(name, await answer.text());
       shown[name] = version;
@@ -247,9 +263,9 @@ async function give(order, button) {
 const reasonOf = (found) => (typeof found.detail === "string" ? found.detail
   : (found.detail ?? []).map((one) => `${(one.loc ?? []).slice(1).join(".")}: ${one.msg}`).join("; "));
 
-function forgetToken() {
+function forgetToken(why = "The token is not that of this run (a run that is started again has a new one)") {
   sessionStorage.removeItem("token");
-  text("why-locked", "The token is not that of this run (a run that is started again has a new one): `asyncrl web` prints a link with the right one.");
+  text("why-locked", `${why}: \`asyncrl web\` prints a link with the right one.`);
 }
 
 // ------------------------------------------------------------------ the stream of snapshots
@@ -266,7 +282,7 @@ async function stream() {
   const given_up = new AbortController();
   let silent = setTimeout(() => given_up.abort(), SILENT_MS);
   try {
-    const answer = await fetch("/api/events", { headers: headers(), signal: given_up.signal });
+    const answer = await read("/api/events", { signal: given_up.signal });
     if (answer.status === 401) {
       forgetToken();
       showControls(true);
@@ -287,8 +303,11 @@ async function stream() {
   } finally { clearTimeout(silent); given_up.abort(); }
 }
 
+let heard = Date.now(); // when the run was heard of last
+
 // Whether this was the last event.
 function take(event) {
+  heard = Date.now();
   const kind = /^event: (.*)$/m.exec(event)?.[1];
   if (kind === "end") return true;
   const snapshot = JSON.parse(/^data: (.*)$/m.exec(event)[1]);
@@ -303,9 +322,12 @@ async function follow() {
     try {
       await stream();
       linked("ended", "the run has ended; `asyncrl web` shows it again");
+      forgetToken("The run has ended");
       showControls(false);
     } catch (error) { linked("lost", `not connected: ${error.message}; trying again`); }
     if (Date.now() - began > 30000) pause = 1000;
+    // Another program may have the port by now.
+    if (token() && Date.now() - heard > LOST_MS) { forgetToken("The run was not heard of for a while"); showControls(true); }
     await wait(pause);
   }
 }
@@ -325,6 +347,6 @@ byId("unlock").addEventListener("submit", (event) => {
   event.preventDefault();
   const given = byId("token").value.trim();
   byId("token").value = "";
-  if (given) { sessionStorage.setItem("token", given); showControls(true); }
+  if (given) { heard = Date.now(); sessionStorage.setItem("token", given); showControls(true); }
 });
 follow();

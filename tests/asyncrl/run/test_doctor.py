@@ -99,3 +99,37 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         found = checks.ports(load_config(None, [f"monitoring.port={port}"]))
     assert f"{port} of {port} to {port + 2} are taken" in found.text
     assert checks.ports(load_config(None)).fix == ""
+
+
+def test_the_port_of_the_page_and_those_of_relays_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def is_free(_host: str, port: int) -> bool:
+        asked.append(port)
+        return port != 8080
+
+    monkeypatch.setattr(checks, "_is_free", is_free)
+    web = "monitoring.web.port=8080"
+    found = checks.ports(load_config(None, ["launcher.kind=ray", "monitoring.port=9100", web]))
+    # Controller, trainer, generator, and a relay for each of the two.
+    assert asked == [9100, 9101, 9102, 9103, 9104, 8080]
+    assert "8080 of 9100 to 9104, 8080 are taken" in found.text
+    assert found.fix.startswith("Choose another monitoring.web.port,")
+    assert checks.ports(load_config(None, [web, "monitoring.web.enabled=false"])).fix == ""
+    both = checks.ports(load_config(None, ["monitoring.port=8079", web]))
+    assert "monitoring.port and monitoring.web.port name the same one" in both.text
+
+
+def test_a_port_whose_connections_were_just_closed_is_free() -> None:
+    """A run could bind it, since its sockets reuse addresses."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = server.accept()
+            accepted.close()  # this end waits (TIME_WAIT)
+            assert client.recv(1) == b""
+    assert checks._is_free("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", port)):
+        assert not checks._is_free("127.0.0.1", port)

@@ -9,7 +9,9 @@ import logging
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -20,8 +22,9 @@ from synthetic_run import make_run
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.web import feed, middleware, server
 from asyncrl.web.controller_link import EndedRun
+from asyncrl.web.feed import Feed
 from asyncrl.web.guard import Policy
-from asyncrl.web.sections import NAMES, EndedSections
+from asyncrl.web.sections import NAMES, EndedSections, Section
 from asyncrl.web.serving import listen
 from monitoring.config import WebConfig
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
@@ -151,6 +154,15 @@ def test_orders_that_make_no_sense_go_nowhere(
     client: Client, source: FakeRun, name: str, arguments: object
 ) -> None:
     assert client.order(name, arguments).status == 422
+    assert source.orders == []
+
+
+def test_a_number_that_is_none_is_named_without_it(client: Client, source: FakeRun) -> None:
+    headers = {"Content_Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
+    answer = client.ask("POST", "/api/orders/scale", b'{"generators": NaN}', **headers)
+    assert answer.status == 422
+    (mistake,) = answer.json["detail"]
+    assert mistake["loc"] == ["body", "generators"]
     assert source.orders == []
 
 
@@ -293,6 +305,55 @@ def test_nonsense_is_answered_with_400(client: Client, nonsense: bytes) -> None:
         stranger.sendall(nonsense)
         assert stranger.recv(100).startswith(b"HTTP/1.1 400")
     assert client.get("/api/status").status == 200
+
+
+def test_connections_are_bounded_and_those_there_are_served(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+
+    def status(connection: socket.socket) -> bytes:
+        connection.sendall(b"GET /api/status HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        found = b""
+        while not found.endswith(b"}"):
+            found += connection.recv(65536)
+        return found.split(b"\r\n")[0]
+
+    with client.connect() as first, client.connect() as second:
+        assert status(first) == status(second) == b"HTTP/1.1 200 OK"
+        with client.connect() as third:
+            assert _rest(third).startswith(b"HTTP/1.1 503"), "it is closed, not kept"
+        assert status(first) == b"HTTP/1.1 200 OK"
+    deadline = time.monotonic() + 60
+    while client.get("/api/status").status != 200:
+        assert time.monotonic() < deadline
+
+
+def test_the_first_snapshot_of_a_new_watcher_is_new(source: FakeRun) -> None:
+    """Not the last one of whoever watched before, hours ago."""
+
+    class NoSections:
+        def drawn(self) -> dict[str, Section]:
+            return {}
+
+    async def first(found: Feed) -> int:
+        async with contextlib.aclosing(found.watch()) as snapshots:
+            snapshot = msgspec.json.decode(await anext(snapshots))
+        step: int = snapshot["status"]["step"]
+        return step
+
+    async def watch_twice() -> None:
+        with ThreadPoolExecutor(1) as disk:
+            found = Feed(source, NoSections(), disk)
+            assert await first(found) == 3
+            producer = found._producer
+            assert producer is not None
+            await asyncio.wait_for(producer, 60)
+            source.status_now = {"step": 100}
+            assert await first(found) == 100
+            await found.close()
+
+    asyncio.run(watch_twice())
 
 
 def _rest(connection: socket.socket) -> bytes:

@@ -39,6 +39,7 @@ def test_a_link_in_the_place_of_the_token_is_not_followed(tmp_path: Path) -> Non
 def test_what_is_no_token_is_refused(tmp_path: Path, contents: bytes) -> None:
     path = tmp_path / "token"
     path.write_bytes(contents)
+    path.chmod(0o600)
     with pytest.raises(UserError, match="does not hold a token"):
         read_token(path)
 
@@ -75,3 +76,14 @@ def test_a_link_holds_any_token_and_a_port_is_for_ended_runs(
     assert said == ["http://127.0.0.1:5/#token=100%25-secret%26odd%23token"]
     with pytest.raises(UserError, match="--port is for the page of an ended run"):
         show_page(tmp_path, 8000, said.append)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o660])
+def test_a_token_that_others_can_read_or_change_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "token"
+    path.write_text("sixteen-letters-and-more")
+    path.chmod(mode)
+    with pytest.raises(UserError, match=rf"token_file.*has mode {mode:04o}.*chmod 600"):
+        read_token(path)
+    path.chmod(0o600)
+    assert read_token(path) == "sixteen-letters-and-more"

@@ -51,5 +51,14 @@ def _value(match: re.Match[str]) -> str:
     return value
 
 
+def _absolute(path: str) -> str:
+    if not path:
+        raise ValueError("a path cannot be empty")
+    return os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - as it is written otherwise
+
+
 LocalPath = Annotated[str, AfterValidator(expand)]
 """A setting that names a file or folder."""
+AbsolutePath = Annotated[str, AfterValidator(expand), AfterValidator(_absolute)]
+"""One that other commands look up too, from wherever they are called: a relative path is that of
+the folder in which the run was started."""

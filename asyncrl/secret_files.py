@@ -1,0 +1,30 @@
+"""Whether a file with a secret is kept from others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from asyncrl.errors import UserError
+
+_OTHERS, _GROUP_CHANGES, _GROUP = 0o007, 0o030, 0o070
+
+
+def refuse_open_file(path: Path, status: os.stat_result, setting: str) -> None:
+    """Mode 0600 passes, and 0440 or 0640 of root, who has chosen the group, as for mounted secrets.
+
+    Args:
+        path: for the error.
+        status: of the file, as it was opened.
+        setting: that names it, for the error.
+
+    Raises:
+        UserError: others could read or change the secret.
+    """
+    mode = status.st_mode & 0o777
+    if mode & _OTHERS or mode & _GROUP_CHANGES or (mode & _GROUP and status.st_uid != 0):
+        raise UserError(
+            f"{setting}: {path} has mode {mode:04o}, so others could read or change the secret. "
+            "Give it mode 0600 (chmod 600), or 0440 if root owns it, as a mounted secret of "
+            "Kubernetes (defaultMode: 0440) or Docker"
+        )
