@@ -239,6 +239,11 @@ def _idle_tile(data: RunData) -> Markup:
     empty = empty_slots(data)
     if empty is not None:
         details += f"; {percent(empty)} of slot time is empty"
+    ranks = data.setting("trainer.ranks")
+    if isinstance(ranks, int) and ranks > 1 and data.steps:
+        lost = sum(step.times.rank_idle_seconds for step in data.steps)
+        share = lost / max(1e-9, sum(step.step_seconds for step in data.steps))
+        details += f"; the trainer's ranks wait {percent(share)} for each other"
     generators = percent(_idle(data, "generator", lambda step: step.idle.generator))
     trainer = percent(_idle(data, "trainer", lambda step: step.idle.trainer))
     value: list[Child] = [generators, element("span", "·", class_="arrow"), trainer]

@@ -13,7 +13,7 @@ from monitoring.report.write import write_report
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
 from monitoring.spans import Span
 from monitoring.timeline import Timeline
-from wire.records import RunResult, StalenessMetrics, StepMetrics, TokenCounts
+from wire.records import RunResult, StalenessMetrics, StepMetrics, TokenCounts, TrainerTimes
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -164,6 +164,19 @@ def test_rewards_are_shown_by_function_and_failures_are_counted(tmp_path):
     assert "3 rewards failed and counted as 0" in read
     assert "math_verify: 3 timeout" in read
     assert "failed and counted" not in written_with(tmp_path)
+
+
+def test_what_the_ranks_of_a_trainer_lose_to_each_other_is_shown(tmp_path):
+    times = TrainerTimes(rank_idle_seconds=0.5)
+    lines = [
+        msgspec.json.encode(StepMetrics(step=step, time=1.0 + step, step_seconds=5.0, times=times))
+        for step in range(3)
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    assert "ranks wait" not in words(write_report(tmp_path).read_text())
+    (tmp_path / "config.yaml").write_text("trainer: {ranks: 2}\n")
+    read = words(write_report(tmp_path).read_text())
+    assert "the trainer's ranks wait 10% for each other" in read
 
 
 def test_slots_and_causes_are_told_apart(tmp_path):
