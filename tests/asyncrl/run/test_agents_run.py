@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from agents import Agents
-from asyncrl_runs import CommandLine, call, until, worst_mismatch
+from asyncrl_runs import CommandLine, until, worst_mismatch
+from typer.testing import CliRunner
 
+from asyncrl.cli.entry import app
 from monitoring.group_account import read_account
 
 pytestmark = pytest.mark.slow
@@ -39,8 +40,7 @@ def the_run_is_exact(command: CommandLine) -> None:
 
 def test_a_run_whose_agents_come_and_go(tmp_path: Path, own_model: Path, agents: Agents) -> None:
     command = CommandLine(tmp_path / "runs", own_model)
-    key = ["-m", "asyncrl", "agent-key", str(agents.key_file)]
-    assert call([sys.executable, *key]).returncode == 0
+    assert CliRunner().invoke(app, ["agent-key", str(agents.key_file)]).exit_code == 0
     settings = {"launcher__agents__relays": "always", "run__steps": 1_000_000}
 
     def steps_more(count: int, what: str) -> None:
@@ -60,7 +60,7 @@ def test_a_run_whose_agents_come_and_go(tmp_path: Path, own_model: Path, agents:
         assert first.wait(timeout=240) == 0, agents.said("g")
         assert "left run your-own" in agents.said("g")
         steps_more(2, "steps of the one that joined")
-        assert call([sys.executable, "-m", "asyncrl", "stop", str(command.folder)]).returncode == 0
+        assert CliRunner().invoke(app, ["stop", str(command.folder)]).exit_code == 0
         said = run.communicate(timeout=240)[0]
         assert run.returncode == 0, said
         assert re.search(r"generator-0 leaves; samples that move with their tokens: \d", said), said
