@@ -46,6 +46,8 @@ from engine.config import EngineConfig
 from engine.factory import create_engine
 from engine.protocol import GenerateRequest, SamplingParams
 from rollout.trajectory import IntArray
+from trainer.checkpoint_files import path_of
+from trainer.export import export
 
 WARM_START = WarmStart(
     digits=(4, 6), layers=3, steps=1300, slip=0.06, expected=(0.4, 0.9), extra_rounds=0
@@ -153,8 +155,8 @@ def _make(recipe: Recipe, making: Path, cache_dir: Path) -> dict[str, float]:
         output = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
         raise RuntimeError(f"training the policy versions failed ({done.returncode}):\n{output}")
     for step in recipe.keep[1:]:
-        trained = run / "policies" / "checkpoints" / f"step-{step:06d}" / "model"
-        shutil.copytree(trained, making / f"step-{step}")
+        trained = path_of(run / "policies" / "checkpoints", step)
+        export(trained, making / f"step-{step}")
     result = json.loads((run / "policies" / "result.json").read_text(encoding="utf-8"))
     shutil.rmtree(run)
     return {side: float(result[f"accuracy_{side}"]) for side in ("before", "after")}

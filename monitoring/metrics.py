@@ -210,6 +210,9 @@ class TrainerMetrics(ProcessMetrics):
     )
     weights_size: Gauge = gauge("asyncrl_weights_bytes", "Size of one version of the weights.")
     checkpoint_time: Histogram = histogram("asyncrl_checkpoint_seconds", "Writing one checkpoint.")
+    checkpoint_blocked: Total = counter(
+        "asyncrl_checkpoint_blocked_seconds_total", "Training stood still for checkpoints."
+    )
     checkpoints_failed: By[Total] = counter(
         "asyncrl_checkpoints_failed_total",
         "Checkpoints that the disk did not take, by cause; training continues.",

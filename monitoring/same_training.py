@@ -53,8 +53,8 @@ def without_times(step: StepMetrics) -> bytes:
 
 
 def digests(run: Path) -> dict[str, str]:
-    """SHA-256 of the weights in each checkpoint of a run's folder, by file."""
-    files = sorted(run.glob("checkpoints/step-*/model/*.safetensors"))
+    """SHA-256 of weights and optimizer state in each checkpoint of a run's folder, by file."""
+    files = sorted(run.glob("checkpoints/step-*/state/*.safetensors"))
     return {
         str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
     }

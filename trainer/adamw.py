@@ -26,6 +26,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class SmallAdamW(torch.optim.Optimizer):
     """AdamW; states have the names of torch's, so that each can read the other's.
 
+    Attribute: `on_host`.
+
     Args:
         groups: as torch's optimizers take them.
         lr: learning rate.
@@ -50,7 +52,7 @@ class SmallAdamW(torch.optim.Optimizer):
         super().__init__(
             groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
-        self._moments, self._on_host = moments, on_host
+        self._moments, self.on_host = moments, on_host
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -60,7 +62,7 @@ class SmallAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)
-        if self._on_host and torch.cuda.is_available():
+        if self.on_host and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # copies to the host have ended
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -78,8 +80,8 @@ class SmallAdamW(torch.optim.Optimizer):
                 empty = _local(parameter).new_empty(0)
                 shape = _local(parameter).shape
                 kind = self._moments or parameter.dtype
-                place = "cpu" if self._on_host else empty.device
-                pinned = self._on_host and empty.is_cuda
+                place = "cpu" if self.on_host else empty.device
+                pinned = self.on_host and empty.is_cuda
                 state[name] = torch.zeros(shape, dtype=kind, device=place, pin_memory=pinned)
         state["step"] += 1
         steps, (first, second) = int(state["step"]), group["betas"]
@@ -109,9 +111,9 @@ class SmallAdamW(torch.optim.Optimizer):
         return round_by_chance(value) if self._moments == torch.bfloat16 else value
 
     def _kept(self, moment: Tensor, parameter: Tensor) -> Tensor:
-        place = torch.device("cpu") if self._on_host else parameter.device
+        place = torch.device("cpu") if self.on_host else parameter.device
         kept = moment.to(place, self._moments or parameter.dtype)
-        return kept.pin_memory() if self._on_host and parameter.is_cuda else kept
+        return kept.pin_memory() if self.on_host and parameter.is_cuda else kept
 
 
 def round_by_chance(value: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from pathlib import Path
 from monitoring.errors import RecordError
 from monitoring.jsonl import read_jsonl
 from trainer.best_checkpoint import spared
+from trainer.checkpoint_index import WEIGHTS
 from trainer.checkpoint_manifest import Manifest, has_its_files, read_manifest, verify_files
 from trainer.errors import CheckpointError
 from wire.records import TrainedStep
@@ -100,7 +101,7 @@ def steps_of(directory: Path) -> list[TrainedStep]:
         CheckpointError: they cannot be read, or do not match their digest. The digests of other
             files are not computed.
     """
-    verify_files(directory, read_manifest(directory), folder=STEPS)
+    verify_files(directory, read_manifest(directory), only=(STEPS,))
     try:
         return read_jsonl(directory / STEPS, TrainedStep)
     except FileNotFoundError:
@@ -184,10 +185,14 @@ def prune(checkpoints: Path, keep: int, *, written: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def remove_remains(checkpoints: Path) -> None:
-    """Remove what a killed writer left. Only the process that writes checkpoints may call this."""
+def remove_remains(checkpoints: Path, *, unless: Path | None = None) -> None:
+    """Remove what a killed writer left. Only the process that writes checkpoints may call this.
+
+    `unless`: the one that is being written, where other ranks may have begun already.
+    """
     for left in [*checkpoints.glob(".step-*.writing"), *checkpoints.glob(".step-*.old")]:
-        shutil.rmtree(left, ignore_errors=True)
+        if left != unless:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _chosen(checkpoints: Path, step: int) -> ResumePoint:
@@ -214,11 +219,10 @@ def _from_weights(newest_first: list[Path]) -> str:
     """How to start from a damaged checkpoint's weights, if these are whole."""
     for directory in newest_first:
         try:
-            verify_files(directory, read_manifest(directory), folder="model/")
+            verify_files(directory, read_manifest(directory), only=WEIGHTS)
         except CheckpointError:
             continue
-        model = directory / "model"
-        return f" from weights that are whole, under another name: --set model.path={model}"
+        return f" from weights that are whole, under another name: --set model.path={directory}"
     return ""
 
 

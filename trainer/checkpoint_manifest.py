@@ -1,8 +1,9 @@
 """The manifest of a checkpoint: what belongs to it, and how damage is found. Light: no torch.
 
 ```
-{"format": 2, "policy_version": 12, "settings": {...}, "initial_weights": "3b1f...",
- "files": {"model/model.safetensors": {"bytes": 12345678, "sha256": "9f86d0..."}, ...},
+{"format": 3, "policy_version": 12, "settings": {...}, "initial_weights": "3b1f...",
+ "published": {"dtype": "bfloat16", "digest": "77ab..."},
+ "files": {"state/weights-00000-00001.safetensors": {"bytes": 12345, "sha256": "9f86..."}, ...},
  "sha256": "of this object without this key"}
 ```
 
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -24,13 +27,15 @@ from rollout.truncation import Truncation
 from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever older versions could not read what is written."""
 
 MANIFEST = "manifest.json"
 
 _OLD_FORMAT = "state.json"
-"""Format 1 had this file, and a pickle of the optimizer, which is not read any more."""
+"""Format 1 had this file, and a pickle of the optimizer, which is not read any more. Format 2 had
+the whole model and the optimizer's state in the order of parameters, so only one rank could
+continue from it."""
 
 _READ_UNASKED = (".json", ".safetensors", ".bin", ".pt", ".pth", ".py", ".jinja", ".model", ".txt")
 """Endings of files that transformers might read from a model's folder without being told to."""
@@ -50,6 +55,7 @@ _FREE = frozenset(
         "weight_decay",
         "max_grad_norm",
         "checkpoint_every",
+        "async_checkpoints",
         "keep_checkpoints",
         "micro_batch_tokens",
         "mix_groups",
@@ -69,6 +75,15 @@ class FileDigest(msgspec.Struct, frozen=True):
     """Of its contents, in hexadecimal, as `sha256sum` prints it."""
 
 
+class Published(msgspec.Struct, frozen=True):
+    """What engines were given of this version."""
+
+    dtype: str
+    """Data type of the published weights, torch's name without prefix."""
+    digest: str
+    """`wire.weights.layout.Fingerprint.whole` of them."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of manifest.json."""
 
@@ -82,6 +97,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     initial_weights: str | msgspec.UnsetType = msgspec.UNSET
     """Digest of the weights that the run started from, as the trainer held them: engines may round
     them, and two models may round to the same. Absent from older checkpoints."""
+    published: Published | msgspec.UnsetType = msgspec.UNSET
+    """Absent where this version was not published."""
     sha256: str = ""
     """Of this manifest's JSON with this field empty."""
 
@@ -91,26 +108,29 @@ class _AnyFormat(msgspec.Struct):
 
 
 def write_manifest(
-    directory: Path, *, policy_version: int, settings: dict[str, Any], initial_weights: str = ""
+    directory: Path,
+    *,
+    policy_version: int,
+    settings: dict[str, Any],
+    initial_weights: str = "",
+    published: Published | None = None,
+    known: Mapping[str, FileDigest] = MappingProxyType({}),
 ) -> None:
     """Complete a checkpoint: list every file of `directory` with its size and digest.
 
-    `initial_weights` is empty if it is not known.
+    `initial_weights` is empty if it is not known; `known` has files that need not be read again.
 
     Raises:
         OSError: a file cannot be read, or the manifest not written.
     """
-    paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    digests = _in_parallel(_sha256, paths)
+    digests = digests_of(directory, known)
     manifest = Manifest(
         format=FORMAT,
         policy_version=policy_version,
         settings=settings,
-        files={
-            path.relative_to(directory).as_posix(): FileDigest(path.stat().st_size, digest)
-            for path, digest in zip(paths, digests, strict=True)
-        },
+        files=digests,
         initial_weights=initial_weights or msgspec.UNSET,
+        published=published or msgspec.UNSET,
     )
     manifest = msgspec.structs.replace(manifest, sha256=_own_digest(manifest))
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
@@ -146,35 +166,57 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def verify_files(directory: Path, manifest: Manifest, *, folder: str = "") -> None:
-    """Read every listed file below `folder` and compare size and digest.
+def verify_files(directory: Path, manifest: Manifest, *, only: tuple[str, ...] = ("",)) -> None:
+    """Read every listed file whose name begins like this and compare size and digest.
 
     Raises:
         CheckpointError: names the first file that is missing, truncated, changed or unlisted.
     """
-    chosen = {name: one for name, one in manifest.files.items() if name.startswith(folder)}
-    for name, one in chosen.items():
-        _check_size(directory, name, one)
     for path in sorted((directory / "model").rglob("*")):
         name = path.relative_to(directory).as_posix()
         if name not in manifest.files and name.endswith(_READ_UNASKED):
             raise CheckpointError(f"{path} was added later: {MANIFEST} does not list it")
+    chosen = {name: one for name, one in manifest.files.items() if name.startswith(only)}
+    verify_listed(directory, chosen, MANIFEST)
+
+
+def verify_listed(directory: Path, files: Mapping[str, FileDigest], record: str) -> None:
+    """Read these files of a folder once and compare size and digest with those that `record` has.
+
+    Raises:
+        CheckpointError: names the first file that is missing, truncated or changed.
+    """
+    for name, one in files.items():
+        _check_size(directory, name, one, record)
     try:
-        digests = _in_parallel(_sha256, [directory / name for name in chosen])
+        digests = _in_parallel(_sha256, [directory / name for name in files])
     except OSError as error:
         raise CheckpointError(f"{error.filename or directory} cannot be read: {error}") from error
-    for digest, (name, one) in zip(digests, chosen.items(), strict=True):
+    for digest, (name, one) in zip(digests, files.items(), strict=True):
         if digest != one.sha256:
             raise CheckpointError(
-                f"{directory / name} is damaged: its contents do not match the digest in {MANIFEST}"
+                f"{directory / name} is damaged: its contents do not match the digest in {record}"
             )
+
+
+def digests_of(
+    directory: Path, known: Mapping[str, FileDigest] = MappingProxyType({})
+) -> dict[str, FileDigest]:
+    """Of every file below a folder, by relative path; `known` ones are not read. Raises OSError."""
+    names = sorted(
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+    )
+    others = [name for name in names if name not in known]
+    computed = _in_parallel(digest_of, [directory / name for name in others])
+    digests = {**known, **dict(zip(others, computed, strict=True))}
+    return {name: digests[name] for name in names}
 
 
 def has_its_files(directory: Path) -> bool:
     """Whether the manifest is sound and every file has its size. Reads no file's contents."""
     try:
         for name, one in read_manifest(directory).files.items():
-            _check_size(directory, name, one)
+            _check_size(directory, name, one, MANIFEST)
     except CheckpointError:
         return False
     return True
@@ -218,7 +260,7 @@ def check_settings(directory: Path, manifest: Manifest, settings: dict[str, Any]
         listed = ", ".join(f"{key}: {then.get(key)!r} -> {now.get(key)!r}" for key in changed)
         raise CheckpointError(
             f"{directory} was written under other settings ({listed}); resume with those, or "
-            f"start a new run from {directory / 'model'}"
+            f"start a new run from its weights with --set model.path={directory}"
         )
 
 
@@ -235,9 +277,9 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _check_size(directory: Path, name: str, expected: FileDigest) -> None:
+def _check_size(directory: Path, name: str, expected: FileDigest, record: str) -> None:
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise CheckpointError(f"{directory / MANIFEST} lists {name!r}, a path outside its folder")
+        raise CheckpointError(f"{directory / record} lists {name!r}, a path outside its folder")
     path = directory / name
     try:
         if not path.is_file():
@@ -252,10 +294,14 @@ def _check_size(directory: Path, name: str, expected: FileDigest) -> None:
 
 
 def _other_format(directory: Path, found: int) -> str:
+    way = (
+        f"start a new run from its weights with --set model.path={directory / 'model'}"
+        if found < FORMAT
+        else "install the newer version"
+    )
     return (
         f"{directory} has checkpoint format {found}, but this version reads only format {FORMAT}; "
-        "resume with the version that wrote it, or start a new run from its weights with --set "
-        f"model.path={directory / 'model'}"
+        f"resume with the version that wrote it, or {way}"
     )
 
 
@@ -268,6 +314,11 @@ def _own_digest(manifest: Manifest) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of(path: Path) -> FileDigest:
+    """Size and digest of a file, which is read once. Raises OSError."""
+    return FileDigest(path.stat().st_size, _sha256(path))
 
 
 def _in_parallel(function: Any, paths: list[Path]) -> list[Any]:

@@ -29,9 +29,9 @@ from rollout.trajectory import FloatArray, Trajectory
 from rollout.truncation import EVERYTHING, Truncation
 from trainer import checkpoint, checkpoint_files
 from trainer.accumulation import NewGroup
-from trainer.checkpoint_manifest import settings_of
+from trainer.checkpoint_manifest import Published, settings_of
 from trainer.config import TrainerConfig
-from trainer.errors import BatchError, CheckpointError, NonFiniteError
+from trainer.errors import BatchError, NonFiniteError
 from trainer.fence import UNFENCED, Fence
 from trainer.group_check import check_group, check_trajectory
 from trainer.objective import Objective
@@ -39,7 +39,9 @@ from trainer.optimizer import learning_rate
 from trainer.policy import Policy
 from trainer.ranks import ALONE, World
 from trainer.ranks.update import Update
+from trainer.saved_state import state_of
 from trainer.scoring import load_models
+from trainer.snapshot import Snapshot
 from trainer.stepping import Stepping
 from wire.records import LearnerMetrics, TrainedStep
 from wire.weights.fingerprint import fingerprint
@@ -110,6 +112,9 @@ class Learner:
         self._policy = self._models.policy
         self._update = Update(self._policy.model, config, world)
         self._stepping = Stepping(config, self._objective, self._models, self._update, world)
+        self._state = state_of(self._models, self._update)
+        self._snapshot = Snapshot()
+        self._published: Published | None = None
         self.initial_weights = fingerprint(self.tensors()).whole
         """Digest of the weights that the run started from; empty if its checkpoint lacks it."""
         self._version = 0
@@ -183,6 +188,7 @@ class Learner:
                 unchanged and the gradient sums are dropped. After the first of several optimizer
                 steps some have changed: the learner then takes nothing until `restore`.
         """
+        self.settle()
         rate = learning_rate(self._config, self._version, self._total_steps, self.peak_rates)
         self._stepping.check()
         try:
@@ -193,6 +199,7 @@ class Learner:
         self._version += 1
         if self._models.reference is not None:
             self._models.reference.follow(self._policy, self._version)
+        self._published = None
         self._reset()
         return metrics
 
@@ -210,39 +217,59 @@ class Learner:
 
     def fingerprint(self, dtype: torch.dtype) -> Fingerprint:
         """Of the live weights as engines of this data type hold them; tied ones by each name."""
-        return fingerprint(self._policy.model.state_dict(keep_vars=True).items(), dtype)
+        found = fingerprint(self._policy.model.state_dict(keep_vars=True).items(), dtype)
+        self._published = Published(str(dtype).removeprefix("torch."), found.whole)
+        return found
 
-    def save(
+    def pending(self, *, copied: bool) -> checkpoint.Pending:
+        """A checkpoint of this version, to be written by `write`, which another thread may call.
+
+        Groups added since the last step are not part of it; after `restore` they must be added
+        again. With `copied`, the state is being copied to host memory, and training may continue:
+        `settle` waits where the copy is not complete. Otherwise, and if a rank lacks the memory,
+        `step` must not be called before it is written (`Pending.is_copied`). The pending one before
+        this must have been written or given up. A collective.
+        """
+        self.settle()
+        contents = checkpoint.Contents(
+            state=self._state,
+            model=self._policy.model,
+            model_path=self._model_path,
+            policy_version=self._version,
+            settings=self._settings,
+            initial_weights=self.initial_weights,
+            published=self._published,
+        )
+        return checkpoint.pending(contents, self._snapshot if copied else None, self.world)
+
+    def write(
         self,
+        pending: checkpoint.Pending,
         directory: Path,
         steps: Sequence[TrainedStep] = (),
         given_up: threading.Event | None = None,
     ) -> None:
-        """Write a checkpoint of this version to `directory`, whole or not at all.
+        """Write a checkpoint to `directory`, whole or not at all, and remove older ones.
 
-        Groups added since the last step are not part of it; after `restore` they must be added
-        again. Older checkpoints in the same folder are removed, `keep_checkpoints` stay. `steps` is
-        what is known of the steps since the last checkpoint. If `given_up` is set meanwhile, from
-        another thread, the learner may train on: the checkpoint is then removed.
+        `keep_checkpoints` stay. `steps` is what is known of the steps since the last checkpoint. If
+        `given_up` is set meanwhile, from another thread, the checkpoint is removed.
 
         Raises:
             CheckpointUnwritable: the disk does not take it; those that exist are untouched.
             Superseded: another trainer was started in place of this one.
         """
-        optimizer = self._update.state_dict()
-        if not self.world.leads:
-            return
-        contents = checkpoint.Contents(
-            model=self._policy.model,
-            optimizer=optimizer,
-            model_path=self._model_path,
-            policy_version=self._version,
-            settings=self._settings,
-            initial_weights=self.initial_weights,
-            steps=steps,
-        )
-        checkpoint.write(directory, contents, given_up, self._fence)
-        checkpoint_files.prune(directory.parent, self._config.keep_checkpoints, written=directory)
+        pending.write(directory, steps, given_up, self._fence)
+        if self.world.leads:
+            keep = self._config.keep_checkpoints
+            checkpoint_files.prune(directory.parent, keep, written=directory)
+
+    def save(self, directory: Path, steps: Sequence[TrainedStep] = ()) -> None:
+        """Write a checkpoint of this version and wait for it. Raises as `write`."""
+        self.write(self.pending(copied=False), directory, steps)
+
+    def settle(self) -> float:
+        """Wait until weights and optimizer state may change; seconds waited."""
+        return self._snapshot.wait()
 
     def restore(self, directory: Path) -> None:
         """Continue from a checkpoint, bit for bit; pending gradient sums are dropped.
@@ -251,14 +278,10 @@ class Learner:
             CheckpointError: it is not whole, has another format, is of another model, or was
                 written under settings that would make this a different run.
         """
-        loaded = checkpoint.read(directory, self._policy.model, self._settings)
-        try:
-            self._update.load_state_dict(loaded.optimizer)
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"the optimizer state in {directory} does not fit the model: {error}"
-            ) from error
+        self.settle()
+        loaded = checkpoint.read(directory, self._state, self._settings, self.world.rank)
         self._version, self.initial_weights = loaded.policy_version, loaded.initial_weights
+        self._published = None
         self._stepping.torn = False
         self._reset()
 

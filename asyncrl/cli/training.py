@@ -1,4 +1,4 @@
-"""Commands that train or measure: `init`, `run`, `eval`, `simulate`."""
+"""Commands that train or measure: `init`, `run`, `eval`, `export`, `simulate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -187,6 +187,34 @@ def evaluate(
         )
     if not record.sets:
         raise UserError("there are no held-out prompts; see task.evaluation_size")
+
+
+@app.command(
+    rich_help_panel=TRAINING,
+    epilog="Example: asyncrl export runs/arithmetic --step 50 --dtype bfloat16",
+)
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run.")],
+    step: Annotated[
+        int | None,
+        typer.Option("--step", min=0, help="Of which checkpoint. Default: the newest whole one."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="DIR", help="Where. Default: RUN/exports/step-NNNNNN."),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option("--dtype", help="Of the weights. Default: as they are trained."),
+    ] = None,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Write a checkpoint's model as a Hugging Face directory, for transformers and vLLM."""
+    from asyncrl.run.exporting import describe, export_run
+
+    place, is_new = export_run(run, runs, step, output, dtype)
+    verb = "exported" if is_new else "already exported"
+    typer.echo(f"{verb}: {place} ({describe(place)})")
 
 
 app.command(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from asyncrl.evaluation.plan import plan_of
 from asyncrl.evaluation.round import EvaluationRound
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.run.directory import find_run
+from asyncrl.run.exporting import model_of
 from asyncrl.run.sample_requests import sample_seed
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.loading import load_task
@@ -46,7 +48,9 @@ def resolve_target(
         newest = _newest_checkpoint(run, console)
         if newest is None:
             raise UserError(f"the run {run} has no checkpoint yet; evaluate its model instead")
-        return load_config(run / "config.yaml", overrides), str(newest / "model")
+        config = load_config(run / "config.yaml", overrides)
+        say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+        return config, str(model_of(newest, say))
     config = load_config(config_file, overrides)
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         return config, resolve_model(ModelConfig(path=target), bar)

@@ -374,7 +374,7 @@ def _refuse_unreadable_records(path: Path) -> None:
         raise UserError(
             f"{metrics}, line {damaged[0].line}: {damaged[0].reason}. No line of it can be read, "
             "so the run cannot be resumed; it may be of an earlier version of asyncrl. Start "
-            f"a new run from its newest model with --set model.path={path}/checkpoints/STEP/model"
+            f"a new run from its newest model with --set model.path={path}/checkpoints/STEP"
         )
 
 

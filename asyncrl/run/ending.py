@@ -51,8 +51,8 @@ async def end_all(
 def wait_for_end(workers: Sequence[Worker], limits: LauncherConfig) -> dict[str, float]:
     """Wait until all have ended; those that exceeded their limit, and after how many seconds.
 
-    Each gets `launcher.stop_seconds`, the trainer `launcher.checkpoint_seconds` more. Then it is
-    killed.
+    Each gets `launcher.stop_seconds`, the trainer twice `launcher.checkpoint_seconds` more: for a
+    checkpoint that it is writing, and for the last one. Then it is killed.
     """
     began = time.monotonic()
     remaining = list(workers)
@@ -61,7 +61,7 @@ def wait_for_end(workers: Sequence[Worker], limits: LauncherConfig) -> dict[str,
         remaining = [worker for worker in remaining if worker.handle.exit_code() is None]
         waited = time.monotonic() - began
         for worker in remaining:
-            extra = limits.checkpoint_seconds if worker.is_trainer else 0.0
+            extra = 2 * limits.checkpoint_seconds if worker.is_trainer else 0.0
             if waited > limits.stop_seconds + extra and worker.name not in killed:
                 worker.handle.end(by_force=True)
                 killed[worker.name] = waited

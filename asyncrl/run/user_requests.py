@@ -61,6 +61,7 @@ class UserRequests:
         self._stop_run = stop
         self._status: tuple[float, control.StatusReply] | None = None
         self._checkpoint: asyncio.Future[Effect] | None = None
+        self._ordered_at = 0
         self._orders = orders = Orders(
             directory.path, lambda: training.trained_steps, self.why_no_order
         )
@@ -145,6 +146,7 @@ class UserRequests:
                 "order again when `asyncrl status` shows it as ready"
             )
         self._checkpoint = asyncio.get_running_loop().create_future()
+        self._ordered_at = training.trained_steps
         await self._fleet.send_trainer(to_trainer.WriteCheckpoint())
         try:
             while not self._checkpoint.done():
@@ -163,8 +165,8 @@ class UserRequests:
     ) -> None:
         """The trainer has written a checkpoint, or could not."""
         waiting = self._checkpoint
-        if waiting is None or waiting.done():
-            return
+        if waiting is None or waiting.done() or message.policy_version < self._ordered_at:
+            return  # an earlier one was being written when this was ordered
         if isinstance(message, from_trainer.CheckpointFailed):
             waiting.set_exception(UserError(f"{message.reason}. Training continues"))
             return

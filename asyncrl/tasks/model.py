@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.errors import ModelError
+from asyncrl.errors import ModelError, UserError
 from asyncrl.suggestions import nearest_path
 from asyncrl.tasks import hub
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.warm_start_recipe import RECIPE, WarmStart, recipe_fields
+from trainer.export_files import is_checkpoint
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -60,6 +61,7 @@ def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
         )
     directory = Path(path)
     if directory.is_dir():
+        directory = _of_checkpoint(directory, progress)
         check_directory(directory)
         return str(directory.resolve())
     if directory.is_file():
@@ -78,6 +80,22 @@ def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
         raise ModelError(hub.not_found(path, "model.path", "model directory", without_hub))
     check_directory(cached)
     return str(cached)
+
+
+def _of_checkpoint(directory: Path, progress: Progress | None) -> Path:
+    """The exported model, if this is a checkpoint of a run or the folder `model` of one."""
+    if directory.name == "model" and not any(directory.glob("*.safetensors")):
+        directory = directory.parent if is_checkpoint(directory.parent) else directory
+    if not is_checkpoint(directory):
+        return directory
+    from asyncrl.run.exporting import model_of
+
+    try:
+        return model_of(
+            directory.resolve(), log.info if progress is None else progress.console.print
+        )
+    except UserError as error:
+        raise ModelError(f"model.path: {error}") from error
 
 
 def default_cache_dir() -> Path:

@@ -43,6 +43,7 @@ from benchmarks.pipeline.run import RunError, RunNumbers, carry_out, read_run
 from benchmarks.pipeline.tables import tables
 from benchmarks.report import write_json
 from benchmarks.widen import widen
+from trainer.checkpoint_files import path_of
 
 PRINTED_WIDTH = 132
 """Characters per line if the output goes to a file."""
@@ -90,8 +91,10 @@ def run_and_evaluate(
     """One run of a mode, with the held-out accuracy of its last checkpoint."""
     run = carry_out(mode, seed, model=model, effort=effort, folder=folder)
     numbers = read_run(run, mode.name, seed, effort.window)
-    checkpoint = run / "checkpoints" / f"step-{effort.steps:06d}" / "model"
-    return replace(numbers, accuracy=accuracy_of(checkpoint, effort))
+    from asyncrl.run.exporting import model_of  # late: torch
+
+    model = model_of(path_of(run / "checkpoints", effort.steps), print)
+    return replace(numbers, accuracy=accuracy_of(model, effort))
 
 
 def accuracy_of(model: Path, effort: Effort) -> float:

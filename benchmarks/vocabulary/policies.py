@@ -21,6 +21,8 @@ from asyncrl.tasks.model import default_cache_dir
 from benchmarks.run_command import run_command
 from benchmarks.vocabulary.language_model import PROMPTS, LanguageModel, ensure_language_model
 from benchmarks.vocabulary.training import TrainingRecipe
+from trainer.checkpoint_files import path_of
+from trainer.export import export
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _RUN = ("benchmarks/vocabulary/run.yaml", "benchmarks/vocabulary/reward.py")
@@ -113,8 +115,8 @@ def _make(steps: Steps, model: Path, making: Path) -> None:
         raise RuntimeError(f"taking policy steps failed ({done.returncode}):\n{output}")
     for version in steps.keep:
         if version:
-            trained = run / "policies" / "checkpoints" / f"step-{version:06d}" / "model"
-            shutil.copytree(trained, making / f"step-{version}")
+            trained = path_of(run / "policies" / "checkpoints", version)
+            export(trained, making / f"step-{version}")
     lines = (run / "policies" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rewards = [json.loads(line)["learning"]["reward_mean"] for line in lines]
     shutil.rmtree(run)

@@ -15,9 +15,9 @@ LATE = {"wall_seconds": 9.0, "tokens_per_second": 3.0}
 
 
 def run_of(folder: Path, steps: list[StepMetrics], weights: bytes = b"w") -> Path:
-    model = folder / "checkpoints" / "step-000002" / "model"
+    model = folder / "checkpoints" / "step-000002" / "state"
     model.mkdir(parents=True)
-    (model / "model.safetensors").write_bytes(weights)
+    (model / "weights-00000-00001.safetensors").write_bytes(weights)
     log = MetricsLog(folder / "metrics.jsonl")
     for one in steps:
         log.append(one)
@@ -60,7 +60,7 @@ def test_runs_that_differ_in_times_only_are_the_same(
             "step 1: groups differ",
         ),
         (steps()[:1], b"w", "has 2 steps and"),
-        (steps(), b"v", "step-000002/model/model.safetensors: the weights differ"),
+        (steps(), b"v", "step-000002/state/weights-00000-00001.safetensors: the weights differ"),
     ],
 )
 def test_the_first_difference_is_named(

@@ -24,6 +24,8 @@ from safetensors.torch import save_file
 
 from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
 from trainer.checkpoint_files import path_of
+from trainer.checkpoint_index import read_index
+from trainer.checkpoint_tensors import Box, load_tensors
 from trainer.config import TrainerConfig
 from trainer.errors import RankLost
 from trainer.learner import Learner
@@ -102,20 +104,28 @@ def steps(folder: Path, model: str, world: World) -> None:
                 continue
             learner = learner_of(case, model, world)
             metrics = [train(learner, 0, deal)]
-            moments = {
-                index: 10 * entries["exp_avg"]  # of the first step: a copy
-                for index, entries in learner._update.state_dict()["state"].items()
-            }
+            at = path_of(folder / f"{case} {deal} {world.size}", 1)
+            learner.save(at)
+            world.barrier("the checkpoint")
             metrics.append(train(learner, 1, deal))
             if not world.leads:
                 continue
             name = folder / f"{case} {deal} {world.size}"
             tensors = {f"weight {name}": t.contiguous() for name, t in learner.tensors()}
-            tensors |= {f"gradient {index}": one for index, one in moments.items()}
+            tensors |= moments(at)
             if (critic := learner._models.critic) is not None:
                 tensors |= {f"critic {n}": t.detach() for n, t in critic.module.named_parameters()}
             save_file(tensors, f"{name}.safetensors")
             Path(f"{name}.json").write_text(json.dumps(metrics))
+
+
+def moments(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The gradients of the first step, by Adam's first moment of it in a checkpoint."""
+    index = read_index(checkpoint)
+    names = [name for name in index.tensors if name.endswith("/exp_avg")]
+    found = {name: torch.empty(index.tensors[name].shape, dtype=torch.float64) for name in names}
+    load_tensors(checkpoint, index, {name: Box.of(one) for name, one in found.items()})
+    return {f"gradient {name}": 10 * one for name, one in found.items()}
 
 
 def saved(folder: Path, model: str, world: World) -> None:

@@ -6,15 +6,20 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from served_engine import MAX_LEN, SLOTS, START_DEADLINE, TOP_K, Served, make_model
 
 from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.vllm.client.engine import VllmEngine
 from engine.vllm.config import VllmConfig
+from trainer.config import TrainerConfig
+from trainer.export import export
+from trainer.learner import Learner
 
 REAL_VLLM = [
     pytest.mark.vllm,
@@ -36,9 +41,12 @@ def serving(
     max_prefill_tokens: int = 4096,
     tensor_parallel_size: int = 1,
 ) -> Iterator[Served]:
-    """An engine that starts with the first of two policies; drafts of at most 4 tokens."""
+    """An engine that starts with the first of two policies; drafts of at most 4 tokens.
+
+    It loads the first one as `asyncrl export` writes it.
+    """
     old, new = make_model(1), make_model(2)
-    old.save_pretrained(path)
+    path = exported(old, path)
     config = EngineConfig(
         kind="vllm",
         slots=SLOTS,
@@ -63,6 +71,16 @@ def serving(
             yield served
         finally:
             served.call(engine.close())
+
+
+def exported(model: Any, path: Path) -> Path:
+    """A model as it is after it was a run's, saved in a checkpoint, and exported."""
+    model.save_pretrained(path / "start")
+    learner = Learner(TrainerConfig(device="cpu"), str(path / "start"), group_size=4, seed=1)
+    learner.fingerprint(torch.bfloat16)
+    learner.save(path / "step-000000")
+    export(path / "step-000000", path / "exported")
+    return path / "exported"
 
 
 def processes_of(engine: VllmEngine) -> list[int]:

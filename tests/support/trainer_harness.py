@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -80,17 +81,25 @@ class FakeLearner:
     def fingerprint(self, dtype: torch.dtype) -> Fingerprint:
         return fingerprint(self.tensors(), dtype)
 
-    def save(
+    def pending(self, *, copied: bool) -> Any:
+        return SimpleNamespace(version=self.policy_version, is_copied=copied)
+
+    def settle(self) -> float:
+        return 0.0
+
+    def write(
         self,
+        pending: Any,
         directory: Path,
         steps: Sequence[TrainedStep] = (),
         given_up: threading.Event | None = None,
     ) -> None:
-        self.attempts.append(self.policy_version)
+        version = pending.version
+        self.attempts.append(version)
         self.disk_answers.wait(20)
         if given_up is not None and given_up.is_set():
             raise CheckpointUnwritable(f"{directory} was given up", "hanging")
-        if self.disk_is_full(self.policy_version):
+        if self.disk_is_full(version):
             raise CheckpointUnwritable(f"{directory} cannot be written", "disk_full")
         self.saved.append(directory)
         self.saved_steps.append([one.step for one in steps])
@@ -137,6 +146,7 @@ class TrainerHarness:
         samples_follow_policy: bool = True,
         check: Any = None,
         stops: bool = True,
+        asynchronous: bool = True,
     ) -> None:
         self.learner, self.control, self.hub = FakeLearner(), FakeLine(), FakeHub()
         self.registry = new_registry()
@@ -159,7 +169,14 @@ class TrainerHarness:
             ),
             queue,
             Intake(queue, self.learner.check_trajectory, max_early=64, functions=2),
-            Checkpoints(learner, directory, every=every, limit_seconds=limit, records=records),
+            Checkpoints(
+                learner,
+                directory,
+                every=every,
+                limit_seconds=limit,
+                records=records,
+                asynchronous=asynchronous,
+            ),
             control,
             hub,
             records,

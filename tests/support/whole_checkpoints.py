@@ -9,6 +9,9 @@ from typing import Any
 from trainer.checkpoint_files import path_of
 from trainer.checkpoint_manifest import write_manifest
 
+WEIGHTS = "state/weights-00000-00001.safetensors"
+TRAINING = "state/training-00000-00001.safetensors"
+
 
 def write_whole(
     checkpoints: Path, *steps: int, settings: dict[str, Any] | None = None
@@ -17,7 +20,7 @@ def write_whole(
     made = []
     for step in steps:
         directory = path_of(checkpoints, step)
-        for name in ("model/model.safetensors", "model/config.json", "optimizer/state.json"):
+        for name in (WEIGHTS, TRAINING, "model/config.json", "state/index.json"):
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_bytes(f"{name} of step {step}".encode() * 100)
         write_manifest(directory, policy_version=step, settings=settings or {})

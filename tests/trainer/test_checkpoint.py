@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from whole_checkpoints import truncate
+from whole_checkpoints import TRAINING, WEIGHTS, truncate
 
 from rollout.trajectory import Trajectory
 from trainer import checkpoint, checkpoint_files
 from trainer.checkpoint_manifest import read_manifest, write_manifest
 from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError
+from trainer.export import export
 from trainer.learner import Learner
 
+INDEX = "state/index.json"
 GroupOf = Callable[..., list[Trajectory]]
 ModelPath = Callable[[str], str]
 
@@ -43,33 +45,48 @@ def _train(learner: Learner, group_of: GroupOf, steps: int) -> None:
         learner.step()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        pytest.param("qwen3", {}, id="qwen3"),
+        pytest.param("llama", {"optimizer_state": "bfloat16"}, id="llama, small moments"),
+        pytest.param(
+            "qwen3",
+            {"algorithm": "ppo", "ppo_epochs": 2, "kl_coefficient": 0.1, "reference_decay": 0.9},
+            id="critic, moving reference",
+        ),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one(
     name: str,
+    settings: dict[str, Any],
     model_path: ModelPath,
     group_of: GroupOf,
     tmp_path: Path,
     tokenizer_kept: Callable[[Path], bool],
 ) -> None:
-    whole = _learner(model_path(name))
+    whole = _learner(model_path(name), **settings)
     _train(whole, group_of, 4)
-    first = _learner(model_path(name))
+    first = _learner(model_path(name), **settings)
     _train(first, group_of, 2)
     first.add_group(group_of(9, np.random.default_rng(0)), np.arange(4, dtype=np.float32))
     first.save(tmp_path / "step-000002")
     state = torch.get_rng_state()
-    second = _learner(model_path(name))
+    second = _learner(model_path(name), weight_decay=0.5, **settings)
     torch.manual_seed(99)
     second.restore(checkpoint_files.choose(tmp_path).directory or Path())
     assert second.policy_version == 2
     assert torch.equal(torch.get_rng_state(), state)
+    assert second._update.optimizer.param_groups[0]["weight_decay"] == 0.5, "as configured now"
+    second._update.optimizer.param_groups[0]["weight_decay"] = whole._config.weight_decay
     _train(second, group_of, 2)
-    for (left, a), (right, b) in zip(whole.tensors(), second.tensors(), strict=True):
-        assert left == right
-        assert torch.equal(a, b), left
-    model = tmp_path / "step-000002" / "model"
-    assert tokenizer_kept(model)
-    plain = AutoModelForCausalLM.from_pretrained(model)
+    found = second._state.boxes(0)
+    for name, box in whole._state.boxes(0).items():
+        assert torch.equal(box.local, found.pop(name).local), name
+    assert not found
+    export(tmp_path / "step-000002", tmp_path / "exported")
+    assert tokenizer_kept(tmp_path / "exported")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert plain.config._attn_implementation != "asyncrl_packed"
 
 
@@ -132,7 +149,8 @@ def test_a_resumed_run_keeps_the_digest_of_the_weights_that_it_started_from(
     _train(resumed, group_of, 1)
     resumed.save(tmp_path / "step-000002")
     assert read_manifest(tmp_path / "step-000002").initial_weights == start
-    another_run = _learner(str(path / "model"))
+    export(path, tmp_path / "exported")
+    another_run = _learner(str(tmp_path / "exported"))
     assert another_run.initial_weights not in (start, _learner(model_path("llama")).initial_weights)
 
 
@@ -170,17 +188,16 @@ def _complete_again(path: Path) -> None:
 
 
 BROKEN: dict[str, Callable[[Path], object]] = {
-    "truncated weights": lambda at: truncate(at / "model" / "model.safetensors"),
-    "empty weights": lambda at: (at / "model" / "model.safetensors").write_bytes(b""),
-    "no weights": lambda at: (at / "model" / "model.safetensors").unlink(),
-    "empty configuration": lambda at: (at / "model" / "config.json").write_bytes(b""),
-    "truncated optimizer": lambda at: truncate(at / "optimizer" / "00001.safetensors"),
-    "no optimizer": lambda at: (at / "optimizer" / "00001.safetensors").unlink(),
-    "empty state": lambda at: (at / "optimizer" / "state.json").write_bytes(b""),
-    "state without a key": lambda at: (at / "optimizer" / "state.json").write_text("{}"),
-    "state of another shape": lambda at: (at / "optimizer" / "state.json").write_text("[1]"),
-    "state of another optimizer": lambda at: (at / "optimizer" / "state.json").write_text(
-        '{"files": ["00001.safetensors"], "optimizer": {"dict": []}}'
+    "truncated weights": lambda at: truncate(at / WEIGHTS),
+    "empty weights": lambda at: (at / WEIGHTS).write_bytes(b""),
+    "no weights": lambda at: (at / WEIGHTS).unlink(),
+    "truncated optimizer": lambda at: truncate(at / TRAINING),
+    "no optimizer": lambda at: (at / TRAINING).unlink(),
+    "empty state": lambda at: (at / INDEX).write_bytes(b""),
+    "state without a key": lambda at: (at / INDEX).write_text("{}"),
+    "state of another shape": lambda at: (at / INDEX).write_text("[1]"),
+    "state of another optimizer": lambda at: (at / INDEX).write_text(
+        (at / INDEX).read_text().replace('"states":{}', '"states":{"critic":{"x":{}}}')
     ),
 }
 
@@ -217,8 +234,8 @@ def test_a_hostile_pickle_is_refused_in_our_words_and_never_run(
     path, mark = tmp_path / "step-000000", tmp_path / "it-ran"
     learner = _learner(model_path("qwen3"))
     learner.save(path)
-    (path / "model" / "model.safetensors").unlink()
-    torch.save(_Payload(mark), path / "model" / "pytorch_model.bin")
+    (path / WEIGHTS).unlink()
+    torch.save(_Payload(mark), path / WEIGHTS)
     _complete_again(path)
     with pytest.raises(CheckpointError) as caught:
         learner.restore(path)
@@ -226,6 +243,6 @@ def test_a_hostile_pickle_is_refused_in_our_words_and_never_run(
     (path / "manifest.json").unlink()
     torch.save(_Payload(mark), path / "trainer.pt")
     (path / "state.json").write_text('{"format": 1, "policy_version": 0, "setting": {}}')
-    with pytest.raises(CheckpointError, match=r"format 1, but this version reads only format 2"):
+    with pytest.raises(CheckpointError, match=r"format 1, but this version reads only format 3"):
         learner.restore(path)
     assert not mark.exists()

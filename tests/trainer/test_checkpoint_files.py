@@ -11,24 +11,24 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from whole_checkpoints import flip, truncate, write_whole
+from whole_checkpoints import TRAINING, WEIGHTS, flip, truncate, write_whole
 
 from trainer import checkpoint_files
 from trainer.checkpoint_files import choose, path_of, prune, remove_remains, set_aside
 from trainer.checkpoint_manifest import FileDigest, read_manifest
 from trainer.errors import CheckpointError
 
-WEIGHTS, MANIFEST = "model/model.safetensors", "manifest.json"
+MANIFEST = "manifest.json"
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda at: truncate(at / WEIGHTS), r"model\.safetensors is truncated: \d+ of \d"),
+    "truncated": (lambda at: truncate(at / WEIGHTS), r"00001\.safetensors is truncated: \d+ of \d"),
     "empty": (lambda at: (at / WEIGHTS).write_bytes(b""), r"is truncated: 0 of \d+ bytes"),
     "longer": (lambda at: (at / WEIGHTS).write_bytes(b"7" * 9999), r"9999 bytes instead of \d+"),
     "changed": (lambda at: flip(at / WEIGHTS), r"do not match the digest"),
-    "missing": (lambda at: (at / WEIGHTS).unlink(), r"model\.safetensors is missing"),
+    "missing": (lambda at: (at / WEIGHTS).unlink(), r"00001\.safetensors is missing"),
     "a folder": (
         lambda at: ((at / WEIGHTS).unlink(), (at / WEIGHTS).mkdir()),
-        r"model\.safetensors is missing",
+        r"00001\.safetensors is missing",
     ),
     "added": (
         lambda at: (at / "model" / "pytorch_model.bin").write_bytes(b"payload"),
@@ -38,15 +38,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty manifest": (lambda at: (at / MANIFEST).write_bytes(b""), r"manifest\.json is damaged"),
     "half a manifest": (lambda at: truncate(at / MANIFEST), r"manifest\.json is damaged"),
     "not UTF-8": (
-        lambda at: (at / MANIFEST).write_bytes(b'{"format": 2, "x": "\xff"}'),
+        lambda at: (at / MANIFEST).write_bytes(b'{"format": 3, "x": "\xff"}'),
         r"manifest\.json is damaged",
     ),
     "deep": (
-        lambda at: (at / MANIFEST).write_bytes(b'{"format": 2, "x": ' + b"[" * 100_000),
+        lambda at: (at / MANIFEST).write_bytes(b'{"format": 3, "x": ' + b"[" * 100_000),
         r"manifest\.json is damaged",
     ),
     "without a key": (
-        lambda at: (at / MANIFEST).write_text(json.dumps({"format": 2, "policy_version": 3})),
+        lambda at: (at / MANIFEST).write_text(json.dumps({"format": 3, "policy_version": 3})),
         r"missing required field",
     ),
     "other numbers": (
@@ -57,7 +57,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "format 1": (
         lambda at: ((at / MANIFEST).unlink(), (at / "state.json").write_text("{}")),
-        r"has checkpoint format 1, but this version reads only format 2; .*--set model\.path=",
+        r"has checkpoint format 1, but this version reads only format 3; .*--set model\.path=",
+    ),
+    "format 2": (
+        lambda at: (at / MANIFEST).write_text('{"format": 2}'),
+        r"has checkpoint format 2, but this version reads only format 3; .*--set model\.path=",
     ),
     "format 99": (
         lambda at: (at / MANIFEST).write_text('{"format": 99}'),
@@ -99,7 +103,7 @@ def test_a_renamed_checkpoint_is_not_taken_for_another_step(tmp_path: Path) -> N
 def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
     (at,) = write_whole(tmp_path, 4)
     (tmp_path / "outside").write_text("secret")
-    text = (at / MANIFEST).read_text().replace("optimizer/state.json", "../outside")
+    text = (at / MANIFEST).read_text().replace("state/index.json", "../outside")
     (at / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match=r"do not match their digest"):
         choose(tmp_path)
@@ -110,13 +114,13 @@ def test_where_none_is_whole_each_is_named_with_its_fault_and_what_can_be_done(
 ) -> None:
     first, second = write_whole(tmp_path, 1, 2)
     truncate(first / WEIGHTS)
-    truncate(second / "optimizer" / "state.json")
+    truncate(second / TRAINING)
     with pytest.raises(CheckpointError) as caught:
         choose(tmp_path)
     text = str(caught.value)
     assert text.index(str(second)) < text.index(str(first))
     assert "--clean" in text
-    assert f"--set model.path={second / 'model'}" in text, "its weights are whole"
+    assert f"--set model.path={second}" in text, "its weights are whole"
 
 
 def test_the_step_asked_for_is_taken_or_the_whole_ones_are_listed(tmp_path: Path) -> None:

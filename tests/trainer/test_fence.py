@@ -57,7 +57,7 @@ def test_a_replaced_trainer_leaves_no_checkpoint_and_touches_none(
     )
     learner.save(checkpoints / "step-000000")
     being_written = checkpoints / ".step-000001.77.writing"  # by the new trainer
-    fill = checkpoint._fill
+    fill = checkpoint.Pending._fill
 
     def replaced(*arguments: Any) -> None:
         fill(*arguments)
@@ -68,7 +68,7 @@ def test_a_replaced_trainer_leaves_no_checkpoint_and_touches_none(
         raise_fence(tmp_path)
         being_written.mkdir()
     else:
-        monkeypatch.setattr(checkpoint, "_fill", replaced)
+        monkeypatch.setattr(checkpoint.Pending, "_fill", replaced)
     learner.step()
     with pytest.raises(Superseded):
         learner.save(checkpoints / "step-000001")

@@ -62,8 +62,9 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_takes_the_next_when_there_is_
     assert choose(checkpoints).step == 1
 
 
+@pytest.mark.parametrize("copied", [True, False])
 def test_a_checkpoint_that_was_given_up_never_gets_its_name(
-    tmp_path: Path, model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+    *, copied: bool, tmp_path: Path, model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk hung, and training went on before it answered."""
     learner = _learner(model_path)
@@ -72,7 +73,7 @@ def test_a_checkpoint_that_was_given_up_never_gets_its_name(
     given_up = threading.Event()
     monkeypatch.setattr(checkpoint, "sync", lambda _: given_up.set())
     with pytest.raises(CheckpointUnwritable):
-        learner.save(path_of(tmp_path, 1), (), given_up)
+        learner.write(learner.pending(copied=copied), path_of(tmp_path, 1), (), given_up)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000"]
     assert choose(tmp_path).step == 0
 

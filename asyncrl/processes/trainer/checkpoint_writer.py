@@ -1,12 +1,13 @@
 """Writes checkpoints in a thread, and gives up on a disk that hangs.
 
-    write ──► thread: Learner.save ──► renamed ──► `write` returns
+    write ──► thread: Learner.write ──► renamed ──► `write` returns
                  │ not within the limit
                  └──► given up: `write` raises, training continues. If the disk ever answers, the
                       thread removes what it has written. Until then no other checkpoint is begun.
 
-The thread reads the weights that training changes afterwards. So a checkpoint that was given up
-never gets its name: `trainer.checkpoint.write` looks at `given_up` when all bytes are on the disk.
+Without a copy of the state, the thread reads the weights that training changes afterwards. So a
+checkpoint that was given up never gets its name: `trainer.checkpoint` looks at `given_up` when all
+bytes are on the disk.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer.checkpoint import Pending
 from trainer.errors import CheckpointUnwritable
 from trainer.learner import Learner
 from wire.records import TrainedStep
@@ -52,24 +54,30 @@ class CheckpointWriter:
         self.limit_seconds = limit_seconds
         self._hanging: _Writing | None = None
 
-    @property
-    def hangs(self) -> bool:
-        """Whether a checkpoint that was given up is still being written, so that none can begin."""
-        return self._hanging is not None and not self._hanging.ended.done()
-
-    async def write(self, path: Path, steps: Sequence[TrainedStep]) -> None:
-        """Write the learner's present state.
+    def check(self, path: Path) -> None:
+        """Whether a checkpoint may be begun.
 
         Raises:
-            CheckpointUnwritable: the disk does not take it, or does not answer.
+            CheckpointUnwritable: the disk has not answered since one was given up.
         """
         hanging = self._hanging
         if hanging is not None and not hanging.ended.done():
             raise _unanswered(path, hanging)
+
+    async def write(self, path: Path, pending: Pending, steps: Sequence[TrainedStep]) -> None:
+        """Write a pending checkpoint.
+
+        Raises:
+            CheckpointUnwritable: the disk does not take it, or does not answer.
+        """
+        self.check(path)
         writing = _Writing(path, time.monotonic(), concurrent.futures.Future(), threading.Event())
         # A daemon: a thread that hangs must not keep the process from ending.
         threading.Thread(
-            target=self._write, args=(writing, tuple(steps)), name="checkpoint", daemon=True
+            target=self._write,
+            args=(writing, pending, tuple(steps)),
+            name="checkpoint",
+            daemon=True,
         ).start()
         ended, waited = asyncio.wrap_future(writing.ended), 0.0
         while waited < self.limit_seconds:
@@ -82,9 +90,9 @@ class CheckpointWriter:
         self._hanging = writing
         raise _unanswered(path, writing)
 
-    def _write(self, writing: _Writing, steps: Sequence[TrainedStep]) -> None:
+    def _write(self, writing: _Writing, pending: Pending, steps: Sequence[TrainedStep]) -> None:
         try:
-            self._learner.save(writing.path, steps, writing.given_up)
+            self._learner.write(pending, writing.path, steps, writing.given_up)
         except BaseException as error:  # noqa: BLE001 - raised where it is awaited
             writing.ended.set_exception(error)
         else:

@@ -8,6 +8,8 @@ commands    consumes: commands of the controller. produces: step plans, the requ
 training    consumes: whole groups, step plans. produces: gradients, steps, weights, checkpoints.
             waits for: groups of this step, then its plan. unblocked by: intake and commands.
             bounded by: the groups of one step.
+saving      consumes: checkpoints that were begun. produces: CheckpointWritten, CheckpointFailed.
+            waits for: the disk. bounded by: launcher.checkpoint_seconds; one at a time.
 report      consumes: counters. produces: `TrainerReport`.
             waits for: the clock. bounded by: REPORT_SECONDS.
 
@@ -28,9 +30,6 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-
-import msgspec
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.config_by_step import ConfigByStep
@@ -131,9 +130,12 @@ class TrainerProcess:
                 loops.create_task(self._receive_commands()),
                 loops.create_task(self._report()),
             ]
+            sending = loops.create_task(self._send_outcomes())
             await self._train()
             if self._shutdown is not None and self._shutdown.checkpoint:
-                await self._save(self._checkpoints.save)
+                await self._save(wanted=True)
+            await self._checkpoints.close()
+            await sending
             for task in background:
                 task.cancel()
         await self._control.send(from_trainer.Goodbye())
@@ -204,7 +206,7 @@ class TrainerProcess:
             if self._ordered_checkpoints and self._steps.step > self._ordered_checkpoints[0]:
                 self._ordered_checkpoints.popleft()
                 # Between two groups: the weights are those of a step.
-                await self._save(self._checkpoints.save_as_ordered)
+                await self._save(wanted=True, ordered=True)
             step, done = self._steps.step, self._steps.done
             plan = self._plans.get(step)
             groups = self._queue.take_several(
@@ -243,6 +245,7 @@ class TrainerProcess:
         return frozenset(sorted(plan - done)[:1])
 
     async def _finish_step(self) -> None:
+        await self._checkpoints.settle()
         wrong = await self._steps.wrong_policies()
         for found in wrong:
             await self._control.send(found)
@@ -260,21 +263,17 @@ class TrainerProcess:
         if finished is not None:
             self._checkpoints.finished(finished)
             await self._control.send(finished)
-        await self._save(self._checkpoints.save_if_due, self._checkpoints.is_due)
+        await self._save(wanted=self._checkpoints.is_due)
 
-    async def _save(
-        self, save: Callable[[], Awaitable[msgspec.Struct | None]], wanted: bool = True
-    ) -> None:
-        """Have rank 0 save if that is wanted; the others give it their part."""
-        checkpoints = self._checkpoints
-        takes_all = await self._steps.decided(wanted and checkpoints.can_save)
-        if not self._steps.leads:
-            if takes_all:
-                await self._steps.help_to_save(checkpoints.path)
-            return
-        message = await save() if wanted else None
-        if message is not None:
-            await self._control.send(message)
+    async def _save(self, *, wanted: bool, ordered: bool = False) -> None:
+        """Begin a checkpoint of all ranks, if rank 0 wants and can."""
+        begins = wanted and self._steps.leads and await self._checkpoints.can_begin(ordered=ordered)
+        if await self._steps.decided(begins):
+            await self._checkpoints.begin()
+
+    async def _send_outcomes(self) -> None:
+        async for outcome in self._checkpoints.outcomes():
+            await self._control.send(outcome)
 
     async def _report(self) -> None:
         while True:

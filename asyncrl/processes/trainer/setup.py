@@ -107,6 +107,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             every=config.trainer.checkpoint_every,
             limit_seconds=config.launcher.checkpoint_seconds,
             records=records,
+            asynchronous=config.trainer.async_checkpoints,
         )
         process = TrainerProcess(
             steps,

@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import torch
@@ -191,10 +190,6 @@ class StepTrainer:
         if self._world.size == 1:
             return own
         return await asyncio.to_thread(self._world.decided, own, "what rank 0 decides")
-
-    async def help_to_save(self, path: Path) -> None:
-        """Give rank 0 what it needs of this rank for a checkpoint. Raises RankLost."""
-        await asyncio.to_thread(self._learner.save, path)
 
     async def finish_step(self) -> StepFinished | None:
         """Take the optimizer step and publish the new weights; rank 0 says what came of it.

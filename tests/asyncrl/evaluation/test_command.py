@@ -4,15 +4,19 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from whole_checkpoints import truncate, write_whole
+from whole_checkpoints import WEIGHTS, truncate, write_whole
 
 from asyncrl.config import parse_config
 from asyncrl.errors import UserError
+from asyncrl.evaluation import command
 from asyncrl.evaluation.command import resolve_target
 from asyncrl.run.directory import RunDirectory
 
 
-def test_a_run_is_evaluated_with_its_own_configuration_and_overrides(tmp_path: Path) -> None:
+def test_a_run_is_evaluated_with_its_own_configuration_and_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "model_of", lambda checkpoint, _: checkpoint / "exported")
     run = {"name": "mine", "directory": str(tmp_path), "seed": 7}
     made = RunDirectory.create(
         parse_config({"run": run}, source="the test"), resume=False, clean=False
@@ -21,13 +25,13 @@ def test_a_run_is_evaluated_with_its_own_configuration_and_overrides(tmp_path: P
     with pytest.raises(UserError, match=r"mine has no checkpoint yet"):
         resolve_target("mine", None, [], tmp_path, Console())
     checkpoint, newer = write_whole(made.path / "checkpoints", 3, 4)
-    truncate(newer / "model" / "model.safetensors")
+    truncate(newer / WEIGHTS)
     console = Console(record=True, width=500)
     config, model = resolve_target("mine", None, ["evaluation.prompts=5"], tmp_path, console)
-    assert model == str(checkpoint / "model")
+    assert model == str(checkpoint / "exported")
     assert "not evaluated: " in (said := console.export_text())
-    assert "step-000004/model/model.safetensors is truncated" in said
-    truncate(checkpoint / "model" / "model.safetensors")
+    assert f"step-000004/{WEIGHTS} is truncated" in said
+    truncate(checkpoint / WEIGHTS)
     with pytest.raises(UserError, match=r"none of the checkpoints in .* is whole"):
         resolve_target("mine", None, [], tmp_path, console)
     assert (config.run.seed, config.evaluation.prompts) == (7, 5)

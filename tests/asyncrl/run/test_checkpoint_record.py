@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from whole_checkpoints import truncate, write_whole
+from whole_checkpoints import WEIGHTS, truncate, write_whole
 
 from asyncrl.run.checkpoint_record import CheckpointRecord
 from wire.messages.from_trainer import CheckpointFailed, CheckpointWritten
@@ -44,6 +44,6 @@ def test_the_last_state_is_missing_unless_it_is_on_the_disk(tmp_path: Path) -> N
     assert "continue from there with --resume" in (record.missing(3) or "")
     (saved,) = write_whole(tmp_path, 3)
     assert record.missing(3) is None
-    truncate(saved / "model" / "model.safetensors")
+    truncate(saved / WEIGHTS)
     record.failed(failed(3))
     assert "9 bytes needed, 1 free" in (record.missing(3) or "")

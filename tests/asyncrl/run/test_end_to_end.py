@@ -157,7 +157,7 @@ def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpo
     assert command_line.children("generator") == [stopped]
     assert sockets.is_dir()
     saved = sorted((command_line.folder / "checkpoints").glob("step-*"))
-    truncate(saved.pop() / "optimizer" / "00001.safetensors")
+    truncate(saved.pop() / "state" / "training-00000-00001.safetensors")
     before = command_line.metrics()
     files = (command_line.folder / "unfinished" / saved[-1].name).glob("*.bin")
     unfinished = sum(len(read_index(file).places) for file in files)

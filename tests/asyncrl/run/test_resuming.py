@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from sample_records import written
 from step_records import full_step
-from whole_checkpoints import truncate, write_whole
+from whole_checkpoints import WEIGHTS, truncate, write_whole
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import UserError
@@ -29,8 +29,6 @@ from wire.records import (
     TrainedStep,
     TrainerTimes,
 )
-
-WEIGHTS = Path("model") / "model.safetensors"
 
 
 def config_in(path: Path, **sections: object) -> RunConfig:
@@ -107,7 +105,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_is_taken(
     folder = ended_run(tmp_path, 4, 6)
     truncate(folder / "checkpoints" / "step-000006" / WEIGHTS)
     fault, moved = resume(tmp_path)
-    assert "step-000006/model/model.safetensors is truncated: " in fault
+    assert f"step-000006/{WEIGHTS} is truncated: " in fault
     assert fault.endswith("; resuming from step-000004 instead")
     aside = folder / "checkpoints" / "set-aside" / "after-000004"
     assert moved.startswith(f"step-000006: kept in {aside}")

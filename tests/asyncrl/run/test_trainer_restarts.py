@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_processes import RUN_ID, weights
 from running_training import DIGEST, G, Run, expected, step_finished
-from whole_checkpoints import truncate, write_whole
+from whole_checkpoints import WEIGHTS, truncate, write_whole
 
 from asyncrl.errors import RunFailed, UserError
 from asyncrl.processes.shared_memory import weights_id
@@ -353,7 +353,7 @@ def test_steps_that_are_lost_after_the_last_one_are_trained_again(tmp_path: Path
         assert sent == [], "nothing is lost"
         assert run.training.is_complete
         assert not run.training.is_running
-        truncate(run.directory.path / "checkpoints" / "step-000001" / "model" / "model.safetensors")
+        truncate(run.directory.path / "checkpoints" / "step-000001" / WEIGHTS)
         write_whole(run.directory.path / "checkpoints", 0)
         measured = asyncio.create_task(run.evaluation.measure(1))
         await asyncio.sleep(0)

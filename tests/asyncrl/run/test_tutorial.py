@@ -14,6 +14,7 @@ from asyncrl_runs import ROOT, worst_mismatch
 from trace_collector import collecting
 from traced_lives import check_lives
 
+from asyncrl.run.exporting import export_run
 from asyncrl.tasks.model import builtin_tokenizer, ensure_builtin_model
 from asyncrl.tasks.warm_start import new_model
 from asyncrl.tasks.warm_start_recipe import RECIPE
@@ -76,7 +77,7 @@ def test_the_commands_of_the_tutorial(tmp_path: Path, shell: dict[str, str]) -> 
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert blocks[0] == INSTALLATION
     commands = "".join(blocks[1:])
-    assert commands.count("asyncrl ") == 5
+    assert commands.count("asyncrl ") == 6
     with collecting() as collector:
         done = subprocess.run(
             ["bash", "-ex", "-c", commands],
@@ -111,7 +112,8 @@ def test_the_commands_of_the_tutorial(tmp_path: Path, shell: dict[str, str]) -> 
     assert not re.search(r"<[^>]+\b(?:src|href)=.?(?:https?:)?//", page), "it needs the network"
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = run / "checkpoints" / "step-000004" / "model"
+    model, _ = export_run(str(run), run.parent, None, None, None)
+    assert model == run / "exports" / "step-000004"
     AutoModelForCausalLM.from_pretrained(model)
     AutoTokenizer.from_pretrained(model)
 

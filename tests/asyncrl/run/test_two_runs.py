@@ -21,6 +21,7 @@ from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
 from trainer.config import TrainerConfig
+from trainer.export import export
 from trainer.learner import Learner
 from wire.frames import decode_tokens
 
@@ -93,7 +94,8 @@ def test_what_a_model_was_trained_on_comes_again_as_often_as_chance(
     first = drawn_by_the_first_step(model, requests)
     train(learner, first)
     learner.save(tmp_path / "step-000001")
-    trained = str(tmp_path / "step-000001" / "model")
+    export(tmp_path / "step-000001", tmp_path / "trained")
+    trained = str(tmp_path / "trained")
 
     second_run = SampleRequests(task(), 0)
     second_run.starts_from(learner_of(trained).initial_weights)

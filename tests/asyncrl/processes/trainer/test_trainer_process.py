@@ -114,6 +114,30 @@ def test_checkpoints_are_written_when_due_and_once_per_version(tmp_path: Path) -
     assert harness.learner.saved == [tmp_path / "step-000002"]
 
 
+@pytest.mark.parametrize("answers", ["while it trains", "at the end"])
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, answers: str) -> None:
+    async def scenario(harness: TrainerHarness) -> None:
+        harness.learner.disk_answers.clear()
+        for step in range(3):
+            harness.deliver(step, step=step)
+            harness.control.inbox.put_nowait(to_trainer.StepPlan(step, (step,)))
+        await harness.sent(from_trainer.StepFinished, 3)
+        assert harness.learner.saved == []
+        if answers == "at the end":
+            asyncio.get_running_loop().call_later(0.1, harness.learner.disk_answers.set)
+            return
+        harness.learner.disk_answers.set()
+        (written,) = await harness.sent(from_trainer.CheckpointWritten, 1)
+        assert written.policy_version == 2
+
+    harness = play(tmp_path, scenario, checkpoint=True)
+    assert harness.learner.attempts == [2, 3]
+    assert harness.learner.saved_steps == [[0, 1], [2]], "of the version that it holds"
+    sent = [one for one in harness.control.sent if isinstance(one, from_trainer.CheckpointWritten)]
+    assert [one.policy_version for one in sent] == [2, 3]
+    assert isinstance(harness.control.sent[-1], from_trainer.Goodbye)
+
+
 def test_a_shutdown_with_checkpoint_saves_a_version_that_is_not_due(tmp_path: Path) -> None:
     async def scenario(harness: TrainerHarness) -> None:
         harness.deliver(0, step=0)
@@ -134,7 +158,7 @@ def test_training_continues_on_a_full_disk_and_checkpoints_are_tried_again(
             harness.control.inbox.put_nowait(to_trainer.StepPlan(step, (step,)))
         await harness.sent(from_trainer.StepFinished, 13)
 
-    harness = play(tmp_path, scenario, checkpoint=True, every=4)
+    harness = play(tmp_path, scenario, checkpoint=True, every=4, asynchronous=False)
     # Due at 4; then after 1, 2, 4 and at most 4 steps, and when due.
     assert harness.learner.attempts == [4, 5, 7, 8, 12, 13]
     assert harness.learner.saved == [tmp_path / "step-000012"]
