@@ -197,8 +197,8 @@ def main(job: str, folder: Path, model: str, sizes: Sequence[int]) -> int:
                     rank,
                     size,
                     on_gpu=False,
-                    join_seconds=120,
-                    seconds=120,
+                    join_seconds=300,
+                    seconds=300,
                 )
                 JOBS[job](folder, model, world)
                 world.close()

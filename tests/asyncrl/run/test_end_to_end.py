@@ -101,7 +101,7 @@ def test_a_trainer_of_two_ranks_trains_every_group_once_also_when_one_of_them_is
     command_line: CommandLine,
 ) -> None:
     process = command_line.start(
-        run__steps=12, trainer__ranks=2, trainer__checkpoint_every=2, run__log_samples="jsonl"
+        run__steps=8, trainer__ranks=2, trainer__checkpoint_every=2, run__log_samples="jsonl"
     )
     until(lambda: command_line.steps() >= 3, seconds=200, what="three steps")
     (last,) = [pid for pid in command_line.children("trainer") if _rank(pid) == 1]
@@ -113,16 +113,16 @@ def test_a_trainer_of_two_ranks_trains_every_group_once_also_when_one_of_them_is
     assert "started trainer.1 and trainer-1.1 in place of trainer and trainer-1, from" in text
     assert not command_line.children("trainer")
     steps = command_line.metrics()
-    assert [step.step for step in steps] == list(range(12))
+    assert [step.step for step in steps] == list(range(8))
     assert {step.staleness.max for step in steps} == {0}
     assert worst_mismatch(steps) < 1e-3
     account = read_account(command_line.folder)
     assert account.is_exact
-    assert account.trained == 4 * 12
+    assert account.trained == 4 * 8
     samples = list(read_trained_samples(command_line.folder / "samples"))
     logged = [(one.step, one.group) for one in samples]
     size = logged.count(logged[0])
-    assert sorted(logged) == [(at // 4, at) for at in range(4 * 12) for _ in range(size)]
+    assert sorted(logged) == [(at // 4, at) for at in range(4 * 8) for _ in range(size)]
     other = [one.group for one in read_trained_samples(command_line.folder / "samples" / "rank-1")]
     assert 0 < len(other) < len(samples), "both ranks had groups"
 
