@@ -8,8 +8,10 @@ samples any more, and ends. It looks immediately before a checkpoint gets its na
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.errors import Superseded
@@ -33,6 +35,24 @@ def raise_fence(run: Path) -> str:
         logger.warning("%s cannot be written: %s", path, error.strerror)
         return ""
     return word
+
+
+@contextlib.contextmanager
+def fenced(run: Path) -> Iterator[str]:
+    """As `raise_fence`, for what follows; if that fails, the fence is where it was before."""
+    path, before = run / FENCE_FILE, None
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        before = path.read_text(encoding="utf-8")
+    word = raise_fence(run)
+    try:
+        yield word
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if before is None:
+                path.unlink(missing_ok=True)
+            else:
+                write_atomically(path, before)
+        raise
 
 
 class Fence:

@@ -42,7 +42,7 @@ from asyncrl.run.leftovers import clear_leftovers
 from asyncrl.run.resuming import find_resume_point
 from monitoring.jsonl import read_undamaged
 from trainer.checkpoint_files import ResumePoint
-from trainer.fence import raise_fence
+from trainer.fence import fenced, raise_fence
 from wire.atomic_files import write_atomically
 from wire.records import RunResult, StepMetrics
 from wire.wrong_policy import TokenizerDigest
@@ -173,9 +173,10 @@ class RunDirectory:
             _clear_after_earlier(path, config.run.name, say)
             if clean:
                 _empty(path)
-            fence = raise_fence(path) if resume else ""
+            fence = ""
             if resume:  # only now does nothing else write checkpoints, on no machine
-                point = find_resume_point(path, config, resume_from)
+                with fenced(path) as fence:
+                    point = find_resume_point(path, config, resume_from)
                 (path / "result.json").unlink(missing_ok=True)
         except BaseException:
             os.close(lock)

@@ -150,6 +150,7 @@ def test_a_resume_that_is_refused_changes_nothing(
     folder = ended_run(tmp_path, 4)
     truncate(folder / "checkpoints" / "step-000004" / WEIGHTS)
     (folder / "result.json").write_text("{}")
+    assert (folder / ".trainer").exists()
     before = contents(folder)
     with pytest.raises(UserError, match=says):
         resume(tmp_path, step)
