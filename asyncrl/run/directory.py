@@ -13,6 +13,8 @@ logs/             one file per process
 timeline/         what each process did when, one file per process
 slots/            what each generator's slots were used for
 engine/           each engine's counters over time
+evaluations.jsonl a line per evaluation of the held-out prompts
+sinks/            what W&B, TensorBoard and MLflow keep here (monitoring.sinks)
 samples.jsonl     a few trajectories for the report
 samples/          every trained sample (run.log_samples)
 cache/            the generators' rollout caches, for a resumed run
