@@ -173,6 +173,18 @@ class RunConfig(BaseModel):
         return count if self.launcher.kind == "local" else 2 * count
 
     @model_validator(mode="after")
+    def _groups_without_signal_teach_nothing(self) -> Self:
+        algorithm = self.trainer.algorithm
+        if self.scheduler.dynamic_sampling.enabled and smallest_group(algorithm) < 2:
+            raise ValueError(
+                "scheduler.dynamic_sampling.enabled leaves out groups whose rewards are all equal, "
+                f"but trainer.algorithm: {algorithm} does not compare a sample with the others of "
+                "its group, so it learns from such groups too. Disable it, or choose an algorithm "
+                "that compares: dapo, grpo, rloo"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _every_process_has_a_port(self) -> Self:
         base, launcher = self.monitoring.port, self.launcher
         # The trainer, the generators and their replacements follow the controller.

@@ -142,6 +142,21 @@ class ControllerMetrics(ProcessMetrics):
         label="outcome",
         values=("trained", "failed"),
     )
+    groups_without_signal: By[Total] = counter(
+        "asyncrl_groups_without_signal_total",
+        "Groups that dynamic sampling left out: all of their rewards are 0, or equal otherwise.",
+        label="rewards",
+        values=("zero", "equal"),
+    )
+    groups_left_over: Total = counter(
+        "asyncrl_groups_left_over_total",
+        "Times that dynamic sampling had a group begun for a step that did not need it; a later "
+        "step takes it.",
+    )
+    signal_share: Gauge = gauge(
+        "asyncrl_signal_share_ratio",
+        "Share of the groups that carry signal, as dynamic sampling expects.",
+    )
     generators: By[Gauge] = gauge(
         "asyncrl_generators",
         "Generator processes, by state.",

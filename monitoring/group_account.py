@@ -12,7 +12,7 @@ Example:
     ...     StepMetrics(step=1, time=2.0, groups=StepGroups(trained=(1, 3), failed=(2,))),
     ... ]
     >>> account_of(steps, groups_per_step=2)
-    GroupAccount(trained=4, failed=(2,), lost=(), twice=(1,))
+    GroupAccount(trained=4, failed=(2,), without_signal=0, lost=(), twice=(1,))
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ class GroupAccount(NamedTuple):
     """Groups trained on, counted with their repetitions."""
     failed: tuple[int, ...]
     """Groups reported failed, ascending."""
+    without_signal: int
+    """Groups that were left out because they carry no signal."""
     lost: tuple[int, ...]
     """Groups that were neither trained on nor reported, ascending."""
     twice: tuple[int, ...]
-    """Groups trained on more than once, or trained on and reported failed, ascending."""
+    """Groups that are named more than once, as trained on or left out, ascending."""
 
     @property
     def is_exact(self) -> bool:
@@ -48,16 +50,25 @@ class GroupAccount(NamedTuple):
         return not self.lost and not self.twice
 
 
-def account_of(steps: Sequence[StepMetrics], groups_per_step: int) -> GroupAccount:
-    """Account for the groups of steps 0 to the last recorded one; a missing step's are lost."""
+def account_of(steps: Sequence[StepMetrics], groups_per_step: int | None) -> GroupAccount:
+    """Account for the groups of steps 0 to the last recorded one; a missing step's are lost.
+
+    `groups_per_step` is None with `scheduler.dynamic_sampling`: the last record says how many
+    groups there were.
+    """
     trained = [group for step in steps for group in step.groups.trained]
     failed = [group for step in steps for group in step.groups.failed]
-    seen = Counter(trained)
-    seen.update(failed)
-    expected = range(groups_per_step * (steps[-1].step + 1) if steps else 0)
+    without = [group for step in steps for group in step.groups.without_signal]
+    seen = Counter([*trained, *failed, *without])
+    end = 0
+    if steps:
+        last = steps[-1]
+        end = last.groups.end if groups_per_step is None else groups_per_step * (last.step + 1)
+    expected = range(end)
     return GroupAccount(
         trained=len(trained),
         failed=tuple(sorted(failed)),
+        without_signal=len(without),
         lost=tuple(group for group in expected if group not in seen),
         twice=tuple(sorted(group for group, times in seen.items() if times > 1)),
     )
@@ -68,6 +79,7 @@ def totals_of(steps: Sequence[StepMetrics]) -> GroupTotals:
     return GroupTotals(
         trained=sum(len(step.groups.trained) for step in steps),
         failed=sum(len(step.groups.failed) for step in steps),
+        without_signal=sum(len(step.groups.without_signal) for step in steps),
     )
 
 
@@ -82,7 +94,10 @@ def read_account(run: Path) -> GroupAccount:
     path = run / "config.yaml"
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        groups_per_step = int(config["scheduler"]["groups_per_step"])
+        scheduler = config["scheduler"]
+        groups_per_step: int | None = int(scheduler["groups_per_step"])
+        if scheduler.get("dynamic_sampling", {}).get("enabled", False):
+            groups_per_step = None
     except (yaml.YAMLError, ValueError, TypeError, LookupError, RecursionError) as error:
         raise ValueError(f"{path} does not say scheduler.groups_per_step") from error
     return account_of(read_metrics(run / "metrics.jsonl"), groups_per_step)
@@ -99,6 +114,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: cannot read the groups of {arguments[0]}: {error}", file=sys.stderr)
         return 2
     print(f"trained on: {account.trained} groups, each once: {'no' if account.twice else 'yes'}")
+    if account.without_signal:
+        print(f"without signal: {account.without_signal}")
     for name, groups in (
         ("failed", account.failed),
         ("lost", account.lost),

@@ -78,6 +78,7 @@ class RunView:
             "drafted_share": self.drafted_share,
             "groups_trained": self.groups.trained,
             "groups_failed": self.groups.failed,
+            "groups_without_signal": self.groups.without_signal or None,
             "groups_in_flight": self.groups_in_flight,
             "groups_delivered": self.groups_delivered,
             "samples_running": self.samples_running,

@@ -37,6 +37,7 @@ _LINES: tuple[tuple[str, ...], ...] = (
     (
         "groups: {groups_trained:,} trained on",
         "{groups_failed:,} failed",
+        "{groups_without_signal:,} without signal",
         "{groups_in_flight:,} in flight",
         "{groups_delivered:,} delivered",
     ),

@@ -88,7 +88,8 @@ class Bounds(NamedTuple):
     verifies: bool
     """Whether tokens that are too old are verified. If not, they must never be generated."""
     max_runahead_groups: int
-    """Groups that may be started beyond those that need no verification; 0 unless `verifies`."""
+    """Groups that may be started beyond those that need no verification; 0 unless `verifies`, or
+    fewer than 0 (`_slack`)."""
 
     @classmethod
     def of(cls, config: SchedulerConfig, first_step: int = 0) -> Bounds:
@@ -97,8 +98,18 @@ class Bounds(NamedTuple):
             first_step=first_step,
             max_off_policy_steps=config.max_off_policy_steps,
             verifies=config.on_update == "verify",
-            max_runahead_groups=config.runahead_groups,
+            max_runahead_groups=config.runahead_groups - _slack(config),
         )
+
+
+def _slack(config: SchedulerConfig) -> int:
+    """Groups by which less is started than staleness allows, where nothing can be verified.
+
+    With dynamic sampling a group may turn out to be in a later step than expected. One step of
+    slack lets it be trained on then; without it, it would have to be drawn again.
+    """
+    has_slack = config.dynamic_sampling.enabled and config.on_update != "verify"
+    return config.groups_per_step if has_slack and config.max_off_policy_steps > 1 else 0
 
 
 class Admission:

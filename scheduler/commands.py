@@ -114,6 +114,19 @@ class ReportGroupFailed(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
+class ReportGroupWithoutSignal(msgspec.Struct, frozen=True, gc=False):
+    """Tell the user that this group is not trained on, since its rewards are all equal.
+
+    Issued once per group, with dynamic sampling only.
+    """
+
+    group: int
+    step: int
+    """That it would have been trained in."""
+    reward: float
+    """Of each of its samples."""
+
+
 class PauseGenerator(msgspec.Struct, frozen=True, gc=False):
     """Have a generator stop generating and keep its state."""
 
@@ -156,6 +169,7 @@ Command = (
     | DeclareStep
     | DiscardSamples
     | ReportGroupFailed
+    | ReportGroupWithoutSignal
     | PauseGenerator
     | ResumeGenerator
     | FinishRun

@@ -11,6 +11,24 @@ from wire.limits import WEEK_SECONDS
 OnUpdate = Literal["verify", "keep", "recompute"]
 
 
+class DynamicSamplingConfig(BaseModel):
+    """Steps of groups that all carry signal: groups whose rewards are all equal are left out."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    enabled: bool = False
+    """Whether a step trains on the next groups_per_step groups *in data order* whose rewards are
+    not all equal (DAPO's dynamic sampling). A group without signal is left out and counted. Further
+    groups are generated in its place, ahead of time by the share with signal so far. Those that a
+    step does not need belong to the next one. It changes the objective: prompts that are always or
+    never answered right are not trained on (docs/algorithms.md)."""
+
+    max_batches: int = Field(default=10, ge=1, le=1000)
+    """Groups that a step may look at, in multiples of groups_per_step. If they do not hold
+    groups_per_step groups with signal, the step trains on those that there are, which is said; if
+    there are none, the run ends. It also bounds the groups in flight."""
+
+
 class SchedulerConfig(BaseModel):
     """How far generation may run ahead of training, and how much work may be in flight."""
 
@@ -57,7 +75,11 @@ class SchedulerConfig(BaseModel):
     """Samples per group: how many answers are generated for one prompt at one visit."""
 
     groups_per_step: int = Field(default=16, ge=1, le=10**6)
-    """Groups that one optimizer step trains on; group g belongs to step g // groups_per_step."""
+    """Groups that one optimizer step trains on; group g belongs to step g // groups_per_step,
+    unless `dynamic_sampling` is enabled."""
+
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    """Train only on groups that carry signal."""
 
     max_in_flight_per_generator: int | None = Field(default=None, ge=1, le=10**6)
     """Maximum number of samples issued to one generator and not finished yet. null: its slots plus
@@ -77,12 +99,23 @@ class SchedulerConfig(BaseModel):
                 "verified before it is trained on (to run ahead without verification, set "
                 "scheduler.max_off_policy_steps)"
             )
+        if self.dynamic_sampling.enabled and self.group_size < 2:
+            raise ValueError(
+                "scheduler.dynamic_sampling.enabled: a group of one sample never carries signal, "
+                "since its rewards are all equal; use scheduler.group_size 2 or more"
+            )
         if self.on_update == "recompute" and not self.partial_rollout:
             raise ValueError(
                 "scheduler.partial_rollout: false leaves no running sample at an update whose KV "
                 "could be rebuilt; use scheduler.on_update: keep, or partial_rollout: true"
             )
         return self
+
+    @property
+    def max_groups_of_step(self) -> int | None:
+        """Groups that a step looks at, at most, with dynamic sampling; None without it."""
+        sampling = self.dynamic_sampling
+        return sampling.max_batches * self.groups_per_step if sampling.enabled else None
 
     @property
     def runahead_groups(self) -> int:

@@ -57,6 +57,18 @@ class SampleFinished(msgspec.Struct, frozen=True, gc=False):
     """Lowest policy version among the sample's segments."""
 
 
+class SampleRewarded(msgspec.Struct, frozen=True, gc=False):
+    """The reward of a held sample is computed. Told with dynamic sampling only.
+
+    It is about what the generator reported last: it comes after each `SampleFinished`, again if the
+    sample was verified and has not changed.
+    """
+
+    generator: str
+    sample: SampleId
+    reward: float
+
+
 class SampleFailed(msgspec.Struct, frozen=True, gc=False):
     """A sample cannot be generated or scored, and another attempt would fail as well."""
 
@@ -175,6 +187,7 @@ Event = (
     | GeneratorLeaves
     | SamplesReleased
     | SampleFinished
+    | SampleRewarded
     | SampleFailed
     | SampleDelivered
     | WeightsInstalled

@@ -5,6 +5,7 @@ Cost: O(in flight). For tests and idle moments.
 
 from __future__ import annotations
 
+from scheduler.dynamic_ledger import DynamicLedger, Outcome
 from scheduler.errors import SchedulerError
 from scheduler.records import (
     DELIVERED,
@@ -16,6 +17,7 @@ from scheduler.records import (
     Generator,
     Group,
 )
+from scheduler.signal import Verdict, has_signal
 from scheduler.state import SchedulerState
 
 
@@ -26,6 +28,8 @@ def check(state: SchedulerState) -> None:
     for generator in state.generators.values():
         _check_generator(state, generator)
     _check_ledger(state)
+    if isinstance(state.ledger, DynamicLedger) and state.finished is None and state.trainer_joined:
+        _check_selection(state, state.ledger)
 
 
 def _require(holds: bool, what: str) -> None:
@@ -46,13 +50,16 @@ def _check_group(state: SchedulerState, group: Group) -> None:
     _require(counts[VERIFYING] == group.verifying, f"{name} miscounts its samples in verification")
     _require(delivered == group.delivered, f"{name} miscounts its delivered samples")
     _require(delivered < size, f"{name} is in the trainer, but still in flight")
-    _require(group.step == state.ledger.step_of(group.index), f"{name} is in the wrong step")
+    step = group.place // state.config.groups_per_step
+    _require(group.step == step, f"{name} is in the wrong step")
+    _require(state.places is not None or group.place == group.index, f"{name} is out of place")
     limit = state.config.max_attempts
     _require(max(group.attempts) <= limit, f"{name} has a sample started more than {limit} times")
     busy = group.queued or group.running or group.verifying or counts[DELIVERING]
     may_wait = 1 in group.stale or not state.trainer_joined
     may_wait |= group.index >= state.ledger.next_group  # a rewind left it ahead
     may_wait |= group.owner is not None and (group.owner.rewinding or group.owner.leaving)
+    may_wait |= group.signal is not None and 1 not in group.sent  # `_check_signal`
     _require(bool(busy) or may_wait, f"{name} is complete, but its delivery was not commanded")
     _check_staleness(state, group, name)
     _check_owner(state, group, name)
@@ -62,7 +69,10 @@ def _check_staleness(state: SchedulerState, group: Group, name: str) -> None:
     """A sample that is too old is HELD, and only while its generator cannot verify it."""
     held = [group.states[i] == HELD for i, stale in enumerate(group.stale) if stale]
     _require(all(held), f"{name} has a sample that is too old in another state than HELD")
-    if held and group.owner is not None and not group.owner.leaving:
+    can_verify = state.places is None or state.admission.verifies
+    if state.places and group.owner and not state.config.partial_rollout:
+        can_verify &= group.owner.installing is None
+    if held and can_verify and group.owner is not None and not group.owner.leaving:
         min_version = state.admission.min_version(group.step)
         _require(
             group.owner.version < min_version,
@@ -118,7 +128,47 @@ def _check_ledger(state: SchedulerState) -> None:
     in_flight = sorted(group for group in state.groups if group < state.ledger.next_group)
     unsettled = list(state.ledger.unsettled())
     _require(in_flight == unsettled, f"in flight {in_flight}, but the ledger says {unsettled}")
-    first_group = state.step * state.config.groups_per_step
-    outstanding = state.ledger.next_group - first_group
+    outstanding = state.ledger.next_group - state.ledger.first_group
     limit = state.admission.max_groups_in_flight
+    if isinstance(state.ledger, DynamicLedger):
+        limit = state.ledger.max_groups * (1 - (-limit // state.config.groups_per_step))
     _require(outstanding <= limit, f"{outstanding} groups are issued, the bound is {limit}")
+
+
+def _check_selection(state: SchedulerState, ledger: DynamicLedger) -> None:
+    """What the undecided step reaches is settled or delivered, and nothing else is."""
+    first = ledger.first_group_of(state.next_undeclared)
+    with_signal, place = 0, 0
+    for index in range(first, ledger.next_group):
+        outcome, group = ledger.outcome(index), state.groups.get(index)
+        reached = with_signal < state.config.groups_per_step and index < first + ledger.max_groups
+        if group is None:
+            with_signal += outcome is Outcome.ARRIVED
+            _require(reached or outcome is Outcome.FAILED, f"group {index} was settled too early")
+            continue
+        _require(group.place >= place, f"group {index} has a place before that of an earlier one")
+        place = group.place
+        verdict = _verdict(state, group)
+        is_sent = 1 in group.sent
+        _require(reached or not is_sent, f"group {index} is delivered, but may not be needed")
+        settled = is_sent or verdict is Verdict.OPEN
+        _require(not reached or settled, f"group {index} is judged, and nothing follows")
+        with_signal += is_sent or verdict is not Verdict.NO_SIGNAL
+
+
+def _verdict(state: SchedulerState, group: Group) -> Verdict:
+    """The verdict that counts; it must be what the rewards say."""
+    signal, owner, name = group.signal, group.owner, f"group {group.index}"
+    if signal is None or owner is None or 1 in group.sent:
+        return Verdict.OPEN
+    rewards = [reward for reward in signal.rewards if reward is not None]
+    is_complete = all(one == HELD for one in group.states) and 1 not in group.stale
+    is_complete &= len(rewards) == len(signal.rewards)
+    stands_still = owner.rewinding or (owner.leaving and state.admission.verifies)
+    if stands_still:
+        return Verdict.OPEN
+    expected = Verdict.OPEN
+    if is_complete:
+        expected = Verdict.SIGNAL if has_signal(rewards) else Verdict.NO_SIGNAL
+    _require(signal.verdict is expected, f"{name} is judged {signal.verdict}, not {expected}")
+    return expected

@@ -15,7 +15,7 @@ Example:
     (1,)
     >>> ledger.consume(0, (1,))
     >>> ledger.counts()
-    LedgerCounts(issued=2, arrived=0, consumed=1, failed=1)
+    LedgerCounts(issued=2, arrived=0, consumed=1, failed=1, without_signal=0)
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class LedgerCounts(NamedTuple):
     failed: int
     """Reported and left out. Withdrawn ones count, although a resumed run tries them again;
     those of steps that `rewind` undid do not."""
+    without_signal: int = 0
+    """Left out because they carry no signal (`scheduler.dynamic_ledger`)."""
 
 
 @dataclass(slots=True)
@@ -81,6 +83,15 @@ class Ledger:
     def issued_below(self) -> int:
         """Every group that was ever issued has a lower index, withdrawn groups included."""
         return self._issued_below
+
+    @property
+    def first_group(self) -> int:
+        """Every group before this one is consumed or failed."""
+        return self._next_step * self._per_step
+
+    def end_of(self, step: int) -> int:
+        """The first group after a step."""
+        return (step + 1) * self._per_step
 
     def step_of(self, group: int) -> int:
         """The step that a group belongs to; it never changes."""

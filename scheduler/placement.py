@@ -119,6 +119,13 @@ class Placement:
         if self._speeds.measured(generator, tokens_per_row_second):
             self.update(generator)
 
+    def put_back(self, group: Group) -> None:
+        """Samples of a group that its generator had begun are queued there again."""
+        owner = group.owner
+        if owner is not None:
+            heapq.heappush(owner.begun, (group.index, group))
+            self.update(owner)
+
     def next_unplaced(self) -> Group | None:
         """Take the earliest group that waits for a generator."""
         while self.unplaced:
@@ -135,13 +142,14 @@ class Placement:
         """The group that this generator should start a sample of; None if there is none.
 
         The earliest in data order of those that it has begun and those in its queue; otherwise one
-        taken over from a busy generator. Only groups up to `last_group` may be started.
+        taken over from a busy generator. Only groups whose `place` is at most `last_group` may be
+        started.
         """
         begun, head = _begun(generator), self._head(generator)
         earliest = begun is not None and (head is None or begun.index < head.index)
-        if earliest and begun is not None and begun.index <= last_group:
+        if earliest and begun is not None and begun.place <= last_group:
             return begun
-        if head is not None and head.index <= last_group:
+        if head is not None and head.place <= last_group:
             self._pop(generator)
         else:
             head = self._take_over(generator, last_group)
@@ -216,7 +224,7 @@ class Placement:
             group = self._head(owner)
             if group is None:
                 continue  # all entries of its queue were outdated, so it left the index
-            if owner.load <= owner.width or group.index > last_group:
+            if owner.load <= owner.width or group.place > last_group:
                 return None
             if taker.speed < owner.speed:
                 if not _is_sooner_done(taker, owner):
@@ -255,8 +263,8 @@ def _last(owner: Generator, last_group: int) -> Group:
     """The last group in its queue that may be started: a slow generator has most time for it."""
     return max(
         group
-        for index, group in owner.queue
-        if index <= last_group and group.owner is owner and group.queued
+        for _, group in owner.queue
+        if group.place <= last_group and group.owner is owner and group.queued
     )
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from rollout.trajectory import SampleId
+from scheduler.signal import GroupSignal
 
 
 class SampleState(IntEnum):
@@ -49,6 +50,7 @@ class Group:
 
     index: int
     step: int
+    """That trains on it; with dynamic sampling, in which it is expected until it is delivered."""
     key: int | None
     """Prompt index, for placement; None if the scheduler was not given a `group_key`."""
     states: bytearray
@@ -69,12 +71,16 @@ class Group:
     """Samples in state DELIVERED."""
     owner: Generator | None = None
     """The generator of all its samples that are not delivered; None while there is none."""
+    place: int = 0
+    """Its index; with dynamic sampling, that which it would have if all groups carried signal."""
+    signal: GroupSignal | None = None
+    """None without dynamic sampling."""
 
     @classmethod
     def new(cls, index: int, step: int, key: int | None, size: int) -> Group:
         """A group with no sample started."""
         states, attempts, sent, stale = (bytearray(size) for _ in range(4))
-        return cls(index, step, key, states, attempts, sent, stale, queued=size)
+        return cls(index, step, key, states, attempts, sent, stale, queued=size, place=index)
 
     def __lt__(self, other: Group) -> bool:
         """Data order. A heap may hold an outdated and a present group of one index."""
@@ -100,8 +106,9 @@ class Generator:
     """Policy version that it is known to sample from; it may already have a later one."""
     installing: int | None = None
     """Version whose install was commanded and not answered; None if there is none."""
-    requested: frozenset[SampleId] = frozenset()
-    """Samples whose verification was commanded together with that install."""
+    requested: dict[SampleId, int] = field(default_factory=dict)
+    """Samples whose verification was commanded together with that install, with the lowest version
+    that their tokens may have."""
     groups: dict[int, Group] = field(default_factory=dict)
     """Groups that it owns, by index."""
     queue: list[tuple[int, Group]] = field(default_factory=list)
@@ -135,6 +142,10 @@ class Generator:
     def width(self) -> int:
         """Samples that it can usefully decode at once."""
         return min(self.slots, self.limit)
+
+    def will_verify(self, sample: SampleId) -> int:
+        """Older tokens than this are verified as soon as the outstanding install is done."""
+        return -1 if self.installing is None else self.requested.get(sample, -1)
 
     @property
     def target(self) -> int:

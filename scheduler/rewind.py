@@ -91,6 +91,8 @@ class Rewind:
         if generator is None or not generator.rewinding or event.lineage != state.lineage:
             return
         generator.rewinding = False
+        if state.places is not None:
+            state.places.changed = True
         self._weights.has_version(generator, min(event.policy_version, state.published))
         for group in list(generator.groups.values()):
             self._work.deliver_if_complete(group)
@@ -110,6 +112,8 @@ class Rewind:
         for step in range(state.step, version):
             state.ledger.consume(step, state.ledger.membership(step) or ())
         state.ledger.rewind(version)
+        if state.places is not None:
+            state.places.restart()
         state.published = state.next_undeclared = version
         state.outdated |= state.lost
         keeps_work = state.admission.verifies or not are_gone
@@ -121,7 +125,7 @@ class Rewind:
                 self._work.suspect(group)
         for generator in state.generators.values():
             generator.version, generator.installing = -1, version
-            generator.requested = frozenset()
+            generator.requested = {}
             generator.rewinding, generator.draining = True, False
             state.placement.offer(generator, version)
             state.commands.append(commands.RewindGenerator(generator.name, version, state.lineage))

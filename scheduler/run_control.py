@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scheduler import commands, events
 from scheduler.commands import RunOutcome
+from scheduler.ledger import Ledger
 from scheduler.state import SchedulerState
 from scheduler.steps import Steps
 from scheduler.weights import Weights
@@ -52,8 +53,7 @@ class RunControl:
             self._steps.end_run(RunOutcome.STOPPED)
             return
         state.last_step = last
-        self._work.discard([group for group in state.groups.values() if group.step > last])
-        state.ledger.withdraw_after(last)
+        self._withdraw_after(last)
         settled = sum(state.ledger.progress(state.step))
         if not settled and all(group.untouched for group in state.groups.values()):
             self._steps.end_run(RunOutcome.STOPPED)
@@ -62,6 +62,26 @@ class RunControl:
         for generator in list(state.generators.values()):
             self._weights.refill(generator)
         self.end_if_stuck()
+
+    def _withdraw_after(self, last: int) -> None:
+        """Withdraw the groups of later steps.
+
+        With dynamic sampling, those that were begun stay: the last step may need them.
+        """
+        state, ledger = self._state, self._state.ledger
+        if isinstance(ledger, Ledger):
+            self._work.discard([group for group in state.groups.values() if group.step > last])
+            ledger.withdraw_after(last)
+            return
+        end = ledger.next_group
+        while end > ledger.first_group and (group := state.groups.get(end - 1)) is not None:
+            if not group.untouched or group.step <= last:
+                break
+            end -= 1
+        self._work.discard([group for group in state.groups.values() if group.index >= end])
+        ledger.withdraw_from(end)
+        if state.places is not None:
+            state.places.changed = True
 
     def end_if_stuck(self) -> None:
         """End a stopping run that has no generator left, rather than wait for one to join."""

@@ -8,6 +8,7 @@ from scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from scheduler.records import (
     DELIVERED,
     DELIVERING,
+    HELD,
     QUEUED,
     RUNNING,
     VERIFYING,
@@ -40,12 +41,16 @@ class SampleEvents:
             return
         oldest = event.oldest_version
         too_old = oldest < self._admission.min_version(group.step)
-        if not self._awaits(generator, group, event.sample, too_old=too_old):
+        if group.signal is not None:
+            too_old |= oldest < generator.will_verify(event.sample)
+        if not self._awaits(generator, group, event.sample, oldest, too_old=too_old):
             return
         if generator.rewinding and self._admission.verifies:
             # Sent before the rewind: the version may be one that is gone. It is verified when due.
             oldest, too_old = UNKNOWN_VERSION, True
-        if (too_old and not self._admission.verifies) or oldest > state.published:
+        # With dynamic sampling, a group may be in a later step than it was begun for.
+        may_be_old = self._admission.verifies or group.signal is not None
+        if (too_old and not may_be_old) or oldest > state.published:
             raise SenderOutOfStep(
                 f"sample {event.sample} of {generator.name} has tokens of policy version "
                 f"{oldest}, but is for step {group.step}, which allows none below "
@@ -57,20 +62,43 @@ class SampleEvents:
             state.tokens_finished += event.length
             if group.step - oldest > state.staleness_max:
                 state.staleness_max = group.step - oldest
+        if group.signal is not None:
+            group.signal.forget(sample, oldest)
         self._work.hold(generator, group, sample, too_old=too_old)
         self._weights.refill(generator)
 
-    @staticmethod
-    def _awaits(generator: Generator, group: Group, sample: SampleId, *, too_old: bool) -> bool:
+    def _awaits(
+        self, generator: Generator, group: Group, sample: SampleId, oldest: int, *, too_old: bool
+    ) -> bool:
         """Whether a report of a finished sample is neither late nor repeated."""
-        state = group.states[sample.sample]
+        state, signal = group.states[sample.sample], group.signal
         if state == RUNNING:
-            return True
-        if too_old:
-            return False  # a verified sample is not too old
+            # What is drawn again is too old for every step to come.
+            least = self._admission.min_version(self._state.next_undeclared)
+            is_late = signal is not None and not self._admission.verifies and oldest < least
+            return not is_late
         # A sample may be verified before its generator has reported the weights as installed.
         is_early = bool(group.stale[sample.sample]) and sample in generator.requested
-        return state == VERIFYING or is_early
+        if signal is None:
+            # A verified sample is not too old.
+            return not too_old and (state == VERIFYING or is_early)
+        # With dynamic sampling, its group may have been moved to a later step since.
+        if is_early and oldest >= generator.requested[sample]:
+            del generator.requested[sample]
+            return True
+        return state == VERIFYING and oldest >= signal.oldest[sample.sample]
+
+    def on_rewarded(self, event: events.SampleRewarded) -> None:
+        """Judge the group of a held sample, if this is the last of its rewards."""
+        generator = self._state.generator(event.generator)
+        group = self._state.group(event.sample)
+        if generator is None or group is None or group.owner is not generator:
+            return
+        sample = event.sample.sample
+        if group.signal is None or group.states[sample] != HELD:
+            return
+        group.signal.rewards[sample] = event.reward
+        self._work.deliver_if_complete(group)
 
     def on_failed(self, event: events.SampleFailed) -> None:
         """Fail the sample's group."""

@@ -16,6 +16,8 @@ data order ─► open steps ─► place ─► start samples ─► DeliverGro
     work          moves of samples between their states
     verification  what is verified when, and the installs that it travels with
     steps         issuing groups, declaring steps, the end of the run
+    dynamic_sampling  which groups a step takes if all are to carry signal (`signal`, `places`,
+                  `dynamic_ledger`)
     weights       publishing and installing policy versions
     samples       events of samples
     leaving       generators that the user has ordered to leave
@@ -30,7 +32,9 @@ What holds, and is checked by `Scheduler.check`:
 - No generator has more RUNNING samples than its limit, or more than one outstanding install.
 - A token is at most max_off_policy_steps older than the policy that trains on it. Older work is
   never started, or (`verify`) is verified before it is delivered.
-- Each group is either consumed by the one step that it belongs to, or reported failed.
+- Each group is either consumed by the one step that it belongs to, or reported failed; with
+  `dynamic_sampling`, or reported without signal. Membership of steps depends on the data order, on
+  failures and on rewards, never on what finishes first.
 
 Losses. When a generator is lost, its samples that the trainer has not acknowledged are generated
 again elsewhere, under the same id. An acknowledgement counts even if it arrives after the loss. A
@@ -59,6 +63,7 @@ from scheduler import commands, events, invariants
 from scheduler.admission import Bounds
 from scheduler.commands import Command
 from scheduler.config import SchedulerConfig
+from scheduler.dynamic_sampling import DynamicSampling
 from scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from scheduler.events import Event
 from scheduler.leaving import Leaving
@@ -83,6 +88,7 @@ class Scheduler:
         group_key: prompt index of a group, so that a prompt returns to the generator that had it
             in the previous epoch; None for no such preference.
         changes: other bounds (`scheduler.admission`), by the first step with each.
+        first_groups: with dynamic sampling, where `first_step` and earlier steps began.
 
     Raises:
         SchedulerError: from the constructor, if there is no step to train; from `on_event`, if an
@@ -98,8 +104,9 @@ class Scheduler:
         total_steps: int,
         group_key: Callable[[int], int] | None = None,
         changes: Mapping[int, SchedulerConfig] = MappingProxyType({}),
+        first_groups: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        self.state = SchedulerState.new(config, first_step, total_steps, changes)
+        self.state = SchedulerState.new(config, first_step, total_steps, changes, first_groups)
         """For reading only."""
         self._commands = self.state.commands
         verification = Verification(self.state)
@@ -110,6 +117,11 @@ class Scheduler:
         self._leaving = Leaving(self.state, self._work, self._run_control)
         rewind = Rewind(self.state, self._work, self._steps, self._weights)
         samples = SampleEvents(self.state, self._work, self._steps, self._weights)
+        self._dynamic = (
+            DynamicSampling(self.state, self._work, self._steps, self._weights, verification)
+            if config.dynamic_sampling.enabled
+            else None
+        )
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.GeneratorJoined: self._on_generator_joined,
             events.GeneratorLost: self._on_generator_lost,
@@ -118,6 +130,7 @@ class Scheduler:
             events.KvUsed: self._on_kv_used,
             events.SpeedMeasured: self._on_speed_measured,
             events.SampleFinished: samples.on_finished,
+            events.SampleRewarded: samples.on_rewarded,
             events.SampleFailed: samples.on_failed,
             events.SampleDelivered: samples.on_delivered,
             events.TrainerJoined: rewind.on_trainer_joined,
@@ -139,6 +152,8 @@ class Scheduler:
         if issued:
             issued.clear()
         self._handlers[type(event)](event)
+        if self._dynamic is not None:
+            self._dynamic.settle()
         if self.state.leaving:
             self._leaving.end_those_without_work()
         return issued[:]

@@ -14,9 +14,11 @@ from rollout.trajectory import SampleId
 from scheduler.admission import Admission
 from scheduler.commands import Command, FinishRun
 from scheduler.config import SchedulerConfig
+from scheduler.dynamic_ledger import DynamicLedger
 from scheduler.errors import ImpossibleEvent, SchedulerError
 from scheduler.ledger import Ledger
 from scheduler.placement import Placement
+from scheduler.places import Places
 from scheduler.records import Generator, Group
 
 
@@ -28,7 +30,7 @@ class SchedulerState:
     admission: Admission
     total_steps: int
     """Steps of the whole run; the last one is `total_steps - 1`."""
-    ledger: Ledger
+    ledger: Ledger | DynamicLedger
     """Which groups were issued, arrived in the trainer, failed and were consumed (`Steps`)."""
     placement: Placement
     """Which generator has which group (`Work`)."""
@@ -40,6 +42,8 @@ class SchedulerState:
     """Latest policy version that can be installed, once the trainer has joined (`Weights`)."""
     next_undeclared: int
     """The first step whose membership is not declared yet (`Steps`)."""
+    places: Places | None = None
+    """In which step each group is expected, with dynamic sampling (`DynamicSampling`)."""
     groups: dict[int, Group] = field(default_factory=dict)
     """Groups that are neither in the trainer nor failed, by index (`Work`)."""
     lost: set[str] = field(default_factory=set)
@@ -78,8 +82,9 @@ class SchedulerState:
         first_step: int,
         total_steps: int,
         changes: Mapping[int, SchedulerConfig] = MappingProxyType({}),
+        first_groups: Mapping[int, int] = MappingProxyType({}),
     ) -> SchedulerState:
-        """The state of a run before its first event.
+        """The state of a run before its first event. Arguments as for `Scheduler`.
 
         Raises:
             SchedulerError: there is no step to train.
@@ -89,11 +94,24 @@ class SchedulerState:
                 f"first_step {first_step} must be at least 0 and below total_steps {total_steps}"
             )
         placement = Placement(config.group_size)
+        ledger: Ledger | DynamicLedger
+        places = None
+        if config.max_groups_of_step is not None:
+            ledger = DynamicLedger(
+                groups_per_step=config.groups_per_step,
+                max_groups=config.max_groups_of_step,
+                first_step=first_step,
+                first_groups=first_groups,
+            )
+            places = Places(config, ledger)
+        else:
+            ledger = Ledger(groups_per_step=config.groups_per_step, first_step=first_step)
         return cls(
             config=config,
             admission=Admission.of(config, changes),
             total_steps=total_steps,
-            ledger=Ledger(groups_per_step=config.groups_per_step, first_step=first_step),
+            ledger=ledger,
+            places=places,
             placement=placement,
             generators=placement.generators,
             last_step=total_steps - 1,
@@ -112,30 +130,52 @@ class SchedulerState:
         return self.ledger.next_step
 
     @property
+    def next_place(self) -> int:
+        """The place of the group that is issued next: its index, without dynamic sampling."""
+        if self.places is None or self.places.step < 0:
+            return self.ledger.next_group
+        return self.places.next_place
+
+    def step_of(self, group: int) -> int:
+        """The step that a group in flight is expected in."""
+        found = self.groups.get(group)
+        return group // self.config.groups_per_step if found is None else found.step
+
+    @property
     def last_begun_step(self) -> int:
         """The last step up to which every group is begun; before the current step if that is not.
 
         A group is begun from the start of its first sample on.
         """
-        waiting = [one.index for one in self.groups.values() if one.untouched]
-        first = min([*waiting, self.ledger.next_group])
+        waiting = [one.place for one in self.groups.values() if one.untouched]
+        first = min([*waiting, self.next_place])
         return max(first // self.config.groups_per_step, self.next_undeclared) - 1
 
     def groups_begun_after(self, step: int) -> int:
         """Groups of later steps than this one of which a sample was started."""
         flying = sum(one.step > step and not one.untouched for one in self.groups.values())
+        if self.places is not None:
+            return flying  # what is settled belongs to the step that is not decided yet
         last = (self.ledger.next_group - 1) // self.config.groups_per_step
         settled = (self.ledger.progress(later)[0] for later in range(step + 1, last + 1))
         return flying + sum(settled)
 
     @property
     def first_free_step(self) -> int:
-        """The first step of which no group was ever issued."""
+        """The first step of which no group was ever issued.
+
+        With dynamic sampling: in which no group that was ever issued can be.
+        """
+        if isinstance(self.ledger, DynamicLedger):
+            # Each step looks at groups_per_step groups at least.
+            first = self.ledger.first_group_of(self.next_undeclared)
+            ahead = max(0, self.ledger.issued_below - first)
+            return self.next_undeclared - (-ahead // self.config.groups_per_step)
         return -(-self.ledger.issued_below // self.config.groups_per_step)
 
     @property
     def last_open_group(self) -> int:
-        """Work is admitted for groups up to this one."""
+        """Work is admitted for groups up to this one; with dynamic sampling, up to this place."""
         per_step = self.config.groups_per_step
         if not self.trainer_joined or self.finished is not None:
             return self.step * per_step - 1

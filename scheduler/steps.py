@@ -31,22 +31,33 @@ class Steps:
         self._group_key = group_key
 
     def open(self) -> None:
+        """Issue all groups that are admitted now; with dynamic sampling, after this event."""
+        if self._state.places is None:
+            self.issue()
+        else:
+            self._state.places.changed = True
+
+    def issue(self) -> None:
         """Issue all groups that are admitted now, in data order."""
-        ledger, last = self._ledger, self._state.last_open_group
-        while ledger.next_group <= last:
+        state, ledger, last = self._state, self._ledger, self._state.last_open_group
+        while (place := state.next_place) <= last:
             index = ledger.next_group
             key = None if self._group_key is None else prompt_key(self._group_key(index))
             ledger.issue()
-            kept = self._state.groups.get(index)  # from before a rewind
+            kept = state.groups.get(index)  # from before a rewind
+            if state.places is not None:
+                state.places.issued(kept)
             if kept is None:
-                self._work.issue(index, ledger.step_of(index), key)
+                self._work.issue(index, place, key)
             else:
                 self._work.deliver_if_complete(kept)
+                self._settled()  # it may be judged already
 
     def arrive(self, group: Group) -> None:
         """The trainer has acknowledged the whole group."""
         self._work.forget(group)
         self._ledger.arrive(group.index)
+        self._settled()
         self.declare()
 
     def fail(self, group: Group, reason: str) -> None:
@@ -55,7 +66,12 @@ class Steps:
         if group.index >= self._ledger.next_group:
             return  # left over from before a rewind: it is tried again when it is issued
         self._ledger.fail(group.index)
+        self._settled()
         self._state.commands.append(commands.ReportGroupFailed(group.index, reason))
+
+    def _settled(self) -> None:
+        if self._state.places is not None:
+            self._state.places.changed = True
 
     def declare(self) -> None:
         """Declare each step whose membership is final, in order; end the run if one is empty."""
@@ -67,10 +83,21 @@ class Steps:
                 return
             if not members:
                 if step == state.step:  # otherwise the steps before it are trained first
-                    self.end_run(RunOutcome.FAILED, f"every group of step {step} failed")
+                    self.end_run(RunOutcome.FAILED, self._why_empty(step))
                 return
             state.next_undeclared += 1
             state.commands.append(commands.DeclareStep(step, members))
+
+    def _why_empty(self, step: int) -> str:
+        sampling = self._state.config.dynamic_sampling
+        if not sampling.enabled:
+            return f"every group of step {step} failed"
+        return (
+            f"none of the {self._state.config.max_groups_of_step} groups of step {step} carries "
+            "signal: in each, all rewards are equal, or a sample failed "
+            f"(scheduler.dynamic_sampling.max_batches is {sampling.max_batches}). The task is too "
+            "easy or too hard for the policy, or the reward is constant; look at reward_mean"
+        )
 
     def on_step_finished(self, event: events.StepFinished) -> None:
         """Consume the step's groups, then open further steps or end the run.

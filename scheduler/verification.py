@@ -7,6 +7,8 @@ started between the command and its report is commanded after the report.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rollout.trajectory import SampleId
 from scheduler import commands
 from scheduler.records import HELD, RUNNING, VERIFYING, Generator, Group
@@ -17,6 +19,7 @@ class Verification:
     """Commands installs and verification, and moves the samples concerned."""
 
     def __init__(self, state: SchedulerState) -> None:
+        self._state = state
         self._admission = state.admission
         self._commands = state.commands
 
@@ -27,7 +30,7 @@ class Verification:
             for group, samples, min_version in self._due(generator, generator.version, version)
         )
         generator.installing = version
-        generator.requested = frozenset(sample for one in verify for sample in one.samples)
+        generator.requested = {sample: one.min_version for one in verify for sample in one.samples}
         self._commands.append(commands.InstallWeights(generator.name, version, verify))
 
     def verify_due(self, generator: Generator, version_before: int) -> None:
@@ -35,18 +38,29 @@ class Verification:
 
         What was commanded together with the install is not commanded again.
         """
-        requested, generator.requested = generator.requested, frozenset()
+        requested, generator.requested = generator.requested, {}
         for group, due, min_version in self._due(generator, version_before, generator.version):
-            _begin(generator, group, due)
+            _begin(generator, group, due, min_version)
             rest = [sample for sample in due if SampleId(group.index, sample) not in requested]
             if rest:
                 self._commands.append(_command(generator, group, rest, min_version))
+        if self._state.places is not None:
+            self._begin_requested(generator, requested)
+
+    def _begin_requested(self, generator: Generator, requested: Mapping[SampleId, int]) -> None:
+        """What was commanded is verified, although its group may have moved to another step."""
+        for one, least in requested.items():
+            group = self._state.groups.get(one.group)
+            if group is None or group.owner is not generator or generator.version < least:
+                continue
+            if group.stale[one.sample]:
+                _begin(generator, group, [one.sample], least)
 
     def verify(
         self, generator: Generator, group: Group, samples: list[int], min_version: int
     ) -> None:
         """Command the verification of these samples of a group now."""
-        _begin(generator, group, samples)
+        _begin(generator, group, samples, min_version)
         self._commands.append(_command(generator, group, samples, min_version))
 
     def _due(
@@ -80,11 +94,13 @@ def _command(
     return commands.VerifySamples(generator.name, ids, min_version)
 
 
-def _begin(generator: Generator, group: Group, samples: list[int]) -> None:
+def _begin(generator: Generator, group: Group, samples: list[int], min_version: int) -> None:
     """HELD samples become VERIFYING; RUNNING ones stay RUNNING."""
     for sample in samples:
         if group.states[sample] == HELD:
             group.states[sample] = VERIFYING
+            if group.signal is not None:
+                group.signal.forget(sample, min_version)
             group.stale[sample] = 0
             group.verifying += 1
             generator.verifying += 1

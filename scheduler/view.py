@@ -72,6 +72,13 @@ class SchedulerView:
     """The command that ended the run; None while the run continues."""
     waits: tuple[str, ...]
     """What each wait waits for, most important first; empty only if the run is finished."""
+    groups_without_signal: int = 0
+    """Groups left out because they carry no signal, since this process began."""
+    groups_left_over: int = 0
+    """Times that a group was begun for a step and belongs to a later one, since this process began;
+    0 without dynamic sampling."""
+    signal_share: float | None = None
+    """Expected share of groups with signal, 0 to 1; None without dynamic sampling."""
 
 
 def view_of(state: SchedulerState) -> SchedulerView:
@@ -100,6 +107,9 @@ def view_of(state: SchedulerState) -> SchedulerView:
         groups_waiting=counts.arrived,
         groups_consumed=counts.consumed,
         groups_failed=counts.failed,
+        groups_without_signal=counts.without_signal,
+        groups_left_over=0 if state.places is None else state.places.left_over,
+        signal_share=None if state.places is None else state.places.share,
         samples_queued=queued,
         samples_running=sum(g.running for g in generators),
         samples_held=sum(g.held for g in generators),

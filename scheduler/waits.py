@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.records import DELIVERING
+from scheduler.records import DELIVERING, HELD, Group
 from scheduler.state import SchedulerState
 
 
@@ -66,15 +66,14 @@ def _current_step(state: SchedulerState) -> list[str]:
     step = state.step
     if state.next_undeclared > step:
         return [f"step {step} waits for the trainer to finish it"]
-    per_step = state.config.groups_per_step
-    indices = range(step * per_step, (step + 1) * per_step)
-    groups = [state.groups[index] for index in indices if index in state.groups]
+    groups = _groups_of(state, step)
     queued = sum(group.queued for group in groups)
     verifying = sum(group.verifying for group in groups)
     stale = sum(sum(group.stale) for group in groups)
     running = sum(group.running for group in groups)
     sent = sum(group.states.count(DELIVERING) for group in groups)
     lines = []
+    unrewarded = sum(_waits_for_rewards(group) for group in groups)
     if queued or running:
         lines.append(
             f"step {step} waits for {_counted(queued + running, 'sample')} "
@@ -88,9 +87,33 @@ def _current_step(state: SchedulerState) -> list[str]:
             f"step {step} has {_counted(stale, 'sample')} generated under older versions, to be "
             f"verified when their generator has installed version {min_version}"
         )
+    if unrewarded:
+        lines.append(f"step {step} waits for the rewards of {_counted(unrewarded, 'sample')}")
     if sent:
         lines.append(f"step {step} waits for the trainer to acknowledge {_counted(sent, 'sample')}")
+    if lines and state.places is not None:
+        arrived, left_out = state.ledger.progress(step)
+        lines[0] += (
+            f"; it has {arrived} of its {_counted(state.config.groups_per_step, 'group')} with "
+            f"signal, and left {left_out} out"
+        )
     return lines
+
+
+def _groups_of(state: SchedulerState, step: int) -> list[Group]:
+    """The groups in flight of a step; with dynamic sampling, those that are expected in it."""
+    if state.places is not None:
+        return [group for group in state.groups.values() if group.step == step]
+    per_step = state.config.groups_per_step
+    indices = range(step * per_step, (step + 1) * per_step)
+    return [state.groups[index] for index in indices if index in state.groups]
+
+
+def _waits_for_rewards(group: Group) -> int:
+    """Samples of a finished group whose rewards are not known, with dynamic sampling."""
+    if group.signal is None or any(one != HELD for one in group.states) or 1 in group.stale:
+        return 0
+    return group.signal.rewards.count(None)
 
 
 def _next_step(state: SchedulerState) -> list[str]:

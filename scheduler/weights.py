@@ -75,6 +75,8 @@ class Weights:
             )
         if version < generator.version:
             return
+        if state.places is not None:
+            state.places.changed = True  # something may be verified now
         target = generator.installing
         if target is not None and version == generator.version:
             if state.next_undeclared <= target:

@@ -18,12 +18,16 @@ from scheduler.records import (
     Generator,
     Group,
 )
+from scheduler.signal import GroupSignal
 from scheduler.state import SchedulerState
 from scheduler.verification import Verification
 
 
 class Work:
-    """The groups in flight: starts, verifies, delivers and discards their samples."""
+    """The groups in flight: starts, verifies, delivers and discards their samples.
+
+    Long because every move between two states of a sample is here.
+    """
 
     def __init__(self, state: SchedulerState, verification: Verification) -> None:
         self._state = state
@@ -33,9 +37,12 @@ class Work:
         self._placement = state.placement
         self._commands = state.commands
 
-    def issue(self, index: int, step: int, key: int | None) -> None:
+    def issue(self, index: int, place: int, key: int | None) -> None:
         """Create a group and give it to a generator, or let it wait for one."""
-        group = Group.new(index, step, key, self._config.group_size)
+        size = self._config.group_size
+        group = Group.new(index, place // self._config.groups_per_step, key, size)
+        if self._state.places is not None:
+            group.place, group.signal = place, GroupSignal.new(size)
         self._state.groups[index] = group
         self.place(group)
 
@@ -70,6 +77,8 @@ class Work:
                 return
             sample = group.states.find(QUEUED)
             group.states[sample] = RUNNING
+            if group.signal is not None:
+                group.signal.oldest[sample] = generator.version
             group.attempts[sample] += 1
             group.queued -= 1
             group.running += 1
@@ -93,6 +102,8 @@ class Work:
                 exhausted = sample
             group.states[sample] = QUEUED
             group.stale[sample] = 0
+            if group.signal is not None:
+                group.signal.forget(sample)
         group.queued = self._config.group_size - group.delivered
         group.running = group.verifying = 0
         return exhausted
@@ -108,14 +119,33 @@ class Work:
         for sample, state in enumerate(group.states):
             if state in (RUNNING, HELD, VERIFYING):
                 self._leave(owner, group, state)
-                group.states[sample] = QUEUED
-                group.stale[sample] = 0
-                group.attempts[sample] -= 1
-                group.queued += 1
-                owner.load += 1
+                self._queue_again(owner, group, sample)
         owner.load -= group.queued
         del owner.groups[group.index]
         group.owner = None
+
+    def draw_again(self, owner: Generator, group: Group, samples: list[int]) -> None:
+        """Have RUNNING or HELD samples drawn from their first token, on the same generator.
+
+        Their tokens are too old for every step to come. The attempts do not count.
+        """
+        for sample in samples:
+            self._leave(owner, group, group.states[sample])
+            self._queue_again(owner, group, sample)
+        ids = tuple(SampleId(group.index, sample) for sample in samples)
+        self._commands.append(commands.DiscardSamples(owner.name, ids))
+        self._placement.put_back(group)
+
+    @staticmethod
+    def _queue_again(owner: Generator, group: Group, sample: int) -> None:
+        """A sample that has left its state is QUEUED at its owner, as if it was never started."""
+        group.states[sample] = QUEUED
+        group.stale[sample] = 0
+        group.attempts[sample] -= 1
+        group.queued += 1
+        owner.load += 1
+        if group.signal is not None:
+            group.signal.forget(sample)
 
     def hold(self, generator: Generator, group: Group, sample: int, *, too_old: bool) -> None:
         """RUNNING, VERIFYING or HELD to HELD; a complete group is delivered.
@@ -136,7 +166,8 @@ class Work:
         group.stale[sample] = too_old
         if too_old:
             min_version = self._admission.min_version(group.step)
-            if generator.version >= min_version and not self.gives_away(generator):
+            can_verify = self._admission.verifies and not self.gives_away(generator)
+            if generator.version >= min_version and can_verify:
                 self._verification.verify(generator, group, [sample], min_version)
         self._placement.update(generator)
         self.deliver_if_complete(group)
@@ -179,6 +210,16 @@ class Work:
             return
         if group.queued or group.running or group.verifying or owner is None or 1 in group.stale:
             return
+        if self._state.places is not None and 1 not in group.sent:
+            self._state.places.judge(group)  # `DynamicSampling` delivers it, or leaves it out
+            return
+        self.deliver(group)
+
+    def deliver(self, group: Group) -> None:
+        """Command delivery of the HELD samples of a group of which none is left to generate."""
+        owner = group.owner
+        if owner is None:
+            return
         samples = []
         for sample, state in enumerate(group.states):
             if state == HELD:
@@ -206,6 +247,8 @@ class Work:
                     group.owner.verifying -= 1
             if state in (HELD, VERIFYING):
                 group.stale[sample] = 1
+                if group.signal is not None:
+                    group.signal.forget(sample)
 
     def discard(self, groups: list[Group]) -> None:
         """Forget groups. Each owner aborts or forgets its samples by one command."""

@@ -284,13 +284,21 @@ class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of one step, ascending; together they are all groups of the step.
 
-    Step b of a run has the groups `[b * groups_per_step, (b + 1) * groups_per_step)`.
+    Step b of a run has the groups `[b * groups_per_step, (b + 1) * groups_per_step)`. With
+    `scheduler.dynamic_sampling`, it has those from the end of the step before to its own last one.
     """
 
     trained: tuple[int, ...] = ()
     """The step trained on them."""
     failed: tuple[int, ...] = ()
     """Left out because a sample failed."""
+    without_signal: tuple[int, ...] = ()
+    """Left out because their rewards are all equal (`scheduler.dynamic_sampling`)."""
+
+    @property
+    def end(self) -> int:
+        """The first group after those that are named; 0 if none is."""
+        return max([*self.trained, *self.failed, *self.without_signal], default=-1) + 1
 
 
 class StepMetrics(LearnerMetrics, frozen=True):
@@ -341,10 +349,16 @@ class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Trained on."""
     failed: int = 0
     """Reported failed and left out."""
+    without_signal: int = 0
+    """Left out because their rewards are all equal (`scheduler.dynamic_sampling`)."""
 
     def __add__(self, other: Self) -> Self:
         """The sum, count by count."""
-        return type(self)(trained=self.trained + other.trained, failed=self.failed + other.failed)
+        return type(self)(
+            trained=self.trained + other.trained,
+            failed=self.failed + other.failed,
+            without_signal=self.without_signal + other.without_signal,
+        )
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):

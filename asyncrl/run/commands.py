@@ -31,7 +31,9 @@ class CommandExecutor:
         moves: Moves,
         *,
         config: ConfigByStep,
+        step_of: Callable[[int], int],
     ) -> None:
+        self._step_of = step_of
         self._requests = requests
         self._reports = reports
         self._fleet = fleet
@@ -55,6 +57,7 @@ class CommandExecutor:
             commands.DeclareStep: self._declare_step,
             commands.DiscardSamples: self._discard_samples,
             commands.ReportGroupFailed: self._report_group_failed,
+            commands.ReportGroupWithoutSignal: self._report_group_without_signal,
             commands.PauseGenerator: self._pause_generator,
             commands.ResumeGenerator: self._resume_generator,
             commands.FinishRun: self._finish_run,
@@ -66,8 +69,7 @@ class CommandExecutor:
 
     async def _start_sample(self, command: commands.StartSample) -> None:
         request = self._requests.generate(command.sample, command.priority)
-        whole = self.config.whole.scheduler
-        settings = self.config.at(command.sample.group // whole.groups_per_step).scheduler
+        settings = self.config.at(self._step_of(command.sample.group)).scheduler
         if settings.sample_deadline_seconds is not None:
             request = replace(request, deadline_seconds=settings.sample_deadline_seconds)
         await self._fleet.send(command.generator, request)
@@ -133,6 +135,11 @@ class CommandExecutor:
 
     async def _report_group_failed(self, command: commands.ReportGroupFailed) -> None:
         self._progress.group_failed(command.group, command.reason)
+
+    async def _report_group_without_signal(
+        self, command: commands.ReportGroupWithoutSignal
+    ) -> None:
+        self._progress.group_without_signal(command.group, command.reward)
 
     async def _pause_generator(self, command: commands.PauseGenerator) -> None:
         await self._fleet.send(command.generator, to_generator.Pause())

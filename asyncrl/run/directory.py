@@ -57,6 +57,7 @@ _UNCHANGEABLE = (
     ("model",),
     ("scheduler", "group_size"),
     ("scheduler", "groups_per_step"),
+    ("scheduler", "dynamic_sampling", "enabled"),
     ("sampling", "stop"),
 )
 """Settings that a resumed run may not change: its data order, its model or what a response is

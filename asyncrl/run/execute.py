@@ -321,9 +321,9 @@ def _open_progress(
     config: RunConfig, directory: RunDirectory, console: Console, metrics: ControllerMetrics
 ) -> Iterator[Progress]:
     """The run's progress, after the steps before its resume point."""
-    for sentence in rewind(
-        directory.path, directory.resume_point, groups_per_step=config.scheduler.groups_per_step
-    ):
+    per_step, most = config.scheduler.groups_per_step, config.scheduler.max_groups_of_step
+    point = directory.resume_point
+    for sentence in rewind(directory.path, point, groups_per_step=per_step, max_groups=most):
         console.print(sentence, highlight=False, soft_wrap=True)
     path = directory.path / "metrics.jsonl"
     earlier = read_metrics(path)

@@ -5,19 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from monitoring.group_account import totals_of
+from scheduler.config import SchedulerConfig
 from scheduler.view import SchedulerView
 from wire.records import GroupTotals, StepGroups, StepMetrics
 
 
-def groups_of_lost_record(step: int, trained: Sequence[int], per_step: int) -> StepGroups:
+def groups_of_lost_record(
+    step: int, trained: Sequence[int], per_step: int, *, before: int = 0, most: int | None = None
+) -> StepGroups:
     """The groups of a step whose record was lost with the controller.
 
     Only what the trainer accumulated is known. Groups that it left out must have failed, since it
-    steps only when the controller has declared all others.
+    steps only when the controller has declared all others. With dynamic sampling they failed or
+    carried no signal, and count as the latter, which is frequent.
+
+    Args:
+        step: whose record was lost.
+        trained: the groups that it trained on.
+        per_step: groups of a step.
+        before: with dynamic sampling, the first group after the step before.
+        most: groups that a step looks at with dynamic sampling; None without it.
     """
+    if most is not None:
+        end = max(trained) + 1 if len(trained) == per_step else before + most
+        left_out = tuple(group for group in range(before, end) if group not in trained)
+        return StepGroups(trained=tuple(trained), without_signal=left_out)
     every = range(step * per_step, (step + 1) * per_step)
     return StepGroups(
         trained=tuple(trained), failed=tuple(group for group in every if group not in trained)
+    )
+
+
+def too_few_groups(step: StepMetrics, settings: SchedulerConfig) -> str | None:
+    """That dynamic sampling found too few groups with signal for a step; None if it did not."""
+    groups, most = step.groups, settings.max_groups_of_step
+    if most is None or len(groups.trained) >= settings.groups_per_step:
+        return None
+    return (
+        f"step {step.step} trained on {len(groups.trained)} groups instead of "
+        f"{settings.groups_per_step}: of the {most} that it may look at "
+        f"(scheduler.dynamic_sampling.max_batches), {len(groups.without_signal)} carry no signal "
+        f"and {len(groups.failed)} failed"
     )
 
 
@@ -35,8 +63,18 @@ class RunGroups:
     def __init__(self, earlier: Sequence[StepMetrics], per_step: int) -> None:
         self._first_step = earlier[-1].step + 1 if earlier else 0
         self._before = totals_of(earlier)
+        self._ends = {0: 0} | {one.step + 1: one.groups.end for one in earlier if one.groups.end}
         self._per_step = per_step
         self._failed: set[int] = set()
+        self._without_signal: set[int] = set()
+
+    def first_groups(self, step: int) -> dict[int, int]:
+        """Where the steps up to this one begin, with dynamic sampling."""
+        return {at: group for at, group in self._ends.items() if at <= step}
+
+    def without_signal(self, group: int) -> None:
+        """Note that the scheduler leaves a group out because it carries no signal."""
+        self._without_signal.add(group)
 
     def failed(self, group: int) -> None:
         """Note that the scheduler leaves a group out."""
@@ -45,30 +83,42 @@ class RunGroups:
     def rewind(self, earlier: Sequence[StepMetrics] | None) -> None:
         """These steps are left (None: unknown); the scheduler's ledger returned to their end."""
         self._failed.clear()  # the groups of later steps are tried again
+        self._without_signal.clear()
         if earlier is None:
             return
         self._before = totals_of([one for one in earlier if one.step < self._first_step])
 
-    def of_step(self, step: int, trained: Sequence[int]) -> StepGroups:
+    def of_step(self, step: int, trained: Sequence[int], end: int | None = None) -> StepGroups:
         """What was said about the groups of a step: by the trainer, and by the scheduler.
+
+        `end` is the first group of the next step, if steps do not have equally many.
 
         Nothing is inferred, so a group that neither names shows as lost in
         `monitoring.group_account`, and one that the trainer accumulated twice as such.
         """
-        below = (step + 1) * self._per_step
+        below = (step + 1) * self._per_step if end is None else end
         failed = {group for group in self._failed if group < below}
+        without = {group for group in self._without_signal if group < below}
         self._failed -= failed
-        return StepGroups(trained=tuple(trained), failed=tuple(sorted(failed)))
+        self._without_signal -= without
+        return StepGroups(
+            trained=tuple(trained),
+            failed=tuple(sorted(failed)),
+            without_signal=tuple(sorted(without)),
+        )
 
     def settled(self, snapshot: SchedulerView | None) -> GroupTotals:
         """The groups settled by the whole run; before training those of earlier processes."""
         if snapshot is None:
             return self._before
         return self._before + GroupTotals(
-            trained=snapshot.groups_consumed, failed=snapshot.groups_failed
+            trained=snapshot.groups_consumed,
+            failed=snapshot.groups_failed,
+            without_signal=snapshot.groups_without_signal,
         )
 
 
 def in_flight(snapshot: SchedulerView) -> int:
     """Groups issued and not settled."""
-    return snapshot.groups_issued - snapshot.groups_consumed - snapshot.groups_failed
+    settled = snapshot.groups_consumed + snapshot.groups_failed + snapshot.groups_without_signal
+    return snapshot.groups_issued - settled

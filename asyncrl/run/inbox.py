@@ -90,6 +90,7 @@ class Inbox:
         of_generators: _Handlers = {
             from_generator.GeneratorReady: self._generator_ready,
             from_generator.SampleFinished: self._sample_finished,
+            from_generator.SampleRewarded: self._sample_rewarded,
             from_generator.SampleFailed: self._sample_failed,
             from_generator.SampleDelivered: self._sample_delivered,
             from_generator.EvaluationSample: self._evaluation.returned,
@@ -188,6 +189,11 @@ class Inbox:
         self, worker: Worker, message: from_generator.SampleFinished
     ) -> None:
         await self._training.sample_finished(worker.name, message)
+
+    async def _sample_rewarded(
+        self, worker: Worker, message: from_generator.SampleRewarded
+    ) -> None:
+        await self._training.sample_rewarded(worker.name, message)
 
     async def _sample_failed(self, worker: Worker, message: from_generator.SampleFailed) -> None:
         if message.user_error:
@@ -291,8 +297,11 @@ class Inbox:
         logger.info("%s wrote checkpoint %d: %s", worker.name, message.policy_version, message.path)
         self._checkpoints.written(message)
         if self._training.is_running and worker is self._fleet.trainer:
-            published = self._training.trained_steps
-            await self._unfinished.save(message.policy_version, published=published)
+            await self._unfinished.save(
+                message.policy_version,
+                published=self._training.trained_steps,
+                first_group=self._training.first_unreached_group,
+            )
 
     async def _checkpoint_failed(
         self, _worker: Worker, message: from_trainer.CheckpointFailed

@@ -12,32 +12,50 @@ import msgspec
 
 from asyncrl.run.group_totals import groups_of_lost_record
 from wire.noise_floor import NoiseFloor
-from wire.records import IdleShares, StepMetrics, TokenCounts, TrainedStep
+from wire.records import IdleShares, StepGroups, StepMetrics, TokenCounts, TrainedStep
 
 
 def add_lost(
-    recorded: Iterable[StepMetrics], trained: Iterable[TrainedStep], *, groups_per_step: int
+    recorded: Iterable[StepMetrics],
+    trained: Iterable[TrainedStep],
+    *,
+    groups_per_step: int,
+    max_groups: int | None = None,
 ) -> list[StepMetrics]:
     """The recorded steps, with a record of each trained step that is missing among them.
 
     Totals that only the controller knows (`tokens`, `noise_floor`, `reward_failures`) are those of
     the record before; other numbers that only it knows are None.
+
+    Args:
+        recorded: steps of metrics.jsonl.
+        trained: steps of the checkpoints.
+        groups_per_step: of the run.
+        max_groups: `SchedulerConfig.max_groups_of_step`.
     """
     steps = {one.step: one for one in recorded}
     for one in sorted(trained, key=lambda one: one.step):
         if one.step not in steps:
-            steps[one.step] = _record(one, steps.get(one.step - 1), groups_per_step)
+            before = steps.get(one.step - 1)
+            groups = groups_of_lost_record(
+                one.step,
+                one.groups,
+                groups_per_step,
+                before=0 if before is None else before.groups.end,
+                most=max_groups,
+            )
+            steps[one.step] = _record(one, before, groups)
     return [steps[step] for step in sorted(steps)]
 
 
-def _record(one: TrainedStep, before: StepMetrics | None, groups_per_step: int) -> StepMetrics:
+def _record(one: TrainedStep, before: StepMetrics | None, groups: StepGroups) -> StepMetrics:
     worked = one.times.train_seconds + one.times.publish_seconds + one.times.wait_seconds
     seconds = worked if before is None else max(1e-9, one.time - before.time)
     times = one.times.within(seconds)
     return StepMetrics(
         step=one.step,
         time=one.time,
-        groups=groups_of_lost_record(one.step, one.groups, groups_per_step),
+        groups=groups,
         wall_seconds=seconds + (0.0 if before is None else before.wall_seconds),
         step_seconds=seconds,
         tokens_per_second=None,

@@ -15,7 +15,7 @@ from asyncrl.run import warnings
 from asyncrl.run.findings import Findings
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.generation_totals import GenerationTotals
-from asyncrl.run.group_totals import RunGroups, in_flight
+from asyncrl.run.group_totals import RunGroups, in_flight, too_few_groups
 from asyncrl.run.reward_totals import RewardTotals
 from asyncrl.run.staleness_totals import StalenessTotals
 from monitoring.controller_metrics import GENERATOR_STATES
@@ -169,6 +169,8 @@ class Progress:
         self._step, self._steps_here = message.step + 1, self._steps_here + 1
         self._last_step_at, self._last_step = now, step
         self._warnings.check(step)
+        if said := too_few_groups(step, self._config.scheduler):
+            self.say(said)
         self._log.append(step)
         self._rewards.append(step.learning.reward_mean)
         self._staleness.add(step)
@@ -186,6 +188,15 @@ class Progress:
         self._groups.failed(group)
         self.say(f"group {group} is not trained on: {reason}")
 
+    def group_without_signal(self, group: int, reward: float) -> None:
+        """Note that a group is left out because all of its rewards are equal."""
+        self._groups.without_signal(group)
+        self._metrics.groups_without_signal.of("equal" if reward else "zero").inc()
+
+    def first_groups(self, step: int) -> dict[int, int]:
+        """Where the steps up to this one begin, with dynamic sampling."""
+        return self._groups.first_groups(step)
+
     def found(self, wrong: WrongPolicy) -> None:
         """A generator was found to sample from another policy than the one trained."""
         self._findings.add(wrong)
@@ -199,11 +210,9 @@ class Progress:
         return not self._log.flush()
 
     def rewound(self, earlier: list[StepMetrics] | None, step: int) -> None:
-        """The run returned to this step.
+        """The run returned to this step, the next one.
 
-        Args:
-            earlier: the records of metrics.jsonl; None if they could not be brought back to `step`.
-            step: the next one.
+        `earlier` has the records of metrics.jsonl; None: they could not be brought back to `step`.
         """
         if earlier is None:
             for _ in range(min(self._step - step, len(self._rewards))):
@@ -243,7 +252,7 @@ class Progress:
         return StepMetrics(
             step=message.step,
             time=time.time(),
-            groups=self._groups.of_step(message.step, message.groups),
+            groups=self._groups.of_step(message.step, message.groups, self._end_of(message.step)),
             wall_seconds=self._seconds_before + now - self._totals.began,
             step_seconds=seconds,
             tokens_per_second=recent.tokens_per_second,
@@ -260,6 +269,10 @@ class Progress:
             wrong_policy=wrong,
             **learned,
         )
+
+    def _end_of(self, step: int) -> int | None:
+        """The first group after a step that is being trained."""
+        return self._scheduler and self._scheduler.state.ledger.end_of(step)
 
     def _count(self) -> None:
         """Add up the last report of every generator."""
@@ -283,6 +296,9 @@ class Progress:
         if snapshot is not None:
             failed = snapshot.groups_failed * self._config.scheduler.group_size
             metrics.samples_ended.of("failed").follow(failed)
+            metrics.groups_left_over.follow(snapshot.groups_left_over)
+            if snapshot.signal_share is not None:
+                metrics.signal_share.set(snapshot.signal_share)
         metrics.eta.set(view.eta_seconds or 0.0)
         metrics.samples.of("running").set(view.samples_running or 0)
         metrics.samples.of("held").set(view.samples_held or 0)

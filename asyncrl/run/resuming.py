@@ -58,13 +58,21 @@ def checkpoint_settings(config: RunConfig) -> dict[str, Any]:
     )
 
 
-def rewind(path: Path, point: ResumePoint, *, groups_per_step: int) -> list[str]:
+def rewind(
+    path: Path, point: ResumePoint, *, groups_per_step: int, max_groups: int | None = None
+) -> list[str]:
     """Bring the checkpoints and records of the run at `path` to the resume point.
 
     Newer checkpoints are moved aside, with a copy of the records that go with them, which is made
     first. Step records that a killed controller did not write are taken from the checkpoints.
     Unfinished run-ahead that was saved with newer checkpoints is removed, and so is what generators
     wrote that were leaving: their samples are generated again, or go with a checkpoint.
+
+    Args:
+        path: the run's folder.
+        point: where it continues.
+        groups_per_step: of the run.
+        max_groups: `SchedulerConfig.max_groups_of_step`.
 
     Returns:
         What the user should know, a sentence each.
@@ -95,7 +103,7 @@ def rewind(path: Path, point: ResumePoint, *, groups_per_step: int) -> list[str]
         recorded = [one for one in drop_superseded(readable) if one.step < point.step]
     missing = set(range(point.step)) - {one.step for one in recorded}
     trained = _trained(path / "checkpoints", point, missing, said)
-    steps = add_lost(recorded, trained, groups_per_step=groups_per_step)
+    steps = add_lost(recorded, trained, groups_per_step=groups_per_step, max_groups=max_groups)
     if metrics.exists() or steps:
         _write_lines(metrics, steps)
     if trained:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollout.trajectory import SampleId
-from wire.messages.from_generator import SampleFinished
+from wire.messages.from_generator import SampleFinished, SampleRewarded
 from wire.messages.to_trainer import Expect, ExpectedSample
 
 
@@ -32,6 +32,12 @@ class SampleReports:
         group.pop((generator, sample), None)
         if not group:
             self._groups.pop(sample.group, None)
+
+    def is_about_last_report(self, generator: str, reward: SampleRewarded) -> bool:
+        """Whether a reward is of the contents that the generator reported last."""
+        group = self._groups.get(reward.sample.group, {})
+        reported = group.get((generator, reward.sample))
+        return reported is not None and reported.digest == reward.digest
 
     def expectation(self, step: int, generator: str, samples: Sequence[SampleId]) -> Expect:
         """What the trainer is to accept from a generator.

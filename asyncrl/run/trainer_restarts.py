@@ -136,8 +136,10 @@ class TrainerRestarts:
         try:
             if self._progress.has_waiting_records():
                 raise OSError(f"{metrics} cannot be written, and lines of it wait in memory")
-            per_step = self._config.scheduler.groups_per_step
-            for sentence in rewind(path, self._point, groups_per_step=per_step):
+            scheduler = self._config.scheduler
+            per_step, most = scheduler.groups_per_step, scheduler.max_groups_of_step
+            said = rewind(path, self._point, groups_per_step=per_step, max_groups=most)
+            for sentence in said:
                 self._progress.say(sentence)
             earlier = read_metrics(metrics)
         except (OSError, RecordError) as error:

@@ -23,7 +23,7 @@ from scheduler import events
 from scheduler.commands import RunOutcome
 from scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from scheduler.scheduler import Scheduler
-from wire.messages.from_generator import SampleFinished
+from wire.messages.from_generator import SampleFinished, SampleRewarded
 from wire.messages.from_trainer import StepFinished
 from wire.messages.to_generator import Rewind
 
@@ -71,7 +71,12 @@ class Training:
             progress,
             moves,
             config=self._config,
+            step_of=self._step_of,
         )
+
+    def _step_of(self, group: int) -> int:
+        """The step that a group in flight is for."""
+        return 0 if self._scheduler is None else self._scheduler.state.step_of(group)
 
     @property
     def has_begun(self) -> bool:
@@ -149,6 +154,7 @@ class Training:
             first_step=first_step,
             total_steps=config.run.steps,
             changes=self._config.scheduler_changes,
+            first_groups=self._progress.first_groups(first_step),
             group_key=self._requests.prompt_index,
         )
         await self._fresh_reports()
@@ -228,10 +234,24 @@ class Training:
         if report.sample.group not in self._scheduler.state.groups:
             self._reports.drop(generator, report.sample)  # late: its group is settled
 
+    async def sample_rewarded(self, generator: str, reward: SampleRewarded) -> None:
+        """The reward of a sample that a generator holds. Raises as `apply`."""
+        if self._reports.is_about_last_report(generator, reward):
+            event = events.SampleRewarded(generator, reward.sample, reward.reward)
+            await self.apply(event)
+
+    @property
+    def first_unreached_group(self) -> int | None:
+        """Of it and all later groups none was delivered or left out; None: no dynamic sampling."""
+        places = None if self._scheduler is None else self._scheduler.state.places
+        return None if places is None else places.reached
+
     async def step_finished(self, report: StepFinished) -> None:
         """The trainer took a step. Raises as `apply`."""
         await self.apply(events.StepFinished(report.step, report.groups))
-        settled = (report.step + 1) * self._config.whole.scheduler.groups_per_step
+        if self._scheduler is None:
+            return
+        settled = self._scheduler.state.ledger.first_group
         self._reports.forget_before(settled)
         await self._moves.forget_before(settled)
 

@@ -54,17 +54,19 @@ class UnfinishedWork:
         self._say = say
         self._settings = settings_digest(config)
 
-    async def save(self, version: int, *, published: int) -> None:
+    async def save(self, version: int, *, published: int, first_group: int | None = None) -> None:
         """The checkpoint of this version is written: have the run-ahead saved.
 
         Args:
             version: of the checkpoint.
             published: newest published version. Samples of later steps than it makes due have not
                 been delivered anywhere, so none is missing because of its contents.
+            first_group: with dynamic sampling, the same is true of this group and all later ones.
         """
         if not self.config.verifies:
             return
-        due = self.config.admission.last_deliverable_group(published)
+        if first_group is None:
+            first_group = self.config.admission.last_deliverable_group(published) + 1
         try:
             await asyncio.to_thread(remove_unfinished, self._path, unless=self._is_kept(version))
         except OSError as error:
@@ -76,7 +78,7 @@ class UnfinishedWork:
                 str(folder / f"{worker.name}.bin"),
                 version,
                 self._settings,
-                first_group=due + 1,
+                first_group=first_group,
             )
             await self._fleet.send(worker.name, command)
 

@@ -66,6 +66,12 @@ def simulate(
         float,
         typer.Option(min=0, max=1, help="Share of rejected answers that get another length."),
     ] = 0.0,
+    signal_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01, max=1, help="Dynamic sampling in each mode: the share of groups with signal."
+        ),
+    ] = None,
     trainer_devices: Annotated[
         float | None,
         typer.Option(help="Devices of the trainer; default: as many as balance the generators."),
@@ -139,7 +145,7 @@ def simulate(
     given: dict[str, Any] = {
         "generators": generators, "slots": slots, "steps": steps, "median": median,
         "longest": longest, "drift": drift, "rule": rule, "outside": outside,
-        "noise": noise, "trainer_devices": trainer_devices,
+        "noise": noise, "trainer_devices": trainer_devices, "signal_share": signal_share,
     }  # fmt: skip
     changes = {name: value for name, value in given.items() if value is not None}
     changes |= {

@@ -53,6 +53,8 @@ class Setting:
     survival: Survival = field(default_factory=Survival)
     """How much of a sample verification accepts."""
     seed: int = 0
+    signal_share: float = 1.0
+    """Share of the groups that carry signal; with `scheduler.dynamic_sampling` only."""
     network: Network = field(default_factory=Network)
     """Between nodes. The trainer has nodes of its own."""
     weights_bytes: float = 0.0
@@ -206,6 +208,22 @@ class Fleet:
         if request.finishes != report.finishes:
             return None
         return events.SampleFinished(name, request.sample, request.length, request.oldest_version)
+
+    def rewarded(self, report: FinishedReport) -> events.SampleRewarded | None:
+        """The event of a sample's reward; None if the sample was resumed or lost since.
+
+        Whether a group carries signal is drawn once for each group, and does not change when its
+        samples are verified.
+        """
+        finished = self.finished(report)
+        if finished is None:
+            return None
+        sample = finished.sample
+        draw = random.Random(f"{self._setting.seed} {sample.group}")  # noqa: S311 - a simulation
+        differs = draw.random() < self._setting.signal_share
+        return events.SampleRewarded(
+            finished.generator, sample, float(differs and sample.sample % 2)
+        )
 
     # --------------------------------------------------------------------- weights
 

@@ -47,6 +47,10 @@ class Outcome:
     trainers_lost: int = 0
     groups_failed: int = 0
     """Groups that no step trained on, because `max_attempts` generators were lost with them."""
+    without_signal: float = 0.0
+    """Groups that dynamic sampling left out, over those that it looked at."""
+    left_over: float = 0.0
+    """Groups that were begun for a step and taken by a later one, per step."""
     lost: float = 0.0
     """Tokens lost with generators, in the whole run, over tokens trained on in the whole run."""
 

@@ -16,7 +16,7 @@ from asyncrl.simulation.fit import WARM_UP, Fit
 from asyncrl.simulation.lengths import Lengths, Rule, Survival, empirical, lognormal
 from asyncrl.simulation.network import Network
 from asyncrl.simulation.world import Outcome, Setting, World
-from scheduler.config import SchedulerConfig
+from scheduler.config import DynamicSamplingConfig, SchedulerConfig
 
 MODES: Mapping[str, tuple[Mapping[str, Any], float]] = {
     "sync": ({"on_update": "keep", "max_off_policy_steps": 0}, 0.0),
@@ -73,6 +73,9 @@ class Cluster:
     new_length: float = 0.0
     """Chance that a rejected answer gets another length, whatever it had. 0 is the best case: the
     new answer is as long as the old one. 1 is the worst: the old length says nothing of it."""
+    signal_share: float | None = None
+    """Share of the groups that carry signal: each mode has dynamic sampling. None: as `scheduler`
+    says, and all groups carry signal."""
     groups_per_step: int | None = None
     """None: as many as fill every slot once."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -168,6 +171,9 @@ class Cluster:
     def run(self, scheduler: SchedulerConfig) -> Outcome:
         """Simulate these settings of the scheduler."""
         config = replaced(scheduler, groups_per_step=self.step_groups)
+        share = 1.0 if self.signal_share is None else self.signal_share
+        if self.signal_share is not None and not config.dynamic_sampling.enabled:
+            config = replaced(config, dynamic_sampling=DynamicSamplingConfig(enabled=True))
         setting = Setting(
             config, self.generators, self.slots, self.steps, self.cost(), self.lengths(),
             prompt_tokens=self.prompt_tokens, drift=self.drift, redraft=self.redraft,
@@ -175,7 +181,7 @@ class Cluster:
             survival=Survival(self.rule, outside=self.outside, noise=self.noise), seed=self.seed,
             network=self.network, weights_bytes=self.weights_bytes,
             generators_per_node=self.generators_per_node, trainer_nodes=self.trainer_nodes,
-            failures=self.failures, stragglers=self.stragglers,
+            failures=self.failures, stragglers=self.stragglers, signal_share=share,
         )  # fmt: skip
         end = self.steps - self.cool_down if self.cool_down else None
         return World(setting).run(self.warm_up, end)
@@ -189,6 +195,8 @@ class Cluster:
             drift += f", noise floor {self.noise:.2g} per token"
         if self.new_length:
             drift += f", {self.new_length:.0%} of rejected answers get another length"
+        if self.signal_share is not None:
+            drift += f", {self.signal_share:.0%} of the groups carry signal (dynamic sampling)"
         drift += conditions(self.network, self.failures, self.stragglers)
         groups = f"{self.step_groups} groups of {self.scheduler.group_size} a step"
         if self.fit is not None:

@@ -32,6 +32,8 @@ DAY_SECONDS = 86400.0
 class World:
     """One simulated run, from the first join to its end. Use once.
 
+    Long because it carries out every command and makes every event.
+
     Raises:
         UserError: from `run`, if the run cannot go on because too much is lost.
     """
@@ -100,9 +102,7 @@ class World:
         if isinstance(due, str):
             self._fleet.wake(due)
         elif isinstance(due, FinishedReport):
-            event = self._fleet.finished(due)
-            if event is not None:
-                self._tell(event)
+            self._tell_finished(due)
         elif isinstance(due, FromTrainer):
             if due.lineage == self._trainer.lineage:
                 for happened in due.events:
@@ -116,6 +116,21 @@ class World:
             due()
         else:
             self._tell(due)
+
+    def _tell_finished(self, report: FinishedReport) -> None:
+        """Tell that a sample is finished, and with dynamic sampling its reward once it is known."""
+        event = self._fleet.finished(report)
+        if event is None:
+            return
+        self._tell(event)
+        if self._setting.config.dynamic_sampling.enabled:
+            known = max(self._agenda.now, report.request.rewarded_at + self._message)
+            self._agenda.at(known, lambda: self._tell_reward(report))
+
+    def _tell_reward(self, report: FinishedReport) -> None:
+        event = self._fleet.rewarded(report)
+        if event is not None:
+            self._tell(event)
 
     # ----------------------------------------------------- events and commands
 
@@ -272,5 +287,13 @@ class World:
             generators_lost=self._fleet.losses,
             trainers_lost=self._trainer.lineage,
             groups_failed=self._commanded[commands.ReportGroupFailed],
+            without_signal=self._without_signal(),
+            left_over=self._scheduler.snapshot().groups_left_over / self._setting.steps,
             lost=self._fleet.lost_tokens / max(1, everything),
         )
+
+    def _without_signal(self) -> float:
+        """Groups that were left out, over those that were trained on or left out."""
+        view = self._scheduler.snapshot()
+        both = view.groups_consumed + view.groups_without_signal
+        return view.groups_without_signal / max(1, both)

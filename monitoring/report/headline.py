@@ -255,10 +255,13 @@ def _groups_tile(data: RunData) -> list[Markup]:
     per_step = data.setting("scheduler.groups_per_step")
     if not isinstance(per_step, int) or not any(step.groups.trained for step in data.steps):
         return []
-    account = account_of(data.steps, per_step)
+    is_dynamic = data.setting("scheduler.dynamic_sampling.enabled") is True
+    account = account_of(data.steps, None if is_dynamic else per_step)
     details = "each trained on exactly once"
     if not account.is_exact:
         details = f"{count(len(account.lost))} lost, {count(len(account.twice))} trained on twice"
+    if account.without_signal:
+        details += f"; {count(account.without_signal)} more carried no signal and were left out"
     if account.failed:
         details += f"; {count(len(account.failed))} more failed and were left out"
     return [_tile("groups", count(account.trained), details)]

@@ -282,7 +282,7 @@ def test_the_ledger_returns_to_an_earlier_step():
     with pytest.raises(LedgerError, match="cannot return to step 4"):
         ledger.rewind(4)
     ledger.rewind(2)
-    assert ledger.counts() == (2, 0, 2, 0)
+    assert ledger.counts() == (2, 0, 2, 0, 0)
     assert (ledger.issue(), ledger.issued_below) == (4, 7)
     ledger.rewind(0)  # before the step that this process began with
-    assert ledger.counts() == (0, 0, 0, 0)
+    assert ledger.counts() == (0, 0, 0, 0, 0)

@@ -61,6 +61,8 @@ class FakeGenerator:
         for sample in command.samples:
             if self.running.get(sample, command.min_version) < command.min_version:
                 self.running[sample] = self.version
+            elif self.verifying.get(sample, command.min_version) < command.min_version:
+                self.verifying[sample] = self.version  # interrupted, and verified again
             elif sample in self.sending:
                 assert self.held[sample] >= command.min_version
             elif sample in self.held and self.held[sample] >= command.min_version:

@@ -46,6 +46,18 @@ class SampleFinished(Message, frozen=True):
     """`wire.frames.digest_of` its contents; the trainer accepts these contents only."""
 
 
+class SampleRewarded(Message, frozen=True):
+    """The reward of a sample that it holds; sent with `scheduler.dynamic_sampling` only.
+
+    Follows each `SampleFinished`, as soon as the reward is computed.
+    """
+
+    sample: SampleId
+    reward: Finite
+    digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+    """As in the `SampleFinished` that it follows: the reward is of these contents."""
+
+
 class SampleFailed(Message, frozen=True):
     """A sample cannot be generated, and another attempt would fail too."""
 
@@ -156,6 +168,7 @@ class Goodbye(Message, frozen=True):
 FromGenerator = (
     GeneratorReady
     | SampleFinished
+    | SampleRewarded
     | SampleFailed
     | SampleDelivered
     | EvaluationSample

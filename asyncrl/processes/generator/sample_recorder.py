@@ -30,7 +30,7 @@ class SampleRecorder:
     def consider(self, held: HeldSample, *, reward: float, step: int) -> None:
         """Record this sample if it is the chosen one of a step that is to be recorded."""
         trajectory, example = held.trajectory, held.prompt.example
-        if step % self._every or trajectory.id != self._chosen(step):
+        if step % self._every or not self._is_chosen(trajectory.id, step):
             return
         self._log.append(
             SampleRecord(
@@ -52,11 +52,15 @@ class SampleRecorder:
             )
         )
 
-    def _chosen(self, step: int) -> SampleId:
-        """The sample that is recorded of this step: another place in group and step each time."""
+    def _is_chosen(self, sample: SampleId, step: int) -> bool:
+        """Whether a sample is recorded of this step: another place in group and step each time.
+
+        With dynamic sampling a step has other groups, so none or several may have this place.
+        """
         record = step // self._every
-        group = step * self._groups_per_step + record % self._groups_per_step
-        return SampleId(group, record % self._group_size)
+        place = record % self._groups_per_step
+        is_in_place = sample.group % self._groups_per_step == place
+        return is_in_place and sample.sample == record % self._group_size
 
     def rewind(self) -> None:
         """The run returned to an earlier step, and the controller rewrote the file."""

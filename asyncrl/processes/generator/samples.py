@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from asyncrl.errors import AsyncrlError
 from asyncrl.processes.generator.background import BackgroundTasks
 from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.generator.generation import SampleGeneration, SampleGenerator
@@ -12,7 +13,7 @@ from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.reports import GeneratorReports
 from engine.errors import RequestError
-from rollout.trajectory import KeptTokens, SampleId, Trajectory
+from rollout.trajectory import KeptTokens, SampleId
 from wire.frames import digest_of, encode_trajectory
 from wire.messages import from_generator, to_generator
 
@@ -36,6 +37,8 @@ class Samples:
         tasks: BackgroundTasks,
         lenient_reuse: LenientReuse | None,
     ) -> None:
+        self.tells_rewards = False
+        """Whether the controller is told of each reward (dynamic sampling)."""
         self._generator = generator
         self._controller = controller
         self._reports = reports
@@ -87,7 +90,7 @@ class Samples:
         held = self.held.get(sample)
         if held is not None:
             if held.trajectory.oldest_version >= min_version:
-                await self._report_finished(held.trajectory)
+                await self._report_finished(held)
             else:
                 del self.held[sample]
                 self._start(
@@ -173,7 +176,9 @@ class Samples:
                 task.cancel()
             self.held.pop(sample, None)
 
-    async def _report_finished(self, trajectory: Trajectory, *, urgent: bool = True) -> None:
+    async def _report_finished(self, held: HeldSample, *, urgent: bool = True) -> None:
+        trajectory = held.trajectory
+        digest = digest_of(encode_trajectory(trajectory, reward=0.0, step=0))
         await self._controller.send(
             from_generator.SampleFinished(
                 self._controller.generator,
@@ -181,10 +186,29 @@ class Samples:
                 length=len(trajectory.tokens),
                 oldest_version=trajectory.oldest_version,
                 finish_reason=trajectory.finish_reason,
-                digest=digest_of(encode_trajectory(trajectory, reward=0.0, step=0)),
+                digest=digest,
             ),
             urgent=urgent,
         )
+        if self.tells_rewards:
+            self._tasks.start(self._tell_reward(held, digest, urgent=urgent))
+
+    async def _tell_reward(self, held: HeldSample, digest: bytes, *, urgent: bool) -> None:
+        """Tell the reward of a reported sample once it is known, if the sample is still held."""
+        sample = held.trajectory.id
+        try:
+            reward = await asyncio.shield(held.reward)
+        except AsyncrlError as error:
+            if self.held.get(sample) is held:
+                await self._controller.report_failed_sample(sample, error)
+            return
+        if self.held.get(sample) is held:
+            await self._controller.send(
+                from_generator.SampleRewarded(
+                    self._controller.generator, sample, reward.value, digest
+                ),
+                urgent=urgent,
+            )
 
     def _start(self, generation: SampleGeneration) -> None:
         generation.lineage = self._lineage
@@ -203,7 +227,7 @@ class Samples:
             trajectory = held.trajectory
             if generation.previously_held is None:
                 self._reports.count_finished(trajectory)
-            await self._report_finished(trajectory, urgent=generation.priority == 0)
+            await self._report_finished(held, urgent=generation.priority == 0)
             self._generator.noise_floor.consider(trajectory, self._tasks)
         finally:
             if sample in self._generating and self._generating[sample][0] is generation:

@@ -122,6 +122,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
             here=spec.here,
             other_ranks=trainer_lines[1:],
         )
+        process.samples.tells_rewards = config.scheduler.dynamic_sampling.enabled
         with without_collecting_the_start():
             await process.run(metrics_port=child.metrics_port)
 

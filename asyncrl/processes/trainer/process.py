@@ -61,6 +61,8 @@ class TrainerProcess:
         mixed_tokens: groups that wait are added together until they have so many; 0: one by one.
         in_order: whether groups are accumulated in the order of their numbers, so that the rounding
             of their sum repeats.
+        is_dynamic: whether the groups of a step depend on their rewards (dynamic sampling), so that
+            the next one in order is not known before the plan.
         lineage: how many trainers the run had before; deliveries for one of those are not taken.
         stops_on_wrong_policy: whether a step with tokens of another policy is not trained.
     """
@@ -78,6 +80,7 @@ class TrainerProcess:
         groups_per_step: int,
         mixed_tokens: int = 0,
         in_order: bool = False,
+        is_dynamic: bool = False,
         lineage: int = 0,
         stops_on_wrong_policy: bool = True,
     ) -> None:
@@ -92,6 +95,7 @@ class TrainerProcess:
         self._groups_per_step = groups_per_step
         self._mixed_tokens = mixed_tokens
         self._in_order = in_order
+        self._is_dynamic = is_dynamic
         self._lineage = lineage
         self._stops_on_wrong_policy = stops_on_wrong_policy
         self._plans: dict[int, frozenset[int]] = {}
@@ -240,6 +244,8 @@ class TrainerProcess:
         if not self._in_order:
             return plan
         done = self._steps.done
+        if plan is None and self._is_dynamic:
+            return frozenset()
         if plan is None:
             return frozenset({step * self._groups_per_step + len(done)})
         return frozenset(sorted(plan - done)[:1])

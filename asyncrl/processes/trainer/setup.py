@@ -119,6 +119,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             records,
             groups_per_step=config.scheduler.groups_per_step,
             mixed_tokens=config.trainer.micro_batch_tokens if config.trainer.mix_groups else 0,
+            is_dynamic=config.scheduler.dynamic_sampling.enabled,
             in_order=config.run.repeatable,
             lineage=spec.lineage,
             stops_on_wrong_policy=config.run.on_wrong_policy == "stop",
