@@ -272,7 +272,7 @@ class Progress:
 
     def _end_of(self, step: int) -> int | None:
         """The first group after a step that is being trained."""
-        return self._scheduler and self._scheduler.state.ledger.end_of(step)
+        return None if self._scheduler is None else self._scheduler.state.ledger.end_of(step)
 
     def _count(self) -> None:
         """Add up the last report of every generator."""
