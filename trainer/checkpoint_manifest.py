@@ -61,6 +61,8 @@ _FREE = frozenset(
         "mix_groups",
         "gradient_checkpointing",
         "optimizer_offload",
+        "critic.learning_rate",
+        "critic.warmup_steps",
     }
 )
 """Settings that may change when a run is resumed: those that affect only speed, memory and

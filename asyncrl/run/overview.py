@@ -114,7 +114,7 @@ def training_line(config: RunConfig) -> str:
         correction = f"correction: {'the ratio in the loss' if in_loss else trainer.correction}"
     elif config.cache.reuse == "lenient" or config.scheduler.sample_deadline_seconds is not None:
         correction = "no correction for what is not exact"
-    return _line("training", f"{trainer.algorithm}: {what}; {correction}")
+    return f"{'training':<10} {trainer.algorithm}: {what}; {correction}"  # whole: words of ours
 
 
 def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -> str:

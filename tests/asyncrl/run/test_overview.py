@@ -87,6 +87,12 @@ def test_a_run_says_what_its_gradient_estimates(settings: Any, expected: str) ->
     assert overview.training_line(config(**settings)) == f"training   {expected}"
 
 
+def test_no_part_of_what_is_estimated_is_cut_off() -> None:
+    several = {"algorithm": "ppo", "ppo_epochs": 2, "critic": {"gae_lambda": 0.9}}
+    line = overview.training_line(config(trainer=several))
+    assert line.endswith("samples seen before; on-policy, nothing to correct in the first of 2")
+
+
 def test_the_data_are_counted() -> None:
     task: Any = SimpleNamespace(train=range(7200), evaluation=range(273), evaluation_sets={})
     line = overview.data_line(config(task={"kind": "dataset", "path": "my.jsonl"}), task)
