@@ -202,7 +202,7 @@ def _staleness_tile(data: RunData) -> Markup:
         details = f"steps on average, {number(largest, 0)} at most"
         return _tile("staleness", number(average), details)
     steps = OnPolicySteps.of(Counter(is_on_policy(step) for step in data.steps), _steps_done(data))
-    details = "exactly on-policy: every token follows the trained policy"
+    details = "exactly on-policy: every token follows the trained policy, nothing to correct"
     if steps.no:
         details = (
             f"by version only: {count(steps.no)} of {count(_steps_done(data))} steps are not "
