@@ -110,6 +110,12 @@ class PlainPpo:
         self.config = TrainerConfig.model_validate(COMMON | settings)
         self.policy = _plain(path)
         self.reference = _plain(path)
+        generator = torch.Generator().manual_seed(6)
+        with torch.no_grad():  # otherwise the first step has no KL
+            for one in self.reference.parameters():
+                one += 0.05 * torch.randn(one.shape, generator=generator, dtype=torch.float64)
+        if (reference := learner._models.reference) is not None:
+            reference.policy.model.load_state_dict(self.reference.state_dict())
         own = _plain(path)
         shared = self.config.critic.shared_trunk
         self.trunk = (self.policy if shared else own).base_model
