@@ -78,7 +78,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert second.policy_version == 2
     assert torch.equal(torch.get_rng_state(), state)
     assert second._update.optimizer.param_groups[0]["weight_decay"] == 0.5, "as configured now"
-    second._update.optimizer.param_groups[0]["weight_decay"] = whole._config.weight_decay
+    for one in second._state.optimizers.values():
+        one.param_groups[0]["weight_decay"] = whole._config.weight_decay
     _train(second, group_of, 2)
     found = second._state.boxes(0)
     for name, box in whole._state.boxes(0).items():
