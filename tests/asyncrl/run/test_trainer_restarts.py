@@ -56,7 +56,7 @@ def test_another_trainer_continues_from_the_newest_whole_checkpoint(tmp_path: Pa
         training = await run.begin()
         await train_step_0(run)
         (damaged,) = write_whole(checkpoints, 1)
-        truncate(damaged / "model" / "model.safetensors")
+        truncate(damaged / WEIGHTS)
         write_whole(checkpoints, 0)
         assert await lose(run) == []
         spec = run.hub.launcher.handles["trainer.1"].spec
@@ -69,7 +69,7 @@ def test_another_trainer_continues_from_the_newest_whole_checkpoint(tmp_path: Pa
         discard, rewind = await run.hear("trainer.1", ft.TrainerReady(0, weights(0), None))
         assert discard == (G, tg.Discard((SampleId(1, 0), SampleId(1, 1))))
         assert rewind == (G, tg.Rewind(0, lineage=1))
-        assert "model.safetensors is truncated" in run.progress.said[-2]
+        assert f"{WEIGHTS} is truncated" in run.progress.said[-2]
         assert not damaged.exists()
         assert read_metrics(run.directory.path / "metrics.jsonl") == []
         assert await run.hear("trainer", step_finished(2)) == [], "a late message"
