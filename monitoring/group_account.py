@@ -12,7 +12,7 @@ Example:
     ...     StepMetrics(step=1, time=2.0, groups=StepGroups(trained=(1, 3), failed=(2,))),
     ... ]
     >>> account_of(steps, groups_per_step=2)
-    GroupAccount(trained=4, failed=(2,), without_signal=0, lost=(), twice=(1,))
+    GroupAccount(trained=4, failed=(2,), lost=(), twice=(1,), without_signal=0)
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class GroupAccount(NamedTuple):
     """Groups trained on, counted with their repetitions."""
     failed: tuple[int, ...]
     """Groups reported failed, ascending."""
-    without_signal: int
-    """Groups that were left out because they carry no signal."""
     lost: tuple[int, ...]
     """Groups that were neither trained on nor reported, ascending."""
     twice: tuple[int, ...]
     """Groups that are named more than once, as trained on or left out, ascending."""
+    without_signal: int = 0
+    """Groups that were left out because they carry no signal."""
 
     @property
     def is_exact(self) -> bool:
