@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.report import write_json
 from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from trainer.checkpoint import Pending
 from trainer.checkpoint_files import path_of
 from trainer.config import TrainerConfig
 from trainer.export import export
@@ -92,14 +93,20 @@ def measure(effort: Effort, folder: Path) -> Found:
         pending = learner.pending(copied=True)
         begin.append(time.monotonic() - began)
         at = path_of(folder / "asynchronous", learner.policy_version)
-        writing = threading.Thread(target=learner.write, args=(pending, at))
+        ended: list[float] = []
+
+        def write(pending: Pending = pending, at: Path = at, ended: list[float] = ended) -> None:
+            learner.write(pending, at)
+            ended.append(time.monotonic())
+
+        writing = threading.Thread(target=write)
         writing.start()
         waited: list[float] = []
         while writing.is_alive():
             meanwhile.append(_train(learner, effort, waited))
         settle.append(waited[0])
         writing.join()
-        whole.append(time.monotonic() - began)
+        whole.append(ended[0] - began)
         del pending
     (saved,) = (folder / "asynchronous").iterdir()
     files = list(saved.rglob("*.safetensors"))
