@@ -107,8 +107,12 @@ class Watched:
         snapshot = SimpleNamespace(
             waits=(), samples_running=5, samples_held=2,
             groups_issued=20, groups_waiting=3, groups_consumed=6, groups_failed=2,
+            groups_without_signal=0, groups_left_over=0, signal_share=None,
         )  # fmt: skip
-        scheduler: Any = SimpleNamespace(snapshot=lambda: snapshot)
+        per_step = SchedulerConfig().groups_per_step
+        ledger = SimpleNamespace(end_of=lambda step: (step + 1) * per_step)
+        state = SimpleNamespace(ledger=ledger)
+        scheduler: Any = SimpleNamespace(snapshot=lambda: snapshot, state=state)
         self.progress.show(self.fleet, None)
         self.progress.training_begins(scheduler, first_step)
 
