@@ -155,7 +155,7 @@ class TrainerConfig(BaseModel):
     """Optimizer steps between checkpoints."""
     async_checkpoints: bool = True
     """Write checkpoints while training continues, from a copy in host memory: 12 bytes a parameter,
-    divided by the ranks. False: no copy, and training waits until each is written."""
+    divided by the ranks. false: no copy, and training waits until each is written."""
     keep_checkpoints: int = Field(default=2, gt=0, le=MAX_STEPS)
     """How many of the newest checkpoints are kept."""
 

@@ -73,7 +73,12 @@ class FakeLearner:
     def step(self) -> Any:
         self.policy_version += 1
         self.groups.append([])
-        return msgspec.structs.replace(full_step(), staleness=StalenessMetrics(max=self.staleness))
+        whole = full_step()
+        return msgspec.structs.replace(
+            whole,
+            staleness=StalenessMetrics(max=self.staleness),
+            learning=msgspec.structs.replace(whole.learning, optimizer_steps=1),
+        )
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [("w", torch.full((3,), float(self.policy_version)))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ def test_a_checkpoint_is_whole_or_absent_and_read_by_any_number_of_ranks(
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "forked_states", job, tmp_path],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=300,

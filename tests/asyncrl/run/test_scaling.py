@@ -6,11 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from fake_processes import run_config
-from running_training import DIGEST, G, Run, step_finished
+from running_training import DIGEST, G, Run
 
 from asyncrl.config import dump_config
 from asyncrl.run.moves import Moves
@@ -226,10 +225,9 @@ def test_files_go_with_the_step_that_trains_on_them(tmp_path: Path) -> None:
     run = Scaled(tmp_path)
     release = run.moves.request(ReleaseSamples("generator-1", (SampleId(1, 0),)), 0)
     write_unfinished(Path(release.file), 0, release.settings, [])
-    for step in (0, 1):
+    for settled in (1, 2):  # group 1 is that of step 1
         assert Path(release.file).exists()
-        report = msgspec.structs.replace(step_finished(step + 1), step=step, groups=(step,))
-        asyncio.run(run.training.step_finished(report))
+        asyncio.run(run.moves.forget_before(settled))
     assert not Path(release.file).exists()
 
 
