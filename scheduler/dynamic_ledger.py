@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from scheduler.errors import LedgerError
-from scheduler.ledger import LedgerCounts
+from scheduler.ledger import LedgerCounts, checked_members
 
 
 class Outcome(Enum):
@@ -179,18 +179,7 @@ class DynamicLedger:
         Raises:
             LedgerError: it is not the next step, or these are not exactly its members.
         """
-        if step != self._next_step:
-            raise LedgerError(
-                f"step {step} was consumed out of order: the next one is step {self._next_step}"
-            )
-        members = self.membership(step)
-        if members is None:
-            raise LedgerError(f"step {step} was consumed before all its groups were settled")
-        if tuple(sorted(groups)) != members:
-            raise LedgerError(
-                f"step {step} was consumed with groups {sorted(groups)}, "
-                f"but its members are {list(members)}"
-            )
+        members = checked_members(step, self._next_step, self.membership(step), groups)
         settled = [self._settled.pop(one) for one in range(self._starts[step], self.end_of(step))]
         failed = settled.count(Outcome.FAILED)
         self._trained_in[step] = len(members)

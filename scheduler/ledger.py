@@ -131,18 +131,7 @@ class Ledger:
         Raises:
             LedgerError: it is not the next step, or these are not exactly its members.
         """
-        if step != self._next_step:
-            raise LedgerError(
-                f"step {step} was consumed out of order: the next one is step {self._next_step}"
-            )
-        members = self.membership(step)
-        if members is None:
-            raise LedgerError(f"step {step} was consumed before all its groups were settled")
-        if tuple(sorted(groups)) != members:
-            raise LedgerError(
-                f"step {step} was consumed with groups {sorted(groups)}, "
-                f"but its members are {list(members)}"
-            )
+        members = checked_members(step, self._next_step, self.membership(step), groups)
         entry = self._steps.pop(step)
         self._consumed += len(members)
         if entry.failed:
@@ -205,3 +194,25 @@ class Ledger:
         if group in entry.arrived or group in entry.failed:
             raise LedgerError(f"group {group} {verb} but was settled already")
         return entry
+
+
+def checked_members(
+    step: int, next_step: int, members: tuple[int, ...] | None, groups: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The members of a step that is consumed with these groups.
+
+    Raises:
+        LedgerError: it is not the next step, or these are not exactly its members.
+    """
+    if step != next_step:
+        raise LedgerError(
+            f"step {step} was consumed out of order: the next one is step {next_step}"
+        )
+    if members is None:
+        raise LedgerError(f"step {step} was consumed before all its groups were settled")
+    if tuple(sorted(groups)) != members:
+        raise LedgerError(
+            f"step {step} was consumed with groups {sorted(groups)}, "
+            f"but its members are {list(members)}"
+        )
+    return members

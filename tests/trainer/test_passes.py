@@ -2,79 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from plain_policies import (
+    EPSILON,
+    RATE,
+    GroupOf,
+    make_batch,
+    make_learner,
+    plain_logprobs,
+    plain_model,
+)
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from rollout.trajectory import Trajectory
-from trainer.config import TrainerConfig
 from trainer.errors import NonFiniteError, TrainerError
-from trainer.learner import Learner
 from trainer.policy import PackedBatch
 from trainer.token_batch import token_batch
 
-Group = tuple[list[Trajectory], np.ndarray]
-GroupOf = Callable[..., list[Trajectory]]
 ModelPath = Callable[[str], str]
 
-RATE, EPSILON, CAP = 1e-2, 0.1, 2.0
-COMMON = {
-    "dtype": "float64",
-    "device": "cpu",
-    "learning_rate": RATE,
-    "adam_epsilon": EPSILON,  # large, so that AdamW does not magnify rounding
-    "max_grad_norm": float("inf"),
-    "micro_batch_tokens": 40,
-}
-
-
-def _learner(path: str, **settings: Any) -> Learner:
-    return Learner(TrainerConfig.model_validate(COMMON | settings), path, group_size=4, seed=1)
-
-
-def _near(path: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Behaviour log-probabilities not far from the model's, so that some ratios are clipped."""
-    model = _plain(path)
-    rng = np.random.default_rng(9)
-
-    def logprobs(prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            own = _logprobs(model, prompt, tokens).numpy()
-        return np.minimum(own + rng.normal(0, 0.25, len(tokens)), -0.01)
-
-    return logprobs
-
-
-def _plain(path: str) -> Any:
-    """The model with norms in float64, where transformers' own fall back to float32."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = functools.partial(_norm, module)
-    return model
-
-
-def _norm(module: Any, x: Tensor) -> Tensor:
-    mean = x.square().mean(-1, keepdim=True)
-    return module.weight * x * torch.rsqrt(mean + module.variance_epsilon)
-
-
-def _batch(group_of: GroupOf, path: str, groups: int = 4) -> list[Group]:
-    rng, near = np.random.default_rng(3), _near(path)
-    made = [group_of(index, rng, longest=9, logprobs=near) for index in range(groups)]
-    return [(group, rng.normal(size=4)) for group in made]
-
-
-def _logprobs(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> Tensor:
-    row = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
-    logits = model(input_ids=row[None]).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits, -1).gather(1, row[len(prompt) :, None])[:, 0]
+CAP = 2.0
 
 
 def _compare(model: nn.Module, other: nn.Module) -> None:
@@ -110,13 +62,13 @@ def test_passes_and_minibatches_of_every_algorithm(
     model_path: ModelPath, group_of: GroupOf, algorithm: str
 ) -> None:
     path = model_path("qwen3")
-    learner = _learner(path, algorithm=algorithm, ppo_epochs=2, minibatches=2)
-    batch = _batch(group_of, path)
+    learner = make_learner(path, algorithm=algorithm, ppo_epochs=2, minibatches=2)
+    batch = make_batch(group_of, path)
     for group in reversed(batch):
         learner.add_group(*group)
     learner.step()
 
-    policy = _plain(path)
+    policy = plain_model(path)
     optimizer = torch.optim.AdamW(policy.parameters(), RATE, eps=EPSILON, weight_decay=0)
     samples = [one for group, _ in batch for one in group]
     lengths = np.array([len(one.tokens) for one in samples])
@@ -132,7 +84,7 @@ def test_passes_and_minibatches_of_every_algorithm(
         advantages = (centred / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)).reshape(-1)
 
     def now(one: Trajectory) -> Tensor:
-        return _logprobs(policy, one.prompt_tokens, one.tokens)
+        return plain_logprobs(policy, one.prompt_tokens, one.tokens)
 
     with torch.no_grad():
         start = [now(one) for one in samples]
@@ -152,8 +104,8 @@ def test_one_pass_is_the_plain_path_bit_for_bit(model_path: ModelPath, group_of:
     """Forward, loss, backward for each group, in the order in which they come; then one step."""
     path = model_path("qwen3")
     common = {"dtype": "float32", "micro_batch_tokens": 8192, "kl_coefficient": 0.1}
-    learner, plain = (_learner(path, **common) for _ in range(2))
-    batch = _batch(group_of, path)
+    learner, plain = (make_learner(path, **common) for _ in range(2))
+    batch = make_batch(group_of, path)
     for trajectories, rewards in batch:
         learner.add_group(trajectories, rewards)
         ordered = sorted(trajectories, key=lambda t: -(len(t.prompt_tokens) + len(t.tokens)))
@@ -182,8 +134,8 @@ def test_a_step_that_failed_between_two_updates_is_not_continued(
     model_path: ModelPath, group_of: GroupOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model_path("qwen3")
-    learner = _learner(path, ppo_epochs=2)
-    for group in _batch(group_of, path, groups=2):
+    learner = make_learner(path, ppo_epochs=2)
+    for group in make_batch(group_of, path, groups=2):
         learner.add_group(*group)
     loss = learner._objective.algorithm.loss
 
@@ -196,4 +148,4 @@ def test_a_step_that_failed_between_two_updates_is_not_continued(
         learner.step()
     monkeypatch.undo()
     with pytest.raises(TrainerError, match="restore a checkpoint"):
-        learner.add_group(*_batch(group_of, path, groups=1)[0])
+        learner.add_group(*make_batch(group_of, path, groups=1)[0])

@@ -6,13 +6,23 @@ and takes its optimizer steps with a plain AdamW. Losses and the weights afterwa
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from plain_policies import (
+    COMMON,
+    EPSILON,
+    RATE,
+    Group,
+    GroupOf,
+    make_batch,
+    make_learner,
+    plain_logprobs,
+    plain_model,
+)
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -23,62 +33,9 @@ from trainer.gae import advantages_of
 from trainer.learner import Learner
 from trainer.policy import Policy
 
-Group = tuple[list[Trajectory], np.ndarray]
-GroupOf = Callable[..., list[Trajectory]]
 ModelPath = Callable[[str], str]
 
-RATE, CRITIC_RATE, EPSILON, CAP = 1e-2, 3e-2, 0.1, 2.0
-COMMON = {
-    "dtype": "float64",
-    "device": "cpu",
-    "learning_rate": RATE,
-    "adam_epsilon": EPSILON,  # large, so that AdamW does not magnify rounding
-    "max_grad_norm": float("inf"),
-    "micro_batch_tokens": 40,
-}
-
-
-def _learner(path: str, **settings: Any) -> Learner:
-    return Learner(TrainerConfig.model_validate(COMMON | settings), path, group_size=4, seed=1)
-
-
-def _near(path: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Behaviour log-probabilities not far from the model's, so that some ratios are clipped."""
-    model = _plain(path)
-    rng = np.random.default_rng(9)
-
-    def logprobs(prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            own = _logprobs(model, prompt, tokens).numpy()
-        return np.minimum(own + rng.normal(0, 0.25, len(tokens)), -0.01)
-
-    return logprobs
-
-
-def _plain(path: str) -> Any:
-    """The model with norms in float64, where transformers' own fall back to float32."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = functools.partial(_norm, module)
-    return model
-
-
-def _norm(module: Any, x: Tensor) -> Tensor:
-    mean = x.square().mean(-1, keepdim=True)
-    return module.weight * x * torch.rsqrt(mean + module.variance_epsilon)
-
-
-def _batch(group_of: GroupOf, path: str, groups: int = 4) -> list[Group]:
-    rng, near = np.random.default_rng(3), _near(path)
-    made = [group_of(index, rng, longest=9, logprobs=near) for index in range(groups)]
-    return [(group, rng.normal(size=4)) for group in made]
-
-
-def _logprobs(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> Tensor:
-    row = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
-    logits = model(input_ids=row[None]).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits, -1).gather(1, row[len(prompt) :, None])[:, 0]
+CRITIC_RATE, CAP = 3e-2, 2.0
 
 
 def _values(trunk: Any, head: nn.Linear, one: Trajectory) -> Tensor:
@@ -108,15 +65,15 @@ class PlainPpo:
 
     def __init__(self, path: str, learner: Learner, settings: dict[str, Any]) -> None:
         self.config = TrainerConfig.model_validate(COMMON | settings)
-        self.policy = _plain(path)
-        self.reference = _plain(path)
+        self.policy = plain_model(path)
+        self.reference = plain_model(path)
         generator = torch.Generator().manual_seed(6)
         with torch.no_grad():  # otherwise the first step has no KL
             for one in self.reference.parameters():
                 one += 0.05 * torch.randn(one.shape, generator=generator, dtype=torch.float64)
         if (reference := learner._models.reference) is not None:
             reference.policy.model.load_state_dict(self.reference.state_dict())
-        own = _plain(path)
+        own = plain_model(path)
         shared = self.config.critic.shared_trunk
         self.trunk = (self.policy if shared else own).base_model
         self.head = nn.Linear(32, 1, dtype=torch.float64)
@@ -138,7 +95,9 @@ class PlainPpo:
         rewards = np.concatenate([values for _, values in batch])
         with torch.no_grad():
             start = [self._policy(one) for one in samples]
-            initial = [_logprobs(self.reference, one.prompt_tokens, one.tokens) for one in samples]
+            initial = [
+                plain_logprobs(self.reference, one.prompt_tokens, one.tokens) for one in samples
+            ]
             values = [_values(self.trunk, self.head, one) for one in samples]
         advantages, returns = [], []
         for i, one in enumerate(samples):
@@ -172,7 +131,7 @@ class PlainPpo:
         return float(sums[0] / sums[2]), float(sums[1] / sums[2])
 
     def _policy(self, one: Trajectory) -> Tensor:
-        return _logprobs(self.policy, one.prompt_tokens, one.tokens)
+        return plain_logprobs(self.policy, one.prompt_tokens, one.tokens)
 
     def _policy_loss(
         self, one: Trajectory, advantages: Tensor, start: Tensor, initial: Tensor
@@ -238,10 +197,10 @@ def test_a_step_is_that_of_a_plain_loop(
         "critic": {"learning_rate": CRITIC_RATE, **critic},
         **settings,
     }
-    batch = _batch(group_of, path)
+    batch = make_batch(group_of, path)
     cut = batch[2][0][1]
     object.__setattr__(cut, "finish_reason", "length")
-    learner = _learner(path, **settings)
+    learner = make_learner(path, **settings)
     plain = PlainPpo(path, learner, settings)
     for index in (2, 0, 3, 1):  # in any order of arrival
         learner.add_group(*batch[index])
@@ -274,9 +233,9 @@ def test_a_critic_learns_the_rewards_of_an_unchanged_policy(
         "gae_lambda": 1.0,
         "warmup_steps": 1,
     }
-    learner = _learner(path, algorithm="ppo", critic=critic, adam_epsilon=1e-8)
+    learner = make_learner(path, algorithm="ppo", critic=critic, adam_epsilon=1e-8)
     before = [one.clone() for one in learner.policy.model.parameters()]
-    batch = _batch(group_of, path, groups=2)
+    batch = make_batch(group_of, path, groups=2)
     found = []
     for _ in range(20):
         for group in batch:
@@ -298,7 +257,7 @@ def test_a_critic_of_a_smaller_vocabulary_is_refused(model_path: ModelPath, tmp_
     model.resize_token_embeddings(31)
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="vocabulary of 31 tokens"):
-        _learner(model_path("qwen3"), algorithm="ppo", critic={"model": str(tmp_path)})
+        make_learner(model_path("qwen3"), algorithm="ppo", critic={"model": str(tmp_path)})
 
 
 def test_hidden_states_that_cannot_be_had_are_not_shared(
@@ -306,7 +265,7 @@ def test_hidden_states_that_cannot_be_had_are_not_shared(
 ) -> None:
     monkeypatch.setattr(Policy, "has_plain_head", False)
     with pytest.raises(UnsupportedModelError, match="shared_trunk: false"):
-        _learner(model_path("qwen3"), algorithm="ppo", critic=SHARED)
+        make_learner(model_path("qwen3"), algorithm="ppo", critic=SHARED)
 
 
 def test_without_samples_there_are_no_advantages() -> None:
