@@ -27,61 +27,27 @@ Both agree to first order when p and b are close. Empty batch: loss 0.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import Self
 
-import torch
-
-from trainer.algorithms.base import (
-    LossSums,
-    Rewards,
-    Signal,
-    TokenBatch,
-    centred,
-    per_group_std,
-)
-from trainer.algorithms.losses import Clip, decoupled
+from trainer.algorithms.base import Rewards, centred, per_group_std
+from trainer.algorithms.clipped import Clipped
 from trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Grpo:
+class Grpo(Clipped):
     """Group-relative advantages and the decoupled clipped loss."""
 
-    signals: ClassVar[Mapping[str, Signal]] = {
-        "clip_ratio": Signal(
-            "share of tokens that have no gradient because their ratio was clipped"
-        ),
-        "importance_capped": Signal("share of tokens that reached `trainer.importance_cap`"),
-    }
-    needs_reference: ClassVar[bool] = False
-
     normalize_std: bool
-    proximal_policy: Literal["current", "behaviour"]
-    importance_cap: float
-    clip_ratio_low: float
-    clip_ratio_high: float
-    dual_clip: float
-    """Infinite: none."""
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
         """Take what this algorithm needs from the trainer's settings."""
         return cls(
             normalize_std=config.advantage_normalization == "std",
-            proximal_policy=config.proximal_policy,
-            importance_cap=config.importance_cap,
-            clip_ratio_low=config.clip_ratio_low,
-            clip_ratio_high=config.clip_ratio_high,
-            dual_clip=math.inf if config.dual_clip is None else config.dual_clip,
+            **cls.settings_of(config),
         )
-
-    @property
-    def uses_proximal(self) -> bool:
-        """Whether the loss reads `TokenBatch.proximal_logprobs`."""
-        return self.proximal_policy == "current"
 
     def advantages(self, rewards: Rewards) -> Rewards:
         """`[G]` group-relative advantages, 0 where all rewards are equal.
@@ -90,12 +56,3 @@ class Grpo:
             ValueError: G < 2.
         """
         return per_group_std(rewards) if self.normalize_std else centred(rewards)
-
-    def loss(self, batch: TokenBatch) -> LossSums:
-        """Summed loss of the module's equations."""
-        if self.proximal_policy == "behaviour":
-            clip = Clip(self.clip_ratio_low, self.clip_ratio_high, self.dual_clip)
-            return clip.loss(batch, torch.exp(batch.logprobs - batch.behaviour_logprobs))
-        return decoupled(
-            batch, Clip(self.clip_ratio_low, self.clip_ratio_high), self.importance_cap
-        )

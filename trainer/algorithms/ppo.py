@@ -21,70 +21,35 @@ With `advantage_normalization: none` nothing waits in a single pass. Empty batch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
-import torch
 
 from trainer.algorithms.base import Finish, LossSums, Rewards, Signal, StepSums, TokenBatch
-from trainer.algorithms.losses import Clip, decoupled, score_function
+from trainer.algorithms.clipped import Clipped
+from trainer.algorithms.losses import score_function
 from trainer.algorithms.reinforce_plus_plus import MOMENTS, UNIT, moments, normalising_factors
 from trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Ppo:
+class Ppo(Clipped):
     """PPO's loss with the advantages that the batch has."""
 
-    signals: ClassVar[Mapping[str, Signal]] = {
-        "clip_ratio": Signal(
-            "share of tokens that have no gradient because their ratio was clipped"
-        ),
-        "importance_capped": Signal("share of tokens that reached `trainer.importance_cap`"),
-    }
-    needs_reference: ClassVar[bool] = False
     needs_critic: ClassVar[bool] = True
     needs_every_group: ClassVar[bool] = True
-
-    proximal_policy: Literal["current", "behaviour"]
-    importance_cap: float
-    clip_ratio_low: float
-    clip_ratio_high: float
-    dual_clip: float
-    """Infinite: none."""
 
     @staticmethod
     def from_config(config: TrainerConfig) -> Ppo:
         """Take what this algorithm needs from the trainer's settings."""
         streams = config.normalises_over_step and not config.gathers_first
-        return (PpoStreamed if streams else Ppo)(
-            proximal_policy=config.proximal_policy,
-            importance_cap=config.importance_cap,
-            clip_ratio_low=config.clip_ratio_low,
-            clip_ratio_high=config.clip_ratio_high,
-            dual_clip=math.inf if config.dual_clip is None else config.dual_clip,
-        )
-
-    @property
-    def uses_proximal(self) -> bool:
-        """Whether the loss reads `TokenBatch.proximal_logprobs`."""
-        return self.proximal_policy == "current"
+        return (PpoStreamed if streams else Ppo)(**Clipped.settings_of(config))
 
     def advantages(self, rewards: Rewards) -> Rewards:
         """`[G]` rewards as they are; the critic's values are subtracted for each token."""
         return np.asarray(rewards, np.float64)
-
-    def loss(self, batch: TokenBatch) -> LossSums:
-        """Summed loss of the module's equations."""
-        if self.proximal_policy == "behaviour":
-            clip = Clip(self.clip_ratio_low, self.clip_ratio_high, self.dual_clip)
-            return clip.loss(batch, torch.exp(batch.logprobs - batch.behaviour_logprobs))
-        return decoupled(
-            batch, Clip(self.clip_ratio_low, self.clip_ratio_high), self.importance_cap
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,59 @@
+"""PPO's clipped loss with its settings, as `grpo` and `ppo` have it; they differ in advantages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from trainer.algorithms.base import LossSums, Signal, TokenBatch
+from trainer.algorithms.losses import Clip, decoupled
+from trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """Decoupled, or against the policy that drew the tokens (`proximal_policy: behaviour`)."""
+
+    signals: ClassVar[Mapping[str, Signal]] = {
+        "clip_ratio": Signal(
+            "share of tokens that have no gradient because their ratio was clipped"
+        ),
+        "importance_capped": Signal("share of tokens that reached `trainer.importance_cap`"),
+    }
+    needs_reference: ClassVar[bool] = False
+
+    proximal_policy: Literal["current", "behaviour"]
+    importance_cap: float
+    clip_ratio_low: float
+    clip_ratio_high: float
+    dual_clip: float
+    """Infinite: none."""
+
+    @staticmethod
+    def settings_of(config: TrainerConfig) -> dict[str, Any]:
+        """The fields above, from the trainer's settings."""
+        return {
+            "proximal_policy": config.proximal_policy,
+            "importance_cap": config.importance_cap,
+            "clip_ratio_low": config.clip_ratio_low,
+            "clip_ratio_high": config.clip_ratio_high,
+            "dual_clip": math.inf if config.dual_clip is None else config.dual_clip,
+        }
+
+    @property
+    def uses_proximal(self) -> bool:
+        """Whether the loss reads `TokenBatch.proximal_logprobs`."""
+        return self.proximal_policy == "current"
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """Summed loss of the equations in `trainer.algorithms.grpo`."""
+        if self.proximal_policy == "behaviour":
+            clip = Clip(self.clip_ratio_low, self.clip_ratio_high, self.dual_clip)
+            return clip.loss(batch, torch.exp(batch.logprobs - batch.behaviour_logprobs))
+        return decoupled(
+            batch, Clip(self.clip_ratio_low, self.clip_ratio_high), self.importance_cap
+        )
