@@ -17,11 +17,9 @@ import argparse
 import asyncio
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,16 +27,11 @@ from pathlib import Path
 from asyncrl.run.control import open_line
 from asyncrl.run.watching import ASK_SECONDS
 from benchmarks.report import write_json
-from benchmarks.run_command import run_command
+from benchmarks.watched_run import SETTLE_SECONDS, cpu_seconds, watched_run
 from monitoring.metrics_log import read_metrics
 from wire.messages import control
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
-SETTLE_SECONDS = 3.0
-"""Between a change of the watchers and the period that is measured."""
-START_SECONDS = 300.0
 ANSWER_SECONDS = 30.0
-_TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -61,34 +54,9 @@ def main() -> None:
     parser.add_argument("--json")
     given = parser.parse_args()
     pairs, seconds = (3, 8.0) if given.quick else (20, 30.0)
-    with tempfile.TemporaryDirectory(prefix="watchers-") as folder:
-        run = Path(folder) / "watched"
-        settings = [
-            f"run.directory={folder}",
-            "run.name=watched",
-            "run.steps=1000000",
-            "trainer.learning_rate=1e-12",
-            "trainer.checkpoint_every=1000000",
-            "evaluation.prompts=1",
-            "monitoring.live=off",
-            "monitoring.web.enabled=false",
-        ]
-        process = subprocess.Popen(run_command(EXAMPLE, settings), stdout=subprocess.DEVNULL)
-        try:
-            _wait_for_steps(run, process, 10)
-            periods = _measure(run, process.pid, given.watchers, pairs, seconds)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(120)
+    with watched_run(10, ["monitoring.web.enabled=false"]) as (run, controller):
+        periods = _measure(run, controller, given.watchers, pairs, seconds)
     _tell(periods, given.watchers, given.json)
-
-
-def _wait_for_steps(run: Path, process: subprocess.Popen[bytes], steps: int) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while len(read_metrics(run / "metrics.jsonl")) < steps:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the run made no {steps} steps within {START_SECONDS:.0f} s")
-        time.sleep(0.5)
 
 
 def _measure(run: Path, controller: int, watchers: int, pairs: int, seconds: float) -> list[Period]:
@@ -112,17 +80,11 @@ def _measure(run: Path, controller: int, watchers: int, pairs: int, seconds: flo
 
 
 def _period(run: Path, controller: int, count: int, seconds: float) -> Period:
-    before, began, wall = _cpu(controller), time.monotonic(), time.time()
+    before, began, wall = cpu_seconds(controller), time.monotonic(), time.time()
     time.sleep(seconds)
-    used = (_cpu(controller) - before) / (time.monotonic() - began)
+    used = (cpu_seconds(controller) - before) / (time.monotonic() - began)
     times = [one.time for one in read_metrics(run / "metrics.jsonl") if one.time >= wall]
     return Period(count, len(times), (times[-1] - times[0]) / (len(times) - 1), used)
-
-
-def _cpu(pid: int) -> float:
-    """CPU seconds of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICK
 
 
 def _audience(run: Path, count: int) -> subprocess.Popen[str]:

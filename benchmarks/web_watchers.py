@@ -23,21 +23,14 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.parse
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.report import write_json
-from benchmarks.run_command import run_command
+from benchmarks.watched_run import SETTLE_SECONDS, cpu_seconds, watched_run
 from monitoring.metrics_log import read_metrics
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
-SETTLE_SECONDS = 3.0
-"""Between a change of the watchers and the period that is measured."""
-START_SECONDS = 300.0
-_TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -64,37 +57,9 @@ def main() -> None:
     parser.add_argument("--json")
     given = parser.parse_args()
     pairs, seconds = (5, 12.0) if given.quick else (20, 30.0)
-    with tempfile.TemporaryDirectory(prefix="web-watchers-") as folder:
-        run = Path(folder) / "watched"
-        process = _start(folder)
-        try:
-            _wait_for_steps(run, process, 15)
-            periods = _measure(run, process.pid, given.watchers, pairs, seconds)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(120)
+    with watched_run(15) as (run, controller):
+        periods = _measure(run, controller, given.watchers, pairs, seconds)
     _tell(periods, given.watchers, given.json)
-
-
-def _start(folder: str) -> subprocess.Popen[bytes]:
-    settings = [
-        f"run.directory={folder}",
-        "run.name=watched",
-        "run.steps=1000000",
-        "trainer.learning_rate=1e-12",
-        "trainer.checkpoint_every=1000000",
-        "evaluation.prompts=1",
-        "monitoring.live=off",
-    ]
-    return subprocess.Popen(run_command(EXAMPLE, settings), stdout=subprocess.DEVNULL)
-
-
-def _wait_for_steps(run: Path, process: subprocess.Popen[bytes], steps: int) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while len(read_metrics(run / "metrics.jsonl")) < steps:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the run made no {steps} steps within {START_SECONDS:.0f} s")
-        time.sleep(0.5)
 
 
 def _measure(run: Path, controller: int, watchers: int, pairs: int, seconds: float) -> list[Period]:
@@ -135,11 +100,7 @@ def _period(
 
 
 def _cpu(pid: int | None) -> float:
-    """CPU seconds of a process so far."""
-    if pid is None:
-        return 0.0
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICK
+    return 0.0 if pid is None else cpu_seconds(pid)
 
 
 def _web_process(run: Path) -> int | None:

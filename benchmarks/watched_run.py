@@ -1,0 +1,63 @@
+"""A run that trains on while benchmarks watch it; its steps change nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.run_command import run_command
+from monitoring.metrics_log import read_metrics
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
+SETTLE_SECONDS = 3.0
+"""Between a change of the watchers and the period that is measured."""
+START_SECONDS = 300.0
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def watched_run(steps: int, more: Sequence[str] = ()) -> Iterator[tuple[Path, int]]:
+    """The run's folder and its controller's process id, after so many steps; both go afterwards."""
+    with tempfile.TemporaryDirectory(prefix="watchers-") as folder:
+        yield from _watched_run(folder, steps, more)
+
+
+def _watched_run(folder: str, steps: int, more: Sequence[str]) -> Iterator[tuple[Path, int]]:
+    run = Path(folder) / "watched"
+    settings = [
+        f"run.directory={folder}",
+        "run.name=watched",
+        "run.steps=1000000",
+        "trainer.learning_rate=1e-12",
+        "trainer.checkpoint_every=1000000",
+        "evaluation.prompts=1",
+        "monitoring.live=off",
+        *more,
+    ]
+    process = subprocess.Popen(run_command(EXAMPLE, settings), stdout=subprocess.DEVNULL)
+    try:
+        _wait_for_steps(run, process, steps)
+        yield run, process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(120)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICK
+
+
+def _wait_for_steps(run: Path, process: subprocess.Popen[bytes], steps: int) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while len(read_metrics(run / "metrics.jsonl")) < steps:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"the run made no {steps} steps within {START_SECONDS:.0f} s")
+        time.sleep(0.5)
