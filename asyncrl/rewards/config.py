@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from asyncrl.rewards.code import TOTAL_SECONDS as CODE_SECONDS
 from wire.limits import WEEK_SECONDS
 from wire.paths import LocalPath
 
@@ -16,8 +17,8 @@ class RewardFunctionConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: LocalPath = Field(default="arithmetic", min_length=1)
-    """`exact_match`, `math_verify`, `format`, `arithmetic`, or a function of your own, given as
-    `my.module:function` or `path/to/file.py:function`."""
+    """`exact_match`, `math_verify`, `format`, `arithmetic`, `code` (docs/sandbox.md), or a function
+    of your own, given as `my.module:function` or `path/to/file.py:function`."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this term in the sum."""
     args: dict[str, Any] = {}
@@ -53,6 +54,22 @@ class RewardConfig(BaseModel):
     """What happens when a function raises, hangs, returns no finite number or loses its process
     `max_attempts` times. `stop`: the run ends with its error. `zero`: the response gets the reward
     0; failures are counted by function and reason, and the first ones logged."""
+
+    @model_validator(mode="after")
+    def _code_ends_in_time(self) -> Self:
+        for function in self.functions:
+            total = function.args.get("total_seconds", CODE_SECONDS)
+            if (
+                function.name == "code"
+                and isinstance(total, int | float)
+                and total >= self.timeout_seconds
+            ):
+                raise ValueError(
+                    f"rewards.timeout_seconds: {self.timeout_seconds:g} must be longer than the "
+                    f"reward `code` takes at most, args.total_seconds: {total:g}; a program that "
+                    "takes too long fails its tests, a reward that does fails the run"
+                )
+        return self
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from asyncrl.rewards.code import code
+
 Example = dict[str, Any]
 RewardFunction = Callable[..., float]
 """`(prompt: str, response: str, example: dict, **args) -> float`."""
@@ -63,6 +65,7 @@ def arithmetic(prompt: str, response: str, example: Example) -> float:
 
 BUILTIN: dict[str, RewardFunction] = {
     "arithmetic": arithmetic,
+    "code": code,
     "exact_match": exact_match,
     "format": response_format,
     "math_verify": math_verify,

@@ -6,7 +6,9 @@ from typing import Any
 
 from asyncrl import user_functions
 from asyncrl.errors import RewardError
+from asyncrl.rewards.code import code
 from asyncrl.rewards.functions import BUILTIN, RewardFunction
+from asyncrl.sandbox.check import why_not
 from asyncrl.suggestions import nearest
 
 _KIND = user_functions.FunctionKind(
@@ -40,11 +42,16 @@ def load_function(name: str, args: dict[str, Any]) -> RewardFunction:
     Exceptions that the user's module raises while it is imported pass through.
 
     Raises:
-        RewardError: there is no such module or function, or it does not take these arguments.
+        RewardError: there is no such module or function, it does not take these arguments, or this
+            machine cannot contain the programs that it runs.
     """
     check_name(name)
     if name not in BUILTIN:
         return user_functions.load_function(_KIND, name, args)
     function = BUILTIN[name]
     user_functions.check_signature(_KIND, name, function, args)
+    if function is code:
+        reason = why_not()
+        if reason is not None:
+            raise RewardError(f"the reward `code` runs programs of the model, and {reason}")
     return function

@@ -1,0 +1,35 @@
+"""How much a program in the sandbox may use. Import-light: a reward's worker loads this file."""
+
+from __future__ import annotations
+
+import msgspec
+
+MIB = 1 << 20
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of one run of one program, with all processes that it starts."""
+
+    wall_seconds: float = 5.0
+    """Until it is killed."""
+    cpu_seconds: int = 5
+    """CPU time of each of its processes."""
+    memory_bytes: int = 512 * MIB
+    """Address space of each process, and resident memory of all of them together."""
+    processes: int = 16
+    """Processes and threads at once."""
+    output_bytes: int = 256 * 1024
+    """Standard output and standard error together; with more it is killed."""
+    disk_bytes: int = 16 * MIB
+    """Everything in its /tmp, which is in memory."""
+    files: int = 1024
+    """Files and folders in its /tmp."""
+    open_files: int = 64
+    """Descriptors of each process."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        if self.memory_bytes < 32 * MIB:
+            raise ValueError(f"memory_bytes must be at least 32 MiB, not {self.memory_bytes}")

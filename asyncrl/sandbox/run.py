@@ -1,0 +1,282 @@
+"""Run one program in the sandbox, to its end or to a limit. Import-light."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+from asyncrl.rewards.process_tree import descendants
+from asyncrl.sandbox.errors import SandboxError
+from asyncrl.sandbox.limits import Limits
+from asyncrl.sandbox.seccomp import ARCHITECTURES, program
+
+Ending = Literal["exit", "signal", "wall_seconds", "cpu_seconds", "memory_bytes", "output_bytes"]
+"""`exit`: by itself. `signal`: killed by one, its own fault. The others: the limit that it met."""
+
+_ENTER = Path(__file__).with_name("enter.py")
+_SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+)
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",  # noqa: S108 - inside
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+_LOOK_SECONDS = 0.02
+"""Time between two looks at its memory."""
+_END_SECONDS = 10.0
+"""Longest time for its end after the kill."""
+_CHUNK = 1 << 16
+_SIGNALS = 128
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a program ended."""
+
+    ending: Ending = "exit"
+    exit_code: int = 0
+    """As a shell says it: above 128, the signal that killed it."""
+    stdout: bytes = b""
+    stderr: bytes = b""
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    """Of all its processes."""
+
+    @property
+    def text(self) -> str:
+        """Standard output as text; what is no UTF-8 is replaced."""
+        return self.stdout.decode(errors="replace")
+
+
+def run(
+    command: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    contents: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
+    readable: Sequence[str | Path] = (),
+) -> Outcome:
+    """Run `command` with all that it starts, until every process of it has ended.
+
+    Args:
+        command: with an absolute path first, below a system folder, Python's own or `readable`.
+        stdin: what it reads.
+        contents: name to text of files in its working folder (/tmp), which it may change.
+        limits: how much it may use.
+        readable: more folders that it may read.
+
+    Raises:
+        SandboxError: this machine cannot contain it; it has not run.
+    """
+    limits = limits or Limits()
+    order_read, order_write = os.pipe()
+    answer_read, answer_write = os.pipe()
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_ENTER), str(order_read), str(answer_write)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(order_read, answer_write),
+            env=_ENVIRONMENT,
+        )
+    except OSError as error:
+        for descriptor in (order_write, answer_read):
+            os.close(descriptor)
+        raise SandboxError(f"the sandbox cannot start {sys.executable}: {error}") from error
+    finally:
+        os.close(order_read)
+        os.close(answer_write)
+    order = _order(command, contents or {}, limits, readable)
+    with (
+        child,
+        os.fdopen(order_write, "wb", buffering=0) as orders,
+        os.fdopen(answer_read, "rb") as answers,
+    ):
+        watch = _Watch(child, limits, answers, stdin)
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                orders.write(order)
+            orders.close()
+            return watch.to_the_end()
+        finally:
+            watch.kill()
+
+
+def _order(
+    command: Sequence[str],
+    contents: Mapping[str, str],
+    limits: Limits,
+    readable: Sequence[str | Path],
+) -> bytes:
+    machine = os.uname().machine
+    if sys.platform != "linux" or machine not in ARCHITECTURES:
+        raise SandboxError(
+            f"programs can be contained on Linux on {' and '.join(ARCHITECTURES)} only, "
+            f"not on {sys.platform} {machine}"
+        )
+    own = (sys.prefix, sys.base_prefix)
+    folders, links = _visible([*_SYSTEM, *own, *map(str, readable)])
+    order: dict[str, Any] = {
+        "parent": os.getpid(),
+        "command": list(command),
+        "environment": _ENVIRONMENT,
+        "contents": {name: _valid(text) for name, text in contents.items()},
+        "readable": folders,
+        "links": links,
+        "filter": base64.b64encode(program(machine)).decode(),
+    }
+    for name in limits.__struct_fields__:
+        order[name] = getattr(limits, name)
+    return json.dumps(order).encode()
+
+
+def _valid(text: str) -> str:
+    """A program in which everything can be written as UTF-8."""
+    return text.encode(errors="replace").decode()
+
+
+def _visible(paths: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Folders to show, none of them inside another, and links such as /bin -> usr/bin."""
+    links = {path: str(Path(path).readlink()) for path in paths if Path(path).is_symlink()}
+    folders: list[str] = []
+    for path in sorted({str(Path(path).resolve()) for path in paths if Path(path).exists()}):
+        if not any(path == one or path.startswith(f"{one}/") for one in folders):
+            folders.append(path)
+    return folders, links
+
+
+@dataclass(slots=True)
+class _Watch:
+    """One program while it runs."""
+
+    child: subprocess.Popen[bytes]
+    limits: Limits
+    answers: IO[bytes]
+    stdin: bytes
+    met: Ending | None = None
+    parts: dict[int, list[bytes]] = field(default_factory=dict)
+    size: int = 0
+
+    def to_the_end(self) -> Outcome:
+        """Feed, read and watch until every process has ended."""
+        started = time.monotonic()
+        self._pump(started + self.limits.wall_seconds)
+        answer = self._answer()
+        if "refused" in answer:
+            raise SandboxError(answer["refused"])
+        code = int(answer.get("exit_code", _SIGNALS + signal.SIGKILL))
+        code = code if code >= 0 else _SIGNALS - code
+        return Outcome(
+            self.met or _ending(code),
+            code,
+            b"".join(self.parts.get(1, [])),
+            b"".join(self.parts.get(2, [])),
+            time.monotonic() - started,
+            float(answer.get("cpu_seconds", 0.0)),
+        )
+
+    def kill(self) -> None:
+        """Kill all of it: the first process of the namespace takes the others along."""
+        if self.child.poll() is not None:
+            return
+        below = descendants(self.child.pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(below[0] if below else self.child.pid, signal.SIGKILL)
+        try:
+            self.child.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+
+    def _pump(self, deadline: float) -> None:
+        """Until its output ends or a limit is met; then nothing of it is left."""
+        looked = 0.0
+        with selectors.DefaultSelector() as selector:
+            self._register(selector)
+            while self.met is None and any(key.data for key in selector.get_map().values()):
+                for key, _ in selector.select(_LOOK_SECONDS):
+                    if self._read(key.fd, key.data) if key.data else self._feed(key.fd):
+                        selector.unregister(key.fileobj)
+                        if key.data == 0:
+                            cast("IO[bytes]", key.fileobj).close()
+                now = time.monotonic()
+                if now > deadline:
+                    self.met = "wall_seconds"
+                elif now - looked >= _LOOK_SECONDS:
+                    looked = now
+                    if _resident(self.child.pid) > self.limits.memory_bytes:
+                        self.met = "memory_bytes"
+        self.kill()
+
+    def _register(self, selector: selectors.BaseSelector) -> None:
+        streams = (self.child.stdin, self.child.stdout, self.child.stderr)
+        for number, stream in enumerate(cast("tuple[IO[bytes], ...]", streams)):
+            os.set_blocking(stream.fileno(), False)
+            event = selectors.EVENT_READ if number else selectors.EVENT_WRITE
+            selector.register(stream, event, number)
+
+    def _feed(self, descriptor: int) -> bool:
+        """Write what fits; whether all is written or nobody reads."""
+        try:
+            self.stdin = self.stdin[os.write(descriptor, self.stdin[:_CHUNK]) :]
+        except BlockingIOError:
+            return False
+        except BrokenPipeError:
+            return True
+        return not self.stdin
+
+    def _read(self, descriptor: int, number: int) -> bool:
+        """Read what is there; whether the stream has ended."""
+        try:
+            chunk = os.read(descriptor, _CHUNK)
+        except BlockingIOError:
+            return False
+        left = self.limits.output_bytes - self.size
+        self.parts.setdefault(number, []).append(chunk[:left])
+        self.size += len(chunk)
+        if self.size > self.limits.output_bytes:
+            self.met = "output_bytes"
+        return not chunk
+
+    def _answer(self) -> dict[str, Any]:
+        lines = [json.loads(line) for line in self.answers.read().splitlines()]
+        return next((line for line in lines if "refused" in line), lines[-1] if lines else {})
+
+
+def _ending(code: int) -> Ending:
+    if code == _SIGNALS + signal.SIGXCPU:
+        return "cpu_seconds"
+    return "signal" if code > _SIGNALS else "exit"
+
+
+def _resident(root: int) -> int:
+    """Bytes of memory that the processes below `root` hold, not counting what files back."""
+    total = 0
+    for pid in descendants(root):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                if line.startswith(("RssAnon:", "RssShmem:")):
+                    total += int(line.split()[1]) * 1024
+    return total

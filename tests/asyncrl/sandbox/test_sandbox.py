@@ -1,0 +1,243 @@
+"""Programs that try to hurt the machine: each is contained, and what they met is reported."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl.sandbox import check
+from asyncrl.sandbox.errors import SandboxError
+from asyncrl.sandbox.limits import MIB, Limits
+from asyncrl.sandbox.run import Outcome, run
+from asyncrl.sandbox.seccomp import ARCHITECTURES, REFUSED, program
+
+pytestmark = pytest.mark.skipif(check.why_not() is not None, reason=str(check.why_not()))
+
+
+def python(code: str, *, stdin: bytes = b"", **limits: float) -> Outcome:
+    bounds = Limits(**({"wall_seconds": 60.0} | limits))  # type: ignore[arg-type]
+    return run([sys.executable, "-I", "-S", "-c", code], stdin=stdin, limits=bounds)
+
+
+def said(code: str, **limits: float) -> str:
+    """What a program prints, which must end by itself and well."""
+    outcome = python(code, **limits)
+    assert (outcome.ending, outcome.exit_code) == ("exit", 0), outcome
+    return outcome.text.strip()
+
+
+def test_a_program_reads_and_writes_and_its_end_is_told() -> None:
+    outcome = python("import sys; print(sys.stdin.read()[::-1]); sys.exit(3)", stdin=b"x" * 200_000)
+    assert (outcome.ending, outcome.exit_code) == ("exit", 3)
+    assert outcome.text == "x" * 200_000 + "\n"
+    assert said("import threading as t; x = t.Thread(target=print, args=(7,)); x.start()") == "7"
+    assert said("import subprocess as s; print(s.check_output(['/bin/echo', 'a']).decode())") == "a"
+    crashed = python("import ctypes; ctypes.string_at(0)")
+    assert (crashed.ending, crashed.exit_code) == ("signal", 128 + signal.SIGSEGV)
+    with pytest.raises(SandboxError, match="No such file"):
+        run(["/usr/bin/there-is-none"])
+
+
+FORKS = """
+import os, time
+n = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(60)
+        n += 1
+except OSError:
+    print(n, flush=True)
+    os._exit(0)
+"""
+
+
+FILLS = """
+import os, time
+for _ in range(2): os.fork()
+block = bytearray(50 << 20)
+block[::4096] = b"1" * len(block[::4096])
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "limits", "ending"),
+    [
+        ("import time; time.sleep(600)", {"wall_seconds": 1.0}, "wall_seconds"),
+        ("while True: pass", {"cpu_seconds": 1}, "cpu_seconds"),
+        ("while True: print('x' * 1000)", {}, "output_bytes"),
+        (
+            "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+            {"wall_seconds": 1.0},
+            "wall_seconds",
+        ),
+        (
+            FILLS,
+            {"memory_bytes": 128 * MIB},
+            "memory_bytes",
+        ),
+    ],
+    ids=["sleeps", "computes", "prints", "forks", "fills memory in children"],
+)
+def test_a_program_that_does_not_end_is_ended(
+    code: str, limits: dict[str, float], ending: str
+) -> None:
+    outcome = python(code, **limits)
+    assert outcome.ending == ending
+    assert len(outcome.stdout) <= Limits().output_bytes
+
+
+def test_processes_memory_disk_and_files_are_bounded() -> None:
+    assert said(FORKS, processes=8) == "7"
+    assert said(f"try: bytearray(600 * {MIB})\nexcept MemoryError: print('none')") == "none"
+    for size, most in ((2**16, 16 * MIB // 2**16), (0, 1040)):
+        written = said(
+            f"n = 0\ntry:\n  while True:\n    open(str(n), 'wb').write(b'x' * {size}); n += 1\n"
+            "except OSError: print(n)"
+        )
+        assert 0 < int(written) <= most
+    assert said("import resource as r; print(r.getrlimit(r.RLIMIT_NOFILE)[1])") == "64"
+
+
+TRY = """
+import ctypes, errno, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+def what(name, call, *values):
+    try: result = call(*values)
+    except OSError as error: print(name, errno.errorcode[error.errno])
+    else: print(name, result if result != -1 else errno.errorcode[ctypes.get_errno()])
+what("kill -1", os.kill, 1, 9)
+what("init", os.getppid)
+what("inet", socket.socket)
+what("vsock", socket.socket, 40, 1)
+what("netlink", socket.socket, 16, 3)
+what("unshare", libc.unshare, 0x10000000)
+what("mount", libc.mount, b"x", b"/tmp", b"tmpfs", 0, b"")
+what("ptrace", libc.ptrace, 16, 1, 0, 0)
+what("chroot", os.chroot, "/tmp")
+what("setuid", lambda: os.getuid() == 0)
+what("usr", open, "/usr/mine", "w")
+what("root", open, "/mine", "w")
+what("proc", os.listdir, "/proc")
+what("home", os.path.exists, HOME)
+os.symlink("/etc/passwd", "link")
+what("link", open, "link")
+what("null", lambda: open("/dev/null", "w").write("x"))
+what("environment", lambda: "SECRET" in os.environ)
+"""
+
+
+def test_nothing_of_the_machine_can_be_reached(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SECRET", "1")
+    tries = said(TRY.replace("HOME", repr(str(tmp_path))))
+    lines = dict(line.rsplit(" ", 1) for line in tries.splitlines())
+    assert lines == {
+        "kill -1": "None",  # the first process of a namespace cannot be killed from inside
+        "init": "1",
+        **dict.fromkeys(("inet", "vsock", "netlink"), "EAFNOSUPPORT"),
+        **dict.fromkeys(("unshare", "mount", "ptrace", "chroot"), "EPERM"),
+        "setuid": "False",
+        **dict.fromkeys(("usr", "root"), "EROFS"),
+        **dict.fromkeys(("proc", "link"), "ENOENT"),
+        "home": "False",
+        "null": "1",
+        "environment": "False",
+    }
+
+
+OPEN = """
+import os
+found = []
+for n in range(3, 64):
+    try: found.append(os.fstat(n) and n)
+    except OSError: pass
+print(found)
+"""
+
+
+def test_descriptors_and_what_is_left_running_do_not_survive(tmp_path: Path) -> None:
+    with (tmp_path / "secret").open("w") as secret:
+        os.set_inheritable(secret.fileno(), True)
+        assert said(OPEN) == "[]"
+    started = time.monotonic()
+    outcome = python("import os, time\nif os.fork() == 0:\n  os.setsid()\n  time.sleep(600)")
+    assert (outcome.ending, outcome.exit_code) == ("exit", 0)
+    assert time.monotonic() - started < 60
+
+
+def test_it_dies_with_the_process_that_started_it() -> None:
+    code = """
+import sys
+from asyncrl.sandbox.limits import Limits
+from asyncrl.sandbox.run import run
+print("starts", flush=True)
+run([sys.executable, "-c", "import time; time.sleep(77777)"], limits=Limits(wall_seconds=600))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        while not _running("77777"):
+            time.sleep(0.01)
+        owner.kill()
+    while _running("77777"):
+        time.sleep(0.01)
+
+
+def _running(word: str) -> bool:
+    lines = subprocess.run(
+        ["/bin/ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout
+    return any(re.search(rf"time.sleep\({word}\)$", line) for line in lines.splitlines())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which only root may")
+def test_a_user_without_rights_is_contained_as_well() -> None:
+    code = (
+        "import os; os.setgroups([]); os.setresgid(12345, 12345, 12345)\n"
+        "os.setresuid(12345, 12345, 12345)\n"
+        "from asyncrl.sandbox import check\nprint(check.why_not())"
+    )
+    packages = [one for one in sys.path if one.endswith("site-packages")]
+    path = os.pathsep.join([str(Path(__file__).parents[3]), *packages])
+    done = subprocess.run(
+        ["/usr/bin/python3", "-c", code],
+        env={"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "None", done
+
+
+def test_where_the_kernel_refuses_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.sandbox.run._ENTER", Path(__file__).with_name("refuses.py"))
+    with pytest.raises(SandboxError, match="unshare"):
+        run([sys.executable, "-c", "1"])
+    check.why_not.cache_clear()
+    assert re.search("does not allow.*unshare -Ur", check.why_not() or "")
+    check.why_not.cache_clear()
+
+
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_numbers_of_system_calls_are_those_of_the_kernels_headers(machine: str) -> None:
+    file = {"x86_64": "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "asm-generic/unistd.h"}[
+        machine
+    ]
+    header = Path("/usr/include") / file
+    if not header.exists():
+        pytest.skip(f"there is no {header}")
+    numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text()))
+    assert {
+        name: str(number) for name, number in REFUSED[machine].items()
+    }.items() <= numbers.items()
+    assert len(program(machine)) % 8 == 0
