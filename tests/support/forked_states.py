@@ -1,9 +1,9 @@
 """Training states of several ranks, and writers that are killed, in forked processes.
 
-    python -m forked_states ranks FOLDER      save on 2 ranks of FSDP2, load on 1, 3 and 4
-    python -m forked_states kills FOLDER      kill a writer at each of its file operations
+    python -m forked_states FOLDER
 
-It loads torch once and forks. It exits with 1 and says what was wrong.
+`ranks` saves on 2 ranks of FSDP2 and loads on 1, 3 and 4; `kills` kills a writer at each of its
+file operations. It loads torch once and forks. It exits with 1 and says what was wrong.
 """
 
 from __future__ import annotations
@@ -200,4 +200,7 @@ def fork(work: Callable[[], None]) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"ranks": ranks, "kills": kills}[sys.argv[1]](Path(sys.argv[2]))
+    for job in (ranks, kills):
+        own = Path(sys.argv[1]) / job.__name__
+        own.mkdir()
+        job(own)

@@ -27,7 +27,7 @@ def alive(pid: int) -> bool:
     """Whether a process runs (a zombie that waits for its reaper does not)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it ended while it was read
         return False
     return state not in "ZX"
 

@@ -13,12 +13,9 @@ from trainer.checkpoint_index import Chunk, Part, SavedTensor, merge
 from trainer.errors import CheckpointError
 
 
-@pytest.mark.parametrize("job", ["ranks", "kills"])
-def test_a_checkpoint_is_whole_or_absent_and_read_by_any_number_of_ranks(
-    job: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_whole_or_absent_and_read_by_any_number_of_ranks(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "forked_states", job, tmp_path],
+        [sys.executable, "-m", "forked_states", tmp_path],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -35,8 +35,6 @@ from wire.unfinished import read_index
 
 pytestmark = pytest.mark.slow
 
-STEPS = 30
-
 
 @pytest.fixture
 def prometheus(command_line: CommandLine, tmp_path: Path) -> Iterator[Prometheus | None]:
@@ -56,45 +54,6 @@ def traced(collector: Collector, rate: float) -> dict[str, object]:
         "monitoring__tracing__endpoint": collector.endpoint,
         "monitoring__tracing__sample_rate": rate,
     }
-
-
-def test_a_killed_trainer_is_replaced_and_continues_from_its_newest_checkpoint(
-    command_line: CommandLine,
-) -> None:
-    """A collector of traces answers nothing and is then killed: nobody waits for it."""
-    with collecting() as collector:
-        collector.hold()
-        process = command_line.start(
-            run__steps=STEPS, trainer__checkpoint_every=4, **traced(collector, 1.0)
-        )
-        until(lambda: command_line.steps() >= 6, seconds=200, what="six steps")
-        until(lambda: collector.requests, seconds=200, what="spans")
-    os.kill(command_line.children("trainer")[0], signal.SIGKILL)
-    until(lambda: command_line.steps() >= 14, seconds=200, what="another trainer's steps")
-    listed = json.loads(targets_file(command_line.folder).read_text())
-    assert [one["labels"]["instance"] for one in listed] == [
-        "controller",
-        "generator-0",
-        "trainer.1",
-    ]
-    os.kill(command_line.children("trainer")[0], signal.SIGKILL)
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, output
-    text = " ".join(output.split())
-    assert "trainer was killed by SIGKILL" in text
-    assert "started trainer.1 in place of trainer, from the checkpoint of step" in text
-    assert "started trainer.2 in place of trainer.1, from the checkpoint of step" in text
-    assert "generator-0.1" not in text, "generators continue"
-    steps = command_line.metrics()
-    assert [step.step for step in steps] == list(range(STEPS))
-    assert {step.staleness.max for step in steps} == {0}
-    assert worst_mismatch(steps) < 1e-3
-    account = read_account(command_line.folder)
-    assert account.is_exact
-    assert account.trained == 4 * STEPS
-    assert command_line.result().steps == STEPS
-    left = Path("/dev/shm").glob(f"asyncrl-your-own-{process.pid}-*")  # noqa: S108
-    assert not list(left), "a dead trainer's weights are still in shared memory"
 
 
 def test_a_trainer_of_two_ranks_trains_every_group_once_also_when_one_of_them_is_killed(
@@ -133,22 +92,45 @@ def _rank(pid: int) -> int:
     return rank
 
 
-def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpoint(
+def test_a_killed_trainer_and_a_killed_run_continue_from_whole_checkpoints(
     command_line: CommandLine,
 ) -> None:
-    """A stopped generator remains; the resumed run ends it. An order holds from its step again."""
+    """A collector of traces answers nothing and is then killed: nobody waits for it.
+
+    A stopped generator remains when its run is killed; the resumed run ends it. An order holds from
+    its step again.
+    """
     sets: dict[str, object] = {"trainer__checkpoint_every": 2, "run__log_samples": "jsonl"}
     sets |= {"sampling__stop": '["e"]', "sampling__top_k": 20}
-    process = command_line.start(run__steps=STEPS, **sets)
-    until(lambda: command_line.steps() >= 5, seconds=200, what="five steps")
-    order = ask(command_line.folder, control.SetRequest("trainer.learning_rate", "1e-5"))
-    assert isinstance(order, control.Accepted)
+    with collecting() as collector:
+        collector.hold()
+        process = command_line.start(run__steps=4000, **sets, **traced(collector, 1.0))
+        until(lambda: command_line.steps() >= 5, seconds=200, what="five steps")
+        until(lambda: collector.requests, seconds=200, what="spans")
+    os.kill(command_line.children("trainer")[0], signal.SIGKILL)
+    lost = command_line.steps() + 1
+
+    def watched() -> list[str]:
+        listed = json.loads(targets_file(command_line.folder).read_text())
+        return [one["labels"]["instance"] for one in listed]
+
+    until(
+        lambda: "trainer.1" in watched() and command_line.steps() > lost,
+        seconds=200,
+        what="another trainer's steps",
+    )
+    assert watched() == ["controller", "generator-0", "trainer.1"]
     (stopped,) = command_line.children("generator")
     os.kill(stopped, signal.SIGSTOP)
+    order = ask(command_line.folder, control.SetRequest("trainer.learning_rate", "1e-5"))
+    assert isinstance(order, control.Accepted)
     state = json.loads((command_line.folder / "run.json").read_text())
     sockets = Path(state["control_address"].removeprefix("ipc://")).parent
     process.kill()
-    process.communicate(timeout=120)
+    said = " ".join(process.communicate(timeout=120)[0].split())
+    assert "trainer was killed by SIGKILL" in said
+    assert "started trainer.1 in place of trainer, from the checkpoint of step" in said
+    assert "generator-0.1" not in said, "generators continue"
     until(
         lambda: not command_line.children("trainer"),
         seconds=120,
@@ -161,7 +143,9 @@ def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpo
     before = command_line.metrics()
     files = (command_line.folder / "unfinished" / saved[-1].name).glob("*.bin")
     unfinished = sum(len(read_index(file).places) for file in files)
-    done = command_line.run("--resume", run__steps=STEPS + 2, **sets)
+    assert order.step is not None
+    total = max(len(before), order.step) + 4
+    done = command_line.run("--resume", run__steps=total, **sets)
     assert done.returncode == 0, done.stdout
     output = " ".join(done.stdout.split())
     assert f"left behind: generator-0 (process {stopped})" in output
@@ -172,18 +156,22 @@ def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpo
     assert not command_line.children("generator")
     assert not sockets.exists()
     left = Path("/dev/shm").glob(f"asyncrl-your-own-{process.pid}-*")  # noqa: S108
-    assert not list(left)
+    assert not list(left), "a dead trainer's weights are still in shared memory"
     kept = int(saved[-1].name.removeprefix("step-"))
-    steps = [step.step for step in command_line.metrics()]
+    steps = command_line.metrics()
     # Also a step that the trainer had saved and the killed controller had not recorded.
-    assert steps == list(range(STEPS + 2))
-    assert command_line.metrics()[: min(kept, len(before))] == before[:kept]
-    assert command_line.result().steps == STEPS + 2
-    rates = [step.learning.learning_rate for step in command_line.metrics()]
-    assert order.step is not None
+    assert [step.step for step in steps] == list(range(total))
+    assert steps[: min(kept, len(before))] == before[:kept]
+    assert {step.staleness.max for step in steps} == {0}
+    assert worst_mismatch(steps) < 1e-3
+    account = read_account(command_line.folder)
+    assert account.is_exact
+    assert account.trained == 4 * total
+    assert command_line.result().steps == total
+    rates = [step.learning.learning_rate for step in steps]
     assert order.step > kept, "the run continues from before the order"
     assert {rates[0], 1e-5} != {1e-5}
-    assert rates == [rates[0]] * order.step + [1e-5] * (STEPS + 2 - order.step)
+    assert rates == [rates[0]] * order.step + [1e-5] * (total - order.step)
     samples = list(read_trained_samples(command_line.folder / "samples"))
     ended = [one for one in samples if "e" in one.response]
     assert ended, "no response has the stop string"
@@ -191,7 +179,7 @@ def test_a_killed_run_takes_its_processes_along_and_resumes_from_a_whole_checkpo
     assert {one.finish_reason for one in ended} == {"stop"}
     logged = [(one.step, one.group) for one in samples]
     size = logged.count(logged[0])
-    groups = [(group // 4, group) for group in range(4 * (STEPS + 2))]
+    groups = [(group // 4, group) for group in range(4 * total)]
     assert sorted(logged) == [pair for pair in groups for _ in range(size)]
 
 

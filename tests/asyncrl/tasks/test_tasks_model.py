@@ -3,6 +3,7 @@
 import io
 import json
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,6 @@ def test_the_warm_start_leaves_room_to_improve() -> None:
     tokenizer = builtin_tokenizer()
     result = warm_start(tokenizer)
     assert 0.58 <= result.sampled_accuracy <= 0.78
-    assert sampled_accuracy(result.model, tokenizer, RECIPE) == pytest.approx(
-        result.sampled_accuracy, abs=0.1
-    )
+    # Of so few problems the standard deviation is 0.04; an untrained model gets 0.
+    again = sampled_accuracy(result.model, tokenizer, replace(RECIPE, dev_problems=128))
+    assert again == pytest.approx(result.sampled_accuracy, abs=0.2)
