@@ -37,6 +37,9 @@ from trainer.objective import Objective
 from trainer.ranks import World
 from trainer.ranks.totals import of_all_ranks
 from trainer.scoring import Models
+from trainer.sharding.gradient_parts import ShardedParts
+from trainer.sharding.lockstep import Lockstep
+from trainer.sharding.padding import padding, without_effect, without_weight
 from trainer.token_batch import token_batch
 from trainer.totals import StepTotals
 from trainer.transfer import to_device
@@ -70,17 +73,26 @@ class Accumulation:
         config: the trainer's settings.
         objective: what is optimised.
         models: the policy, its reference and its critic.
+        lockstep: with which the ranks compute micro-batches together, or each its own.
         keeps: whether groups are trained on again.
     """
 
     def __init__(
-        self, config: TrainerConfig, objective: Objective, models: Models, *, keeps: bool = False
+        self,
+        config: TrainerConfig,
+        objective: Objective,
+        models: Models,
+        lockstep: Lockstep,
+        *,
+        keeps: bool = False,
     ) -> None:
         self._config = config
         self._objective = objective
         self._models = models
+        self._lockstep = lockstep
         self._keeps = keeps
-        self._parts = GradientParts(models.parameters())
+        kind = ShardedParts if models.policy.is_sharded else GradientParts
+        self._parts = kind(models.parameters())
         signals = objective.algorithm.signals
         self.totals = StepTotals({**signals, **(SIGNALS if models.critic else {})})
         self.groups: dict[int, Kept] = {}
@@ -109,13 +121,25 @@ class Accumulation:
                 nothing = np.zeros(len(kept.new.trajectories))  # advantages are in `fixed`
                 work.add(kept.new.trajectories, nothing, index)
             self._count(kept, version)
-        for part in work.split(self._config.micro_batch_tokens):
-            scores, values = self._models.score(part.trajectories)
-            fixed = Fixed.of([groups[index].fixed[place] for index, place in part.owners])
-            batch = self._batch(scores, part, fixed)
-            if self._objective.uses_proximal:
-                batch = dataclasses.replace(batch, proximal_logprobs=fixed.proximal_logprobs)
-            self._train(batch, scores, values, fixed, part.trajectories, version)
+        parts = list(work.split(self._config.micro_batch_tokens))
+        for turn in range(self._lockstep.most(len(parts))):
+            with self._lockstep.turn(is_empty=turn >= len(parts)):
+                part = parts[turn] if turn < len(parts) else padding(version)
+                scores, values = self._models.score(part.trajectories)
+                if part.is_padding:
+                    fixed = self._fixed(part, scores, scores.logprobs.detach(), values)
+                else:
+                    fixed = Fixed.of([groups[index].fixed[place] for index, place in part.owners])
+                batch = self._batch(scores, part, fixed)
+                if self._objective.uses_proximal:
+                    batch = dataclasses.replace(batch, proximal_logprobs=fixed.proximal_logprobs)
+                self._train(batch, scores, values, fixed, part, version)
+
+    def pad(self, version: int) -> None:
+        """A micro-batch of padding, while other ranks have groups (`trainer.sharding.lockstep`)."""
+        train = not self._config.gathers_first
+        with self._lockstep.turn(is_empty=True), torch.set_grad_enabled(train):
+            self._micro_batch(padding(version), version, train=train)
 
     def finish(self, world: World) -> float:
         """Apply the factors that need the whole step; gives the loss's denominator.
@@ -142,7 +166,8 @@ class Accumulation:
         size, device = len(groups[0].trajectories), self._models.policy.device
         rows = torch.zeros((len(groups) * size, SUMS), dtype=torch.float64, device=device)
         for part in work.split(self._config.micro_batch_tokens):
-            found, fixed = self._micro_batch(part, version, train=train)
+            with self._lockstep.begin():
+                found, fixed = self._micro_batch(part, version, train=train)
             rows[to_device(part.places(size), device)] = found
             if self._keeps and fixed is not None:
                 lengths = [len(one.tokens) for one in part.trajectories]
@@ -157,17 +182,24 @@ class Accumulation:
         reference = self._models.reference_logprobs(some)
         fixed = None
         if self._keeps or values is not None:
-            penalty = self._objective.penalty_in_reward(scores.logprobs, reference)
-            advantages, critic = np.array(work.advantages), self._config.critic
-            fixed = fix(some, advantages, scores.logprobs, reference, penalty, values, critic)
+            fixed = self._fixed(work, scores, reference, values)
         batch = self._batch(scores, work, fixed if values is not None else None)
         batch = dataclasses.replace(batch, reference_logprobs=reference)
         if train:
-            self._train(batch, scores, values, fixed, some, version)
-        else:
+            self._train(batch, scores, values, fixed, work, version)
+        elif not work.is_padding:
             self.totals.add_tokens(batch, scores, self._nothing(), self._fresh(some, version))
         current = np.array([one.oldest_version == version for one in some])
         return disagreement_of(scores.logprobs, scores.entropy, some, current), fixed
+
+    def _fixed(
+        self, work: Work, scores: TokenScores, reference: Tensor | None, values: Values | None
+    ) -> Fixed:
+        penalty = self._objective.penalty_in_reward(scores.logprobs, reference)
+        advantages, critic = np.array(work.advantages), self._config.critic
+        return fix(
+            work.trajectories, advantages, scores.logprobs, reference, penalty, values, critic
+        )
 
     def _batch(self, scores: TokenScores, work: Work, fixed: Fixed | None) -> TokenBatch:
         """With the samples' advantages, or those of tokens that are fixed already."""
@@ -178,6 +210,8 @@ class Accumulation:
             self._config.loss_normalization,
         )
         batch = dataclasses.replace(batch, routes=scores.routes)
+        if work.is_padding:
+            batch = without_weight(batch)
         if fixed is None:
             return batch
         return dataclasses.replace(
@@ -193,15 +227,20 @@ class Accumulation:
         scores: TokenScores,
         values: Values | None,
         fixed: Fixed | None,
-        some: Sequence[Trajectory],
+        work: Work,
         version: int,
     ) -> None:
         sums = self._objective.algorithm.loss(batch)
         if values is not None and fixed is not None:
             sums = self._with_values(sums, values, fixed, batch.weights)
-        self._losses.append((tuple(sorted({t.id.group for t in some})), sums.loss.detach()))
+        if work.is_padding:
+            sums = without_effect(sums)
         self._parts.add(sums.parts)
         sums.loss.backward()
+        if work.is_padding:
+            return
+        some = work.trajectories
+        self._losses.append((tuple(sorted({t.id.group for t in some})), sums.loss.detach()))
         self.totals.add_tokens(batch, scores, sums, self._fresh(some, version))
 
     def _with_values(

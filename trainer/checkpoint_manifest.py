@@ -61,6 +61,9 @@ _FREE = frozenset(
         "mix_groups",
         "gradient_checkpointing",
         "optimizer_offload",
+        "ranks",
+        "rank_seconds",
+        "sharding",
         "critic.learning_rate",
         "critic.warmup_steps",
     }

@@ -138,6 +138,10 @@ class TrainerConfig(BaseModel):
     ranks: int = Field(default=1, ge=1, le=1024)
     """Processes that train together, each on its share of the groups and, with GPUs, on a GPU of
     its own. They share the optimizer's state (docs/trainer.md). With launcher.kind: local."""
+    sharding: Literal["optimizer", "full"] = "optimizer"
+    """What ranks share. optimizer: its state; weights and gradients are whole on each. full: all
+    three, for models that are too large for one device; ranks then compute micro-batches together
+    (docs/trainer.md)."""
     rank_seconds: float = Field(default=1800.0, gt=0, le=WEEK_SECONDS)
     """Longest wait of a rank for the others in the middle of a step, while they compute what is
     left of theirs. Then the trainer counts as lost."""
@@ -283,6 +287,15 @@ class TrainerConfig(BaseModel):
             raise ValueError(
                 f"critic: has no effect with algorithm: {self.algorithm}, which has no value "
                 "model; leave it out, or use algorithm: ppo"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shards_have_ranks(self) -> Self:
+        if self.sharding == "full" and self.ranks == 1:
+            raise ValueError(
+                "sharding: full has no effect with ranks: 1, which holds all of the model; leave "
+                "it out, or set ranks to 2 or more"
             )
         return self
 

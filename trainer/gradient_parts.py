@@ -23,7 +23,7 @@ class GradientParts:
             new = torch.autograd.grad(loss, self._parameters, retain_graph=True, allow_unused=True)
             old = self._sums.get(name)
             self._sums[name] = (
-                list(new) if old is None else [_sum(a, b) for a, b in zip(old, new, strict=True)]
+                list(new) if old is None else [add_up(a, b) for a, b in zip(old, new, strict=True)]
             )
 
     @torch.no_grad()
@@ -37,11 +37,12 @@ class GradientParts:
             factor = factors.parts.get(name, 1.0)
             for one, grad in zip(self._parameters, grads, strict=True):
                 if grad is not None:
-                    one.grad = _sum(one.grad, grad.mul_(factor))
+                    one.grad = add_up(one.grad, grad.mul_(factor))
         self._sums.clear()
 
 
-def _sum(mine: Tensor | None, other: Tensor | None) -> Tensor | None:
+def add_up(mine: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, in the first one's memory; None: 0."""
     if mine is None or other is None:
         return other if mine is None else mine
     return mine.add_(other)

@@ -41,10 +41,11 @@ from trainer.ranks import ALONE, World
 from trainer.ranks.update import Update
 from trainer.saved_state import state_of
 from trainer.scoring import load_models
+from trainer.sharding.lockstep import Lockstep
+from trainer.sharding.weights import Weights
 from trainer.snapshot import Snapshot
 from trainer.stepping import Stepping
 from wire.records import LearnerMetrics, TrainedStep
-from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import Fingerprint
 
 Group = tuple[Sequence[Trajectory], FloatArray]
@@ -111,11 +112,15 @@ class Learner:
         )
         self._policy = self._models.policy
         self._update = Update(self._policy.model, config, world)
-        self._stepping = Stepping(config, self._objective, self._models, self._update, world)
+        self.lockstep = Lockstep(world if self._policy.is_sharded else ALONE)
+        self._weights = Weights(self._policy, world)
+        self._stepping = Stepping(
+            config, self._objective, self._models, self._update, world, self.lockstep
+        )
         self._state = state_of(self._models, self._update)
         self._snapshot = Snapshot()
         self._published: Published | None = None
-        self.initial_weights = fingerprint(self.tensors()).whole
+        self.initial_weights = self._weights.fingerprint().whole
         """Digest of the weights that the run started from; empty if its checkpoint lacks it."""
         self._version = 0
         self.peak_rates: Mapping[int, float] = {}
@@ -207,17 +212,22 @@ class Learner:
         """Drop the step's gradient sums and forget its groups: they may be added again."""
         self._reset()
 
+    def pad(self) -> None:
+        """Compute a micro-batch of padding, where `lockstep` has decided that all compute one."""
+        self._sums.pad(self._version)
+
+    @property
+    def weights(self) -> Weights:
+        """Of the policy, for others."""
+        return self._weights
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight and persistent buffer by its HF name; a tied weight only once."""
-        seen: set[int] = set()
-        for name, tensor in self._policy.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor.detach()
+        """As `Weights.tensors`."""
+        return self._weights.tensors()
 
     def fingerprint(self, dtype: torch.dtype) -> Fingerprint:
         """Of the live weights as engines of this data type hold them; tied ones by each name."""
-        found = fingerprint(self._policy.model.state_dict(keep_vars=True).items(), dtype)
+        found = self._weights.fingerprint(dtype)
         self._published = Published(str(dtype).removeprefix("torch."), found.whole)
         return found
 

@@ -73,9 +73,11 @@ class StepMemory:
     """Bytes by kind. All but the last two are on the trainer's device."""
 
     weights: int
-    """Float32 masters, and what is computed with in bfloat16."""
+    """Float32 masters, and what is computed with in bfloat16; with `sharding: full` this rank's
+    part."""
     gradients: int
-    """Sums, one per part of the loss, and the newest of the largest matrix."""
+    """Sums, one per part of the loss, and the newest of the largest matrix; or this rank's part of
+    the sums."""
     moments: int
     """Adam's two, this rank's part."""
     reference: int
@@ -87,6 +89,9 @@ class StepMemory:
     process: int
     critic: int = 0
     """A value model's weights, gradients, moments and activations."""
+    gathered: int = 0
+    """With `sharding: full`, whole weights and gradients of what is computed, and what carries them
+    to the other ranks."""
     host_moments: int = 0
     """Moments that are kept on the host."""
     published: int = 0
@@ -145,16 +150,19 @@ def step_memory(
     parts = 2 if config.algorithm == "reinforce_plus_plus" else 1
     moments = 2 * count // config.ranks * (2 if config.optimizer_state == "bfloat16" else width)
     activations = _activations(shape, config, samples)
-    of_critic = shape.critic * (2 * width + moments // max(1, count)) + activations
+    full = config.sharding == "full"
+    own = width / config.ranks if full else width
+    of_critic = int(shape.critic * (2 * own + moments / max(1, count))) + activations
     return StepMemory(
-        weights=count * width + (_low_copies(shape, config) if low else 0),
-        gradients=parts * count * width + head * width,
+        weights=int(count * own) + (_low_copies(shape, config) if low and not full else 0),
+        gradients=int(parts * count * own) + (0 if full else head * width),
         moments=0 if config.optimizer_offload else moments,
-        reference=count * width if config.kl_coefficient > 0 else 0,
+        reference=int(count * own) if config.kl_coefficient > 0 else 0,
         activations=activations,
         head=_head(shape, config, samples, on_gpu=on_gpu),
         process=_PROCESS,
         critic=of_critic if shape.critic else 0,
+        gathered=_gathered(shape, config) if full else 0,
         host_moments=moments if config.optimizer_offload else 0,
         published=2 * count * engine_bytes,
     )
@@ -167,6 +175,23 @@ def _low_copies(shape: ModelShape, config: TrainerConfig) -> int:
     head = shape.vocabulary * shape.hidden
     blocks = shape.parameters - head * (1 if shape.tied else 2)
     return 2 * max(head, 2 * blocks // shape.layers)
+
+
+def _gathered(shape: ModelShape, config: TrainerConfig) -> int:
+    """Bytes of what is whole at a time.
+
+    In the backward pass of a block: its weights, those of the next one as they arrive and as they
+    are laid out, its gradients, and those of two blocks on their way to the ranks that sum them.
+    Head and embedding: weight and gradient, or the gradient twice, when it leaves; a tied one stays
+    from the head's backward pass to the embedding's.
+    """
+    width = 8 if config.dtype == "float64" else 4
+    low = 2 if config.dtype == "bfloat16" else width
+    head = shape.vocabulary * shape.hidden
+    block = (shape.parameters - head * (1 if shape.tied else 2)) // shape.layers
+    of_block = block * (4 * low + 2 * width)
+    of_head = head * (2 * width + (low if low < width else 0))
+    return of_block + of_head if shape.tied else max(of_block, of_head)
 
 
 def remedies(
@@ -191,6 +216,8 @@ def remedies(
     ]
     if on_gpu:  # on a CPU the host's memory is the device's
         ways.append(("optimizer_offload", True))
+    if config.ranks > 1:
+        ways.append(("sharding", "full"))
     ways = [(name, value) for name, value in ways if _saves(config, name, value)]
 
     def needed(changes: Mapping[str, object]) -> int:

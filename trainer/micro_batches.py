@@ -21,6 +21,8 @@ class Work:
     """`[B]`"""
     owners: list[tuple[int, int]]
     """`[B]` index of each sample's group among those added, and its place in the group."""
+    is_padding: bool = False
+    """Whether it counts nowhere (`trainer.sharding.padding`)."""
 
     def add(self, trajectories: Sequence[Trajectory], advantages: Rewards, group: int) -> None:
         """Add a whole group."""

@@ -11,10 +11,10 @@ share of such tokens is reported (`mismatch.outside_nucleus`); at staleness 0 it
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from trainer.transfer import to_device
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -97,6 +98,9 @@ class PackedBatch:
 class Policy:
     """A causal language model, packed. Attributes: `model`, `device`, `vocab_size`."""
 
+    is_sharded = False  # whether weights are in parts on ranks, which then compute together
+    _speeds_up = True
+
     def __init__(
         self,
         model_path: str,
@@ -115,8 +119,7 @@ class Policy:
         """
         if not temperature > 0:
             raise UnsupportedModelError(f"temperature must be above 0, got {temperature}")
-        refusal = truncation.refusal()
-        if refusal is not None:
+        if (refusal := truncation.refusal()) is not None:
             raise UnsupportedModelError(refusal)
         self.device = device
         self.temperature = temperature
@@ -132,7 +135,8 @@ class Policy:
         self._head: nn.Module | None = output
         self._logits = LogitMap.of(self.model.config)
         self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
-        speed_up(self.model)
+        if self._speeds_up:
+            speed_up(self.model)
         self._recomputes = bool(gradient_checkpointing)
         self._fused = self._fused_decoder(fused and not gradient_checkpointing)
         self._check_packing(model_path)
@@ -180,6 +184,10 @@ class Policy:
         with self._autocast():
             return self._hidden(batch)[batch.predictors]
 
+    def within(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that uses `hidden` and `score_hidden`; they share weights meanwhile."""
+        return function(*arguments)
+
     def score_hidden(self, hidden: Tensor, targets: Tensor) -> TokenScores:
         """As `score`, of the hidden states that `hidden` gave, if `has_plain_head`."""
         assert self._head is not None  # noqa: S101 - for the type checker
@@ -187,7 +195,7 @@ class Policy:
         processing = Processing(mapped, self.truncation)
         with self._autocast():
             if len(hidden) * self.vocab_size <= head.LOGIT_BUDGET:
-                return process(mapped.applied(self._head(hidden)), targets, processing)
+                return process(mapped.applied(self._head.forward(hidden)), targets, processing)
             return score_tokens(self._head, hidden, targets, processing, self._compute_dtype)
 
     def _autocast(self) -> torch.autocast:

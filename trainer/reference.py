@@ -12,6 +12,7 @@ import torch
 
 from trainer.config import TrainerConfig
 from trainer.policy import Policy
+from trainer.sharding.rows import local
 
 
 class Reference:
@@ -44,5 +45,8 @@ class Reference:
                 mine.lerp_(theirs, 1 - self._decay)
 
     def _pairs(self, trained: Policy) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters of both; buffers of these models are constants."""
-        return list(zip(self.policy.model.parameters(), trained.model.parameters(), strict=True))
+        """Parameters of both, or this rank's parts; buffers of these models are constants."""
+        mine, theirs = (
+            [local(one) for one in p.model.parameters()] for p in (self.policy, trained)
+        )
+        return list(zip(mine, theirs, strict=True))

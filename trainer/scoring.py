@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from trainer.policy import PackedBatch, Policy
 from trainer.ranks import World
 from trainer.reference import Reference
 from trainer.router import check_routes
+from trainer.sharding.policy import ShardedPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,11 @@ class Models:
         if critic is None or not critic.shares_trunk:
             scores = self.policy.score(self._packed(some), with_routes=self.with_routes)
             return scores, None if critic is None else critic.values(some)
+        return self.policy.within(self._from_one_trunk, critic, some)
+
+    def _from_one_trunk(
+        self, critic: Critic, some: Sequence[Trajectory]
+    ) -> tuple[TokenScores, Values]:
         states = critic.states(some)
         hidden = self.policy.hidden(states)
         values = critic.of_hidden(hidden, some)
@@ -79,8 +85,11 @@ def load_models(
     Raises:
         UnsupportedModelError: one cannot be loaded or trained packed, or the critic does not fit.
     """
+    kind: Callable[..., Policy] = Policy
+    if config.sharding == "full":
+        kind = partial(ShardedPolicy, world=world)
     load = partial(
-        Policy,
+        kind,
         dtype=config.dtype,
         device=resolve_device(config.device),
         temperature=temperature,

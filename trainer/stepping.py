@@ -33,6 +33,7 @@ from trainer.ranks import World
 from trainer.ranks.totals import of_all_ranks
 from trainer.ranks.update import Update
 from trainer.scoring import Models
+from trainer.sharding.lockstep import Lockstep
 from trainer.totals import StepTotals
 from wire.records import LearnerMetrics
 
@@ -56,6 +57,7 @@ class Stepping:
         models: the policy, and those it is trained with.
         update: of the policy.
         world: the ranks.
+        lockstep: as in `Accumulation`.
     """
 
     def __init__(
@@ -65,12 +67,14 @@ class Stepping:
         models: Models,
         update: Update,
         world: World,
+        lockstep: Lockstep,
     ) -> None:
         self._config = config
         self._objective = objective
         self._models = models
         self._update = update
         self._world = world
+        self._lockstep = lockstep
         self._keeps = config.updates_per_step > 1 or config.gathers_first
         self.torn = False
         """Whether a step changed weights and then failed."""
@@ -91,7 +95,9 @@ class Stepping:
         self._update.zero_grad()
         if self._models.critic is not None:
             self._models.critic.zero_grad()
-        return Accumulation(self._config, self._objective, self._models, keeps=self._keeps)
+        return Accumulation(
+            self._config, self._objective, self._models, self._lockstep, keeps=self._keeps
+        )
 
     def take(self, first: Accumulation, version: int, rate: float) -> LearnerMetrics:
         """All optimizer steps of a step, in which `first` has seen every group.

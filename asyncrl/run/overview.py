@@ -134,8 +134,10 @@ def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -
     if count is not None:
         each = 4 if config.engine.dtype == "float32" or _auto_float32(config, on_cpu) else 2
         reference = 4 if config.trainer.kl_coefficient > 0 else 0
-        learned = count * (_TRAINED + _MOMENTS / ranks + reference)
-        learned += critic_parameters(config, count) * (_TRAINED + _MOMENTS / ranks)
+        parts = ranks if config.trainer.sharding == "full" else 1
+        state = _TRAINED / parts + _MOMENTS / ranks
+        learned = count * (state + reference / parts)
+        learned += critic_parameters(config, count) * state
         trainer += f", {size(learned + _PROCESS * trainer_on_cpu)}"
         trainer += " each" if ranks > 1 else ""
         if on_cpu:
@@ -143,6 +145,7 @@ def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -
             generator += " each" if launcher.generators > 1 else ""
         more = f"plus KV, activations and {size(2 * each * count)} of {SHARED_MEMORY}"
     name = f"trainer of {ranks} ranks" if ranks > 1 else "trainer"
+    name += ", each with a part of the weights" if config.trainer.sharding == "full" else ""
     several = "s" if launcher.generators > 1 else ""
     spare = "" if gpus is None or not gpus.spare else f"; not used: {_names(gpus.spare)}"
     return _line(

@@ -123,7 +123,8 @@ def moments(checkpoint: Path) -> dict[str, torch.Tensor]:
     """The gradients of the first step, by Adam's first moment of it in a checkpoint."""
     index = read_index(checkpoint)
     names = [name for name in index.tensors if name.endswith("/exp_avg")]
-    found = {name: torch.empty(index.tensors[name].shape, dtype=torch.float64) for name in names}
+    kinds = {name: getattr(torch, index.tensors[name].dtype) for name in names}
+    found = {n: torch.empty(index.tensors[n].shape, dtype=kind) for n, kind in kinds.items()}
     load_tensors(checkpoint, index, {name: Box.of(one) for name, one in found.items()})
     return {f"gradient {name}": 10 * one for name, one in found.items()}
 
@@ -184,6 +185,11 @@ def main(job: str, folder: Path, model: str, sizes: Sequence[int]) -> int:
     """Run a job in worlds of these sizes; how many ranks failed."""
     torch.set_num_threads(1)
     shards.BUCKET_BYTES = 40_000  # several buckets
+    return fork_ranks(lambda world: JOBS[job](folder, model, world), folder, job, sizes)
+
+
+def fork_ranks(work: Callable[[World], None], folder: Path, name: str, sizes: Sequence[int]) -> int:
+    """Do this as each rank of worlds of these sizes; how many ranks failed."""
     children = []
     for size in sizes:
         for rank in range(size):
@@ -193,14 +199,14 @@ def main(job: str, folder: Path, model: str, sizes: Sequence[int]) -> int:
                 continue
             try:
                 world = join(
-                    folder / f"meeting-{job}-{size}",
+                    folder / f"meeting-{name}-{size}",
                     rank,
                     size,
                     on_gpu=False,
                     join_seconds=300,
                     seconds=300,
                 )
-                JOBS[job](folder, model, world)
+                work(world)
                 world.close()
             except BaseException:  # noqa: BLE001 - a fork must not return
                 traceback.print_exc()

@@ -30,6 +30,7 @@ from trainer.disagreement import SUMS
 from trainer.errors import CheckpointUnwritable
 from trainer.group_check import check_trajectory
 from trainer.ranks import ALONE
+from trainer.sharding.lockstep import Lockstep
 from wire.messages import data, to_trainer
 from wire.records import StalenessMetrics, TrainedStep
 from wire.refusals import Refusals
@@ -45,6 +46,7 @@ class FakeLearner:
 
     initial_weights = "those of the test"
     world = ALONE
+    lockstep = Lockstep(ALONE)
 
     def __init__(self) -> None:
         self.policy_version = self.staleness = 0

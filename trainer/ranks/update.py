@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trainer.config import TrainerConfig
 from trainer.optimizer import make_adamw, take_step
 from trainer.ranks.rows import Rows
 from trainer.ranks.shards import Shards
 from trainer.ranks.world import World
-from trainer.training_state import Sharding, Unsharded
+from trainer.sharding.rows import LocalRows
+from trainer.training_state import Sharding, Shardings, Unsharded
 
 
 class Update:
@@ -27,6 +29,7 @@ class Update:
         self._model = model
         self._world = world
         self._shards: Shards | None = None
+        self._divided = LocalRows([])
         self.sharding: Sharding = Unsharded()
         """What the optimizer has of the model's parameters, for checkpoints."""
         trained = [one for one in model.parameters() if one.requires_grad]
@@ -35,16 +38,17 @@ class Update:
             return
         # In the order in which the optimizer numbers them, which is that of its state.
         trained.sort(key=lambda one: one.ndim < 2)
-        self._shards = Shards(trained, world)
-        self.sharding = Rows(self._shards, world)
-        own = self._shards.own
+        divided = [one for one in trained if isinstance(one, DTensor)]
+        self._divided = LocalRows(divided)
+        self._shards = Shards([one for one in trained if not isinstance(one, DTensor)], world)
+        self.sharding = Shardings([self._divided, Rows(self._shards, world)])
         matrices = [share.parameter.ndim >= 2 for share in self._shards.shares]
-        self.optimizer = make_adamw(own, config, matrices)
+        self.optimizer = make_adamw(self._own, config, [True] * len(divided) + matrices)
 
     def step(self, rate: float, denominator: float, max_norm: float) -> float:
         """Sum gradients over the ranks, divide, clip, step; gives the norm before clipping.
 
-        A collective of all ranks.
+        A collective of all ranks. Those of divided parameters are summed already.
 
         Raises:
             NonFiniteError: a gradient is not finite; the weights are unchanged.
@@ -54,13 +58,18 @@ class Update:
             trained = [one for one in self._model.parameters() if one.requires_grad]
             return take_step(self.optimizer, trained, rate, denominator, max_norm)
         self._shards.reduce()
-        norm = take_step(
-            self.optimizer, self._shards.own, rate, denominator, max_norm, self._world.norm
-        )
-        for one in self._shards.own:
+        self._divided.take_gradients()
+        norm = take_step(self.optimizer, self._own, rate, denominator, max_norm, self._world.norm)
+        for one in self._own:
             one.grad = None
         self._shards.gather()
         return norm
+
+    @property
+    def _own(self) -> list[nn.Parameter]:
+        """What this rank's optimizer changes, where there are several ranks."""
+        assert self._shards is not None  # noqa: S101 - for the type checker
+        return [*self._divided.rows, *self._shards.own]
 
     def zero_grad(self) -> None:
         """Drop the gradients."""

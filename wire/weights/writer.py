@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,11 +92,13 @@ class WeightPublisher:
         tensors: Iterable[tuple[str, Tensor]],
         policy_version: int,
         fingerprint: Fingerprint | None = None,
+        whole: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     ) -> WeightManifest:
         """Copy these tensors into the next file and set its version.
 
         The first call fixes names, data types and shapes, and reserves the memory. `fingerprint` is
-        the publisher's own of what it decodes or trains with; it travels in the manifest.
+        the publisher's own of what it decodes or trains with; it travels in the manifest. `whole`
+        makes all of a tensor that is in parts, in the type in which it is published, one at a time.
 
         Raises:
             PublishError: there is not enough memory, the version is negative, a name comes twice,
@@ -113,7 +115,8 @@ class WeightPublisher:
         with torch.no_grad():
             for view, (_, tensor) in zip(slot.views, named, strict=True):
                 # On a GPU the conversion comes first: `copy_` would move the wider numbers.
-                own = tensor.to(view.dtype) if tensor.is_cuda else tensor
+                own = tensor if whole is None else whole(tensor, view.dtype)
+                own = own.to(view.dtype) if tensor.is_cuda else own
                 view.copy_(own, non_blocking=tensor.is_cuda)
             if any(tensor.is_cuda for _, tensor in named):
                 torch.cuda.synchronize()

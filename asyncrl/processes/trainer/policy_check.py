@@ -143,6 +143,10 @@ class PolicyCheck:
         wrong = WrongPolicy("unknown", generator, version, text)
         if not look:
             return _unexplained(wrong, f"was not looked for, as {_EXPLAINED} others are worse")
+        if self._policy.is_sharded:
+            return _unexplained(
+                wrong, "was not looked for, as no rank computes alone with trainer.sharding: full"
+            )
         try:
             return self._with_cause(wrong, suspects)
         except RuntimeError as error:  # mostly no memory; without the cause, it is still a finding

@@ -33,12 +33,13 @@ from collections import deque
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.config_by_step import ConfigByStep
-from asyncrl.errors import AsyncrlError
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.intake import DeliveryNotKept, Intake
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
+from asyncrl.processes.trainer.turns import word_of
 from monitoring.log_level import set_log_level
+from trainer.sharding.lockstep import Act
 from wire import Hub, Line
 from wire.decoding import FrameRefused, Reason
 from wire.messages import data, from_trainer, to_trainer
@@ -206,29 +207,30 @@ class TrainerProcess:
 
     async def _train(self) -> None:
         """Accumulate whole groups as they arrive; take a step when its plan is fulfilled."""
-        while not self._is_over():
-            if self._ordered_checkpoints and self._steps.step > self._ordered_checkpoints[0]:
-                self._ordered_checkpoints.popleft()
-                # Between two groups: the weights are those of a step.
-                await self._save(wanted=True, ordered=True)
-            step, done = self._steps.step, self._steps.done
+        while True:
+            self._changed.clear()
+            step = self._steps.step
             plan = self._plans.get(step)
-            groups = self._queue.take_several(
-                step, allowed=self._allowed(step, plan), tokens=self._mixed_tokens
-            )
-            if groups:
-                await self._steps.accumulate(groups)
-            elif plan is not None and done - plan:
-                raise AsyncrlError(
-                    f"step {step}: the controller reported groups {sorted(done - plan)} as failed "
-                    "after they had been accumulated; resume the run from its last checkpoint"
+            # Between two groups: the weights are those of a step.
+            saves = bool(self._ordered_checkpoints) and step > self._ordered_checkpoints[0]
+            is_over = self._is_over()
+            if not (is_over or saves):
+                groups = self._queue.take_several(
+                    step, allowed=self._allowed(step, plan), tokens=self._mixed_tokens
                 )
-            elif plan is not None and done >= plan:
-                await self._finish_step()
-            else:
-                self._changed.clear()
-                size = self._groups_per_step if plan is None else len(plan)
-                await self._steps.wait(self._changed, waited_for(len(done), size))
+                if groups:
+                    await self._steps.accumulate(groups)
+                    continue
+            done, size = self._steps.done, self._groups_per_step
+            word, cause = word_of(step, plan, done, size, is_over=is_over, saves=saves)
+            match await self._steps.decide(word, self._changed, cause):
+                case Act.END:
+                    return
+                case Act.SAVE:
+                    self._ordered_checkpoints.popleft()
+                    await self._save(wanted=True, ordered=True)
+                case Act.FINISH:
+                    await self._finish_step()
 
     def _is_over(self) -> bool:
         """Whether to train no more. What other ranks carry out is carried out first."""
@@ -295,17 +297,3 @@ class TrainerProcess:
             while self._cut_off:
                 await self._control.send(self._cut_off.pop())
             await asyncio.sleep(REPORT_SECONDS)
-
-
-def waited_for(done: int, groups: int) -> str:
-    """What a trainer without a whole group waits for, in a step of this many groups.
-
-    `first group`: no group of the step has been trained on. `last group`: one group is missing, so
-    this is the wait for the slowest sample. `step plan`: all groups are trained on, and the
-    controller has not confirmed that these are all.
-    """
-    if done >= groups:
-        return "step plan"
-    if done == 0:
-        return "first group"
-    return "last group" if done == groups - 1 else "more groups"

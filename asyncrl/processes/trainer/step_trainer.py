@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -21,11 +22,13 @@ from asyncrl.processes.trainer.rank_parts import (
     part_of,
 )
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog
+from asyncrl.processes.trainer.turns import OTHER_RANKS, asked
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
 from monitoring.timeline import Timeline
 from monitoring.tracing.tracer import Tracer
 from trainer.learner import Learner
+from trainer.sharding.lockstep import Act, Word
 from wire.messages.from_trainer import StepFinished, WrongPolicyFound
 from wire.records import TrainerTimes
 from wire.weights.broadcast.sending import WeightSender
@@ -73,6 +76,7 @@ class StepTrainer:
     ) -> None:
         self._learner = learner
         self._world = learner.world
+        self._lockstep = learner.lockstep
         self._sender = sender
         self._publisher = publisher
         self._engine_dtype = engine_dtype
@@ -124,17 +128,23 @@ class StepTrainer:
     async def publish(self) -> WeightManifest | None:
         """Publish the present weights with their fingerprint; only rank 0 does.
 
+        Where weights are in parts, the other ranks take part.
+
         Raises:
             PublishError: they cannot be published.
+            RankLost: another rank did not take part.
         """
         if not self._world.leads:
+            if self._lockstep.is_shared:
+                await asyncio.to_thread(self._learner.weights.take_part, self._engine_dtype)
             return None
         with self._timeline.span(SpanKind.TRANSFERRING_WEIGHTS, version=self.step):
             return await asyncio.to_thread(self._publish)
 
     def _publish(self) -> WeightManifest:
         fingerprint = self._learner.fingerprint(self._engine_dtype)
-        manifest = self._publisher.publish(self._learner.tensors(), self.step, fingerprint)
+        whole = self._learner.weights.whole if self._lockstep.is_shared else None
+        manifest = self._publisher.publish(self._learner.tensors(), self.step, fingerprint, whole)
         return manifest if self._sender is None else self._sender.publish(manifest)
 
     async def accumulate(self, groups: Sequence[WholeGroup]) -> None:
@@ -159,9 +169,36 @@ class StepTrainer:
 
     async def wait(self, changed: asyncio.Event, cause: str) -> None:
         """Wait for an event; `cause` is what the time line shows."""
+        with self._waiting(cause):
+            await changed.wait()
+
+    async def decide(self, word: Word, changed: asyncio.Event, cause: str) -> Act:
+        """What this rank does next; with weights in parts, what all do. Waits if that is to wait.
+
+        Args:
+            word: what this rank has.
+            changed: set when it has something else, which gives `WAIT`.
+            cause: of a wait, as the time line shows it.
+
+        Raises:
+            RankLost: another rank did not take part.
+        """
+        if not self._lockstep.is_shared:
+            act = self._lockstep.said(word)
+            if act is Act.WAIT:
+                await self.wait(changed, cause)
+            return act
+        with self._waiting(cause):
+            act = await asked(self._lockstep, word, changed)
+            if act is Act.COMPUTE:
+                await asyncio.to_thread(self._learner.pad)
+        return act
+
+    @contextlib.contextmanager
+    def _waiting(self, cause: str) -> Iterator[None]:
         began = time.monotonic()
         with self._timeline.waiting(cause, step=self.step):
-            await changed.wait()
+            yield
         self._waited[cause] += time.monotonic() - began
 
     async def wrong_policies(self) -> list[WrongPolicyFound]:
@@ -178,10 +215,9 @@ class StepTrainer:
         """
         if self._world.size == 1:
             return own
-        began, cause = time.monotonic(), "other ranks"
-        with self._timeline.waiting(cause, step=self.step):
+        began = time.monotonic()
+        with self._waiting(OTHER_RANKS):
             found = await asyncio.to_thread(self._world.any, own, f"step {self.step}")
-        self._waited[cause] += time.monotonic() - began
         self._metrics.rank_wait.observe(time.monotonic() - began)
         return found
 
@@ -207,7 +243,7 @@ class StepTrainer:
             groups,
             self._samples,
             self._terms,
-            waited_seconds=self._waited["other ranks"],
+            waited_seconds=self._waited[OTHER_RANKS],
             follows=self._check is None or self._check.follows,
         )
         parts = await asyncio.to_thread(gathered, own, self._world)

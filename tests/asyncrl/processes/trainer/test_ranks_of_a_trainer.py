@@ -6,11 +6,14 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from threaded_world import ThreadedWorld
 from trainer_harness import TrainerHarness
 
 from asyncrl.processes.trainer.rank_parts import RankPart, lost_to_imbalance, mean_terms, part_of
+from trainer.sharding.lockstep import Lockstep
 from wire.messages.from_trainer import CheckpointWritten, StepFinished, TrainerReady
 from wire.messages.to_trainer import Shutdown, StepPlan, WriteCheckpoint
 from wire.weights.writer import WeightPublisher
@@ -130,3 +133,51 @@ def test_parts_of_a_step_are_put_together() -> None:
     assert mean_terms(parts) == (2 / 3, 1.0)
     assert mean_terms(parts[1:2]) == ()
     assert lost_to_imbalance(parts) == 1.0
+
+
+def in_lockstep(ranks: Ranks) -> list[int]:
+    """Make the fakes compute together as with weights in parts; counts their empty turns."""
+    padded = [0, 0]
+    for rank, (harness, world) in enumerate(zip(ranks.both, ranks.worlds, strict=True)):
+        lockstep = Lockstep(world)
+        harness.learner.lockstep = harness.process._steps._lockstep = lockstep
+        add = harness.learner.add_groups
+
+        def added(*values: object, lockstep: Lockstep = lockstep, add: Any = add) -> object:
+            with lockstep.begin():
+                return add(*values)
+
+        def pad(rank: int = rank) -> None:
+            padded[rank] += 1
+
+        harness.learner.add_groups = added
+        harness.learner.pad = pad
+        harness.learner.weights = SimpleNamespace(take_part=lambda _dtype: None, whole=None)
+    return padded
+
+
+def test_with_weights_in_parts_one_rank_pads_while_the_other_computes(tmp_path: Path) -> None:
+    """Rank 1 gets its group, a checkpoint to write and the end of the run when rank 0 is done."""
+    padded: list[list[int]] = []
+
+    async def scenario(ranks: Ranks) -> None:
+        padded.append(in_lockstep(ranks))
+        ranks.slow.set()
+        first, second = ranks.both
+        first.deliver(0, step=0)
+        first.control.inbox.put_nowait(StepPlan(0, (0,)))
+        first.control.inbox.put_nowait(WriteCheckpoint())
+        await asyncio.to_thread(first.learner.added.wait, 60)
+        second.deliver(1, step=0)
+        second.control.inbox.put_nowait(StepPlan(0, (1,)))
+        await first.sent(StepFinished, 1)
+        second.control.inbox.put_nowait(WriteCheckpoint())
+        await first.sent(CheckpointWritten, 1)
+        first.control.inbox.put_nowait(Shutdown(checkpoint=False))
+        second.control.inbox.put_nowait(Shutdown(checkpoint=False))
+
+    ranks = play(tmp_path, scenario)
+    assert [one.learner.groups for one in ranks.both] == [[[0], []], [[1], []]]
+    assert padded == [[1, 1]], "each computes its group, and padding with the other's"
+    assert [one.learner.attempts for one in ranks.both] == [[1], [1]]
+    assert ranks.worlds[0].said == ranks.worlds[1].said

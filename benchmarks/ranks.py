@@ -1,0 +1,224 @@
+"""Memory, time and bytes of a training step of several ranks, with weights in parts and without.
+
+    python -m benchmarks.ranks [--quick] [--ranks 2] [--dtype float32] [--json FILE]
+
+Each mode of `trainer.sharding` trains a random model on the same random tokens, every rank in a
+process of its own, connected by gloo over loopback. Memory is each rank's peak, of pages that it
+has used, next to the estimate of `trainer.memory`. Bytes are those of the loopback interface, next
+to the least that `full` can do with: weights are brought together twice in a micro-batch, and
+gradients summed once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import write_json
+from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+
+VOCABULARY, GROUP_SIZE, MODES = 8192, 4, ("optimizer", "full")
+LENGTH = 256
+"""Tokens of each sample, of which a quarter are the prompt."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="28M parameters instead of 82M")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--groups", type=int, default=2, help="micro-batches of each rank in a step"
+    )
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="trainer.gradient_checkpointing"
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank is not None:
+        _rank(json.loads(args.rank))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        raw = {mode: _mode(Path(folder), args, mode) for mode in MODES}
+    _print(raw, args)
+    if args.json:
+        full, plain = raw["full"], raw["optimizer"]
+        ratios = {
+            "peak_full_vs_optimizer": full["peak"] / plain["peak"],
+            "seconds_full_vs_optimizer": full["seconds"] / plain["seconds"],
+            "bytes_vs_least": full["sent"] / full["least"],
+        }
+        write_json(args.json, "ranks", raw, ratios)
+
+
+def _mode(folder: Path, args: argparse.Namespace, mode: str) -> dict[str, Any]:
+    """All ranks of one mode."""
+    plan = {
+        "folder": str(folder),
+        "model": _model(folder, 512 if args.quick else 768, 8 if args.quick else 10),
+        "meeting": str(folder / f"meeting-{mode}"),
+        "groups": args.groups,
+        "steps": args.steps,
+        "settings": {
+            "ranks": args.ranks,
+            "sharding": mode,
+            "dtype": args.dtype,
+            "fused": False,
+            "device": "cpu",
+            "threads": 1,
+            "gradient_checkpointing": args.checkpointing,
+            "async_checkpoints": False,
+        },
+    }
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.ranks", "--rank", json.dumps(plan | {"rank": rank})],
+            env=environment,
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(args.ranks)
+    ]
+    found = [json.loads(child.communicate(timeout=3000)[0]) for child in children]
+    return found[0] | {"peak": max(one["peak"] for one in found)}
+
+
+def _model(folder: Path, hidden: int, layers: int) -> str:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    path = folder / "model"
+    if not path.exists():
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=3 * hidden,
+            num_hidden_layers=layers, num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 128, head_dim=64, max_position_embeddings=LENGTH,
+            tie_word_embeddings=False, eos_token_id=None, bos_token_id=None,
+        )  # fmt: skip
+        Qwen3ForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def _rank(plan: dict[str, Any]) -> None:
+    """One rank: prints what it measured."""
+    from trainer.config import TrainerConfig
+    from trainer.learner import Learner
+    from trainer.memory import ModelShape, Samples, step_memory
+    from trainer.ranks.world import join
+    from trainer.sharding.lockstep import Act, Has, Word
+
+    config = TrainerConfig.model_validate(plan["settings"])
+    world = join(
+        Path(plan["meeting"]), plan["rank"], config.ranks,
+        on_gpu=False, join_seconds=600, seconds=1800,
+    )  # fmt: skip
+    learner = Learner(config, plan["model"], group_size=GROUP_SIZE, seed=0, world=world)
+    world.barrier("the start")
+    before_model = _forget_peak()
+    seconds, sent = [], []
+    for step in range(plan["steps"]):
+        mine = range(plan["rank"], plan["groups"] * config.ranks, config.ranks)
+        groups = [_group(1000 * step + one, step) for one in mine]
+        world.barrier("the step")
+        began, before = time.perf_counter(), _loopback()
+        for group in groups:
+            learner.add_group(group, np.random.default_rng(1).normal(size=GROUP_SIZE))
+        while learner.lockstep.said(Word(Has.DONE)) is Act.COMPUTE:
+            learner.pad()
+        learner.step()
+        world.barrier("the end of the step")
+        seconds.append(time.perf_counter() - began)
+        sent.append(_loopback() - before)
+    shape = ModelShape.of(json.loads((Path(plan["model"]) / "config.json").read_text()))
+    assert shape is not None
+    needs = step_memory(shape, config, Samples(LENGTH, GROUP_SIZE), on_gpu=False)
+    low = 2 if config.dtype == "bfloat16" else 4
+    others = shape.parameters * (config.ranks - 1)
+    least = plan["groups"] * others * (2 * low + 4)
+    print(json.dumps({
+        "parameters": shape.parameters,
+        "seconds": statistics.median(seconds[1:] or seconds),
+        "sent": statistics.median(sent[1:] or sent),
+        "least": least if config.sharding == "full" else 2 * 4 * others,
+        "peak": _peak(),
+        "at_start": before_model,
+        "estimate": needs.device,
+        "kinds": dict(needs.kinds()),
+    }))  # fmt: skip
+    world.close()
+
+
+def _group(number: int, version: int) -> list[Trajectory]:
+    rng = np.random.default_rng(number)
+    prompt = rng.integers(0, VOCABULARY, LENGTH // 4).astype(np.int32)
+    out = []
+    for sample in range(GROUP_SIZE):
+        tokens = rng.integers(0, VOCABULARY, LENGTH - len(prompt)).astype(np.int32)
+        guess = np.full(len(tokens), -9, np.float32)
+        builder = TrajectoryBuilder(SampleId(number, sample), "p", prompt)
+        builder.append(
+            tokens=tokens,
+            logprobs=guess,
+            topk_ids=tokens[:, None],
+            topk_logprobs=guess[:, None],
+            noise_seeds=np.zeros(len(tokens), np.uint64),
+            provenance=np.full(len(tokens), Provenance.SAMPLED, np.uint8),
+            policy_version=version,
+        )
+        out.append(builder.finish("stop"))
+    return out
+
+
+def _forget_peak() -> int:
+    """Forget the peak of loading, which holds the whole model; gives the bytes that are held."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(one for one in lines if one.startswith(name)).split()[1]) * 1024
+
+
+def _loopback() -> int:
+    """Bytes that were sent over the loopback interface, of all ranks."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    fields = next(one for one in lines if one.strip().startswith("lo:")).split(":")[1].split()
+    return int(fields[8])
+
+
+def _print(raw: dict[str, Any], args: argparse.Namespace) -> None:
+    count = raw["full"]["parameters"] / 1e6
+    table = Table(title=f"{count:.0f}M parameters, {args.ranks} ranks, {args.dtype}")
+    for name in ("sharding", "s a step", "MB of a rank", "estimate", "MB sent", "least"):
+        table.add_column(name, justify="right")
+    for mode, one in raw.items():
+        table.add_row(
+            mode,
+            f"{one['seconds']:.2f}",
+            *(f"{one[name] / 1e6:,.0f}" for name in ("peak", "estimate", "sent", "least")),
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

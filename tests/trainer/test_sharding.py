@@ -1,0 +1,117 @@
+"""Ranks with weights in parts train what one rank would: real processes, connected by gloo."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sharded_learner import CASES, RESUMED, RUNS
+
+from trainer.config import TrainerConfig
+from trainer.sharding.lockstep import Act, Has, Word, decided
+
+SEVERAL = [one for one in RUNS if one[2] > 1]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory, model_path: Callable[[str], str]) -> Path:
+    """The folder of all jobs of `sharded_learner`; torch is loaded once for them."""
+    folder = tmp_path_factory.mktemp("sharded")
+    models = [model_path(name) for name in ("qwen3", "llama", "qwen3_moe")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", "-m", "sharded_learner", str(folder), *models]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    return folder
+
+
+def _said(ran: Path, name: str) -> Any:
+    return json.loads((ran / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize(("case", "deal", "size"), SEVERAL)
+def test_the_gradient_and_the_step_are_those_of_one_rank(
+    ran: Path, case: str, deal: str, size: int
+) -> None:
+    want = load_file(ran / f"{case} in turn 1.safetensors")
+    got = load_file(ran / f"{case} {deal} {size}.safetensors")
+    assert got.keys() == want.keys()
+    assert any(name.startswith("gradient") and bool(one.any()) for name, one in want.items())
+    close = 1e-5 if case == "experts" else 1e-10
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, atol=close, rtol=close, msg=name)
+
+
+@pytest.mark.parametrize(("case", "deal", "size"), SEVERAL)
+def test_padding_is_in_no_number_of_a_step(ran: Path, case: str, deal: str, size: int) -> None:
+    want, got = _said(ran, f"{case} in turn 1"), _said(ran, f"{case} {deal} {size}")
+    assert want["empty"] == 0
+    assert got["empty"] > 0 or deal != "all to the last"
+    close = 1e-5 if case == "experts" else 1e-10
+    assert _near(want["metrics"], close) == got["metrics"]
+
+
+def _near(value: Any, close: float) -> Any:
+    if isinstance(value, dict):
+        return {key: _near(one, close) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_near(one, close) for one in value]
+    return pytest.approx(value, rel=close, abs=close) if isinstance(value, float) else value
+
+
+def test_the_fingerprint_of_parts_is_that_of_the_whole(ran: Path) -> None:
+    for case in CASES:
+        want, got = _said(ran, f"{case} in turn 1"), _said(ran, f"{case} in turn 2")
+        assert got["digest"] == want["digest"], case
+
+
+@pytest.mark.parametrize(("before", "after", "full"), RESUMED)
+def test_a_checkpoint_continues_with_parts_and_without(
+    ran: Path, before: int, after: int, full: bool
+) -> None:
+    want = load_file(ran / "grpo in turn 1.safetensors")
+    got = load_file(ran / f"{before} to {after} {full}.safetensors")
+    for name, value in got.items():
+        torch.testing.assert_close(value, want[name], atol=1e-10, rtol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_the_same_order_of_sums_every_bit_is_the_same(ran: Path, dtype: str) -> None:
+    want = load_file(ran / f"{dtype} False.safetensors")
+    got = load_file(ran / f"{dtype} True.safetensors")
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+def test_a_rank_that_is_lost_in_a_micro_batch_is_noticed(ran: Path) -> None:
+    said = (ran / "lost 0").read_text()
+    assert said.startswith("rank 0 of 2 lost another one in a micro-batch: ")
+
+
+def test_what_all_do_follows_from_what_each_has() -> None:
+    """Every combination of three ranks; nobody computes before a checkpoint that all know of."""
+    words = [Word(has) for has in Has] + [Word(Has.NOTHING, saves=True)]
+    for each in itertools.product(words, repeat=3):
+        act = decided(each)
+        have = [one.has for one in each]
+        if all(one.saves for one in each):
+            assert act is Act.SAVE
+        elif Has.WORK in have:
+            assert act is Act.COMPUTE
+        elif not any(one.saves for one in each) and set(have) in ({Has.DONE}, {Has.OVER}):
+            assert act is {Has.DONE: Act.FINISH, Has.OVER: Act.END}[have[0]]
+        else:
+            assert act is Act.WAIT
+
+
+def test_one_rank_has_nothing_to_divide() -> None:
+    with pytest.raises(ValueError, match="sharding: full has no effect with ranks: 1"):
+        TrainerConfig(sharding="full")

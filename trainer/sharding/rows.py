@@ -1,0 +1,66 @@
+"""This rank's rows of the parameters that FSDP2 has divided: DTensors on one axis of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.checkpoint_tensors import Box
+from trainer.ranks.world import World
+
+
+class LocalRows:
+    """What an optimizer of one rank has of divided parameters.
+
+    A `trainer.training_state.Sharding`. Attribute: `rows`, this rank's of each, in its memory.
+
+    Args:
+        parameters: DTensors.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self.rows = [nn.Parameter(local(one), requires_grad=False) for one in parameters]
+        pairs = zip(parameters, self.rows, strict=True)
+        self._own = {id(parameter): own for parameter, own in pairs}
+
+    def take_gradients(self) -> None:
+        """Give this rank's rows their gradients, which are summed over the ranks already."""
+        for parameter, own in zip(self._parameters, self.rows, strict=True):
+            own.grad = None if parameter.grad is None else local(parameter.grad)
+            parameter.grad = None
+
+    def own(self, parameter: nn.Parameter) -> nn.Parameter:
+        """This rank's rows of a parameter; the parameter itself if it is not one of these."""
+        return self._own.get(id(parameter), parameter)
+
+    def box(self, parameter: nn.Parameter, local: Tensor) -> Box:
+        """The place of rows that are like this rank's rows of a parameter."""
+        found = Box.of(parameter)
+        return Box(local, found.shape, found.offsets, found.is_written)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, without gradient; any other tensor itself."""
+    found = tensor.detach()
+    return found.to_local() if isinstance(found, DTensor) else found
+
+
+@torch.no_grad()
+def whole(tensor: Tensor, dtype: torch.dtype, world: World) -> Tensor:
+    """All rows of a tensor, in this type. A collective if it is a DTensor. Raises RankLost."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to(dtype)
+    mine = local(tensor).to(dtype)
+    count = tensor.shape[0]
+    height = -(-count // world.size)
+    given = mine.new_zeros(height, *tensor.shape[1:])
+    given[: len(mine)] = mine
+    found = mine.new_empty(world.size * height, *tensor.shape[1:])
+    # As bytes: not every exchange knows every type.
+    parts = found.view(-1).view(torch.uint8).view(world.size, -1)
+    world.all_gather(parts, given.view(-1).view(torch.uint8), "weights")
+    return found[:count]
