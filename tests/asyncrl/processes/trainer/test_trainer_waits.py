@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.processes.trainer.process import waited_for
+from asyncrl.processes.trainer.turns import waited_for
 
 
 @pytest.mark.parametrize(
