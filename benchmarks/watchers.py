@@ -3,35 +3,41 @@
     python -m benchmarks.watchers [--quick] [--watchers 100] [--json FILE]
 
 One run trains throughout, without its web page. Periods without any watcher and periods with many
-take turns in random order, so that what else the machine does falls on both alike. A watcher keeps
-one connection and asks once a second, as `asyncrl watch` does. All watchers are one process of the
-lowest priority, since they stand for people at other machines.
+take turns in random order, so that what else the machine does falls on both alike. A watcher is the
+connection of `asyncrl watch`: it is sent a view once a second and asks again every ten.
 
-Measured in each period: wall time per step, and CPU time of the controller. On a machine that has
-other work, the CPU time says more.
+Measured in each period: wall time per step, and CPU time of the controller and of the watchers. The
+watchers are one process of the lowest priority on the same cores, so the time per step includes
+what they do themselves. That is little compared with as many terminals, each of which draws a
+panel: `asyncrl watch` runs on the controller's machine, and its own CPU time is measured apart, on
+one command in a terminal.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
+import pty
 import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from asyncrl.run.control import open_line
-from asyncrl.run.watching import ASK_SECONDS
+from asyncrl.run.audience import VIEW_SECONDS
+from asyncrl.run.watching import Watching
 from benchmarks.report import write_json
 from benchmarks.watched_run import SETTLE_SECONDS, cpu_seconds, watched_run
 from monitoring.metrics_log import read_metrics
-from wire.messages import control
 
-ANSWER_SECONDS = 30.0
+COMMAND_SECONDS = 20.0
+"""How long one command in a terminal is looked at, from its first panel on."""
+FIRST_PANEL_BYTES = 2000
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,20 @@ class Period:
     """Mean time from one finished step to the next."""
     controller_cpu: float
     """Share of a core."""
+    watchers_cpu: float
+    """Of the process that all watchers are."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One `asyncrl watch` in a terminal."""
+
+    cpu: float
+    """Share of a core, once it shows the run."""
+    start_cpu_seconds: float
+    """CPU time before that."""
+    resident_bytes: int
+    written_bytes_per_second: float
 
 
 def main() -> None:
@@ -53,10 +73,11 @@ def main() -> None:
     parser.add_argument("--watchers", type=int, default=100)
     parser.add_argument("--json")
     given = parser.parse_args()
-    pairs, seconds = (3, 8.0) if given.quick else (20, 30.0)
+    pairs, seconds = (5, 8.0) if given.quick else (20, 30.0)
     with watched_run(10, ["monitoring.web.enabled=false"]) as (run, controller):
         periods = _measure(run, controller, given.watchers, pairs, seconds)
-    _tell(periods, given.watchers, given.json)
+        command = _command(run)
+    _tell(periods, command, given.watchers, given.json)
 
 
 def _measure(run: Path, controller: int, watchers: int, pairs: int, seconds: float) -> list[Period]:
@@ -66,25 +87,31 @@ def _measure(run: Path, controller: int, watchers: int, pairs: int, seconds: flo
         for count in random_.sample([0, watchers], 2):
             audience = _audience(run, count) if count else None
             time.sleep(SETTLE_SECONDS)
-            periods.append(_period(run, controller, count, seconds))
+            periods.append(_period(run, controller, audience, count, seconds))
             if audience is not None:
                 audience.kill()
                 audience.wait()
             one = periods[-1]
             print(
                 f"{one.watchers:4} watchers: {one.steps} steps, {one.step_seconds:.4f} s each; "
-                f"controller {100 * one.controller_cpu:.1f} % of a core",
+                f"CPU, % of a core: controller {100 * one.controller_cpu:.1f}, watchers "
+                f"{100 * one.watchers_cpu:.1f}",
                 flush=True,
             )
     return periods
 
 
-def _period(run: Path, controller: int, count: int, seconds: float) -> Period:
-    before, began, wall = cpu_seconds(controller), time.monotonic(), time.time()
+def _period(
+    run: Path, controller: int, audience: subprocess.Popen[str] | None, count: int, seconds: float
+) -> Period:
+    pids = [controller] if audience is None else [controller, audience.pid]
+    before, began, wall = [cpu_seconds(pid) for pid in pids], time.monotonic(), time.time()
     time.sleep(seconds)
-    used = (cpu_seconds(controller) - before) / (time.monotonic() - began)
+    after, took = [cpu_seconds(pid) for pid in pids], time.monotonic() - began
+    used = [(new - old) / took for old, new in zip(before, after, strict=True)]
     times = [one.time for one in read_metrics(run / "metrics.jsonl") if one.time >= wall]
-    return Period(count, len(times), (times[-1] - times[0]) / (len(times) - 1), used)
+    step_seconds = (times[-1] - times[0]) / (len(times) - 1)
+    return Period(count, len(times), step_seconds, used[0], used[1] if audience else 0.0)
 
 
 def _audience(run: Path, count: int) -> subprocess.Popen[str]:
@@ -106,14 +133,11 @@ async def _watch(run: Path, count: int) -> None:
     answered = [asyncio.Event() for _ in range(count)]
 
     async def one(number: int) -> None:
-        line = open_line(run)
-        await asyncio.sleep(ASK_SECONDS * number / count)
-        while True:
-            await line.send(control.StatusRequest())
-            reply = await line.receive_within(ANSWER_SECONDS, what="the controller's answer")
-            assert isinstance(reply, control.StatusReply)
+        await asyncio.sleep(VIEW_SECONDS * number / count)
+        watching = Watching(run)
+        while await watching.view(print) is not None:
             answered[number].set()
-            await asyncio.sleep(ASK_SECONDS)
+        raise SystemExit("the run has ended")
 
     async with asyncio.TaskGroup() as group:
         for number in range(count):
@@ -123,7 +147,42 @@ async def _watch(run: Path, count: int) -> None:
         print("all watch", flush=True)
 
 
-def _tell(periods: list[Period], watchers: int, path: str | None) -> None:
+def _command(run: Path) -> Command:
+    """What one `asyncrl watch` in a terminal takes itself."""
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "asyncrl", "watch", run.name, "--runs", str(run.parent)]
+    terminal = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
+    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=terminal)
+    os.close(theirs)
+    written = 0
+
+    def read() -> None:
+        nonlocal written
+        with contextlib.suppress(OSError):
+            while piece := os.read(ours, 1 << 16):
+                written += len(piece)
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        deadline = time.monotonic() + 120
+        while written < FIRST_PANEL_BYTES:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("`asyncrl watch` showed no panel")
+            time.sleep(0.1)
+        start, shown = cpu_seconds(process.pid), written
+        time.sleep(COMMAND_SECONDS)
+        used = cpu_seconds(process.pid) - start
+        pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+        resident = pages * os.sysconf("SC_PAGE_SIZE")
+        written_per_second = (written - shown) / COMMAND_SECONDS
+        return Command(used / COMMAND_SECONDS, start, resident, written_per_second)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def _tell(periods: list[Period], command: Command, watchers: int, path: str | None) -> None:
     turns = [periods[i : i + 2] for i in range(0, len(periods), 2)]
     pairs = [sorted(turn, key=lambda one: one.watchers) for turn in turns]
     slower = [with_.step_seconds / without.step_seconds - 1 for without, with_ in pairs]
@@ -132,15 +191,24 @@ def _tell(periods: list[Period], watchers: int, path: str | None) -> None:
     print(
         f"{watchers} watchers: controller {100 * statistics.median(more):+.2f} % of a core; step "
         f"time {100 * statistics.mean(slower):+.1f} % (standard error {100 * error:.1f}, "
-        f"{len(pairs)} pairs)"
+        f"{len(pairs)} pairs), of which they take themselves "
+        f"{100 * statistics.median(with_.watchers_cpu for _, with_ in pairs):.1f} % of a core"
+    )
+    print(
+        f"one `asyncrl watch` in a terminal: {100 * command.cpu:.1f} % of a core, "
+        f"{command.resident_bytes / 2**20:.0f} MiB, {command.start_cpu_seconds:.1f} s of CPU to "
+        "start"
     )
     if path:
         ratios = {
             "step_seconds_with_over_without": 1 + statistics.mean(slower),
             "standard_error": error,
             "more_controller_cpu": statistics.median(more),
+            "watchers_cpu": statistics.median(with_.watchers_cpu for _, with_ in pairs),
+            "one_command_cpu": command.cpu,
         }
-        write_json(path, "watchers", {"periods": [asdict(one) for one in periods]}, ratios)
+        raw = {"periods": [asdict(one) for one in periods], "command": asdict(command)}
+        write_json(path, "watchers", raw, ratios)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 
 A stream that is not a terminal gets plain text only: no colours, no cursor movements, no lines
 wrapped at eighty columns. `update` may be called as often as there is news. The panel is redrawn
-four times a second. Lines are printed when a step is finished, when the phase changes, and at
+at a fixed rate. Lines are printed when a step is finished, when the phase changes, and at
 least every half minute, so that a log never looks dead.
 """
 
@@ -30,7 +30,7 @@ from monitoring.wording import without_controls
 
 logger = logging.getLogger(__name__)
 
-REFRESHES_PER_SECOND = 4
+REFRESH_SECONDS = 0.25
 QUIET_SECONDS = 30.0
 """Longest time between two lines of the plain view while `update` is called."""
 WIDE_COLUMNS = 92
@@ -54,6 +54,7 @@ class LiveView:
         run_name: shown in the title.
         console: what to print on; None: standard output.
         clock: monotonic seconds.
+        refresh_seconds: between two drawings of the panel.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class LiveView:
         run_name: str,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        refresh_seconds: float = REFRESH_SECONDS,
     ) -> None:
         console = console or Console()
         terminal = console.is_terminal and not console.is_dumb_terminal
@@ -70,7 +72,7 @@ class LiveView:
         if config.live == "off":
             self._view = _NoView()
         elif terminal and config.live != "plain":
-            self._view = _PanelView(console, total_steps, run_name)
+            self._view = _PanelView(console, total_steps, run_name, refresh_seconds)
         else:
             self._view = _PlainView(console, total_steps, run_name, clock)
             if config.live == "rich":
@@ -126,14 +128,16 @@ class _NoView:
 class _PanelView:
     """A panel that is redrawn in place."""
 
-    def __init__(self, console: Console, total_steps: int, run_name: str) -> None:
+    def __init__(
+        self, console: Console, total_steps: int, run_name: str, refresh_seconds: float
+    ) -> None:
         self._total_steps = total_steps
         self._run_name = run_name
         self._console = console
         self._last = RunView()
         self._live = Live(
             console=console,
-            refresh_per_second=REFRESHES_PER_SECOND,
+            refresh_per_second=1 / refresh_seconds,
             get_renderable=self._render,
             redirect_stdout=False,
             redirect_stderr=False,

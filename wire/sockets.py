@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -189,26 +189,25 @@ class Hub(Generic[In]):
             self._unsent[peer] = now
             logger.warning("a message could not be sent to %s: %s", peer, error)
 
-    async def send(self, peer: str, message: msgspec.Struct) -> None:
-        """Send to one peer.
+    async def send(self, peer: str, message: msgspec.Struct | msgspec.Raw) -> None:
+        """Send to one peer. A message that goes to many is encoded once, by its sender (`Raw`).
 
         Raises:
             Unreachable: no peer of that name is connected.
         """
         self._outbox.flush_peer(peer)
+        body = self._encoder.encode(message)
         if peer in self._sessions:
-            self._send_in_session(peer, self._encoder.encode(message))
+            self._send_in_session(peer, body)
             self._sessions.flush()
-            return
-        try:
-            await self._socket.send_multipart(
-                [self._keys.identity_of(peer), *split(self._encoder.encode(message))],
-                flags=zmq.NOBLOCK,
-            )
-        except zmq.ZMQError as error:
+        elif (error := self._try_to_send(peer, body)) is not None:
             raise Unreachable(
-                f"{type(message).__name__} could not be sent to {peer}: {error.strerror}"
+                f"{type(message).__name__} could not be sent to {peer}: {error}"
             ) from error
+
+    def send_to_all(self, peers: Iterable[str], body: msgspec.Raw) -> list[str]:
+        """Send to many, none of whom has a session. Who is gone, or takes nothing, is returned."""
+        return [peer for peer in peers if self._try_to_send(peer, bytes(body)) is not None]
 
     async def receive(self) -> tuple[str, In]:
         """Wait for the next message. Callers bound the wait with `asyncio.timeout`."""

@@ -63,8 +63,9 @@ class LauncherConfig(BaseModel):
     """Longest time for a checkpoint: one that takes longer is given up, and training continues. The
     trainer has this much more time to end, because it saves one."""
     max_restarts: int = Field(default=3, ge=0, le=10_000)
-    """Most restarts of processes that died: generators and trainers, counted together. A restarted
-    trainer continues from the newest checkpoint (trainer.checkpoint_every)."""
+    """Most restarts of processes that died: generators and trainers, counted together. Those that
+    were lost with their machine (Ray's node, an agent) do not count. A restarted trainer continues
+    from the newest checkpoint (trainer.checkpoint_every)."""
     ray: RayConfig = RayConfig()
     agents: AgentsConfig = AgentsConfig()
 

@@ -1,4 +1,4 @@
-"""User requests to an active run: both ends of `asyncrl status|stop|pause|resume`."""
+"""User requests to an active run: both ends of `asyncrl status|watch|stop|pause|resume|...`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
+
 from asyncrl.config import load_config
 from asyncrl.errors import UserError
+from asyncrl.run.audience import Audience
 from asyncrl.run.command_lines import command_for, resume_command
 from asyncrl.run.directory import is_alive, read_state
 from wire import Hub, Line, RunKey, Unreachable
@@ -33,6 +36,9 @@ _AT_ONCE = 200
 """Requests that are being answered at the same time."""
 
 _HUB = "user"
+
+Answer = Callable[[str, control.Request], Awaitable[control.Reply | msgspec.Raw]]
+"""What a peer's request is answered."""
 
 _ENDINGS = {
     "done": "is done",
@@ -64,23 +70,34 @@ def user_hub(address: str, key: RunKey, refusals: Refusals) -> Hub[control.Reque
 
 
 async def serve_control(
-    hub: Hub[control.Request], answer: Callable[[control.Request], Awaitable[control.Reply]]
+    hub: Hub[control.Request],
+    answer: Callable[[control.Request], Awaitable[control.Reply | msgspec.Raw]],
+    view: Callable[[], control.ViewReply],
 ) -> None:
-    """Answer requests, until cancelled. A request that fails is refused.
+    """Answer requests and show the run to those who watch, until cancelled.
 
-    One that takes long (a checkpoint) holds up no other. At most `_AT_ONCE` are being answered.
+    A request that fails is refused. One that takes long (a checkpoint) holds up no other. At most
+    `_AT_ONCE` are being answered.
     """
+    audience = Audience(hub, view)
+
+    async def answer_of(peer: str, request: control.Request) -> control.Reply | msgspec.Raw:
+        if isinstance(request, control.WatchRequest):
+            return audience.join(peer)
+        return await answer(request)
+
+    showing = asyncio.create_task(audience.show())
     answering: set[asyncio.Task[None]] = set()
     try:
         while True:
             peer, request = await hub.receive()
             if len(answering) >= _AT_ONCE:
                 await asyncio.wait(answering, return_when=asyncio.FIRST_COMPLETED)
-            task = asyncio.create_task(_answer(hub, peer, request, answer))
+            task = asyncio.create_task(_answer(hub, peer, request, answer_of))
             answering.add(task)
             task.add_done_callback(answering.discard)
     finally:
-        for task in answering:
+        for task in (showing, *answering):
             task.cancel()
 
 
@@ -88,10 +105,10 @@ async def _answer(
     hub: Hub[control.Request],
     peer: str,
     request: control.Request,
-    answer: Callable[[control.Request], Awaitable[control.Reply]],
+    answer: Answer,
 ) -> None:
     try:
-        reply = await answer(request)
+        reply = await answer(peer, request)
     except Exception as error:
         logger.exception("%s of %s failed", type(request).__name__, peer)
         reply = control.Refused(f"the controller failed to carry it out: {error}")

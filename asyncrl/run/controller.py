@@ -41,6 +41,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from asyncrl.config import RunConfig
 from asyncrl.evaluation.during import EvaluationDuringTraining
 from asyncrl.evaluation.fleet import FleetEvaluation
@@ -57,6 +59,7 @@ from asyncrl.run.live_settings import LiveSettings
 from asyncrl.run.moves import Moves
 from asyncrl.run.policy_watch import PolicyWatch
 from asyncrl.run.progress import Progress
+from asyncrl.run.replies import status_reply, view_reply
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.scaling import Scaling
 from asyncrl.run.trainer_restarts import TrainerRestarts
@@ -257,12 +260,17 @@ class Controller:
         """End the run with this error, in whatever phase it is."""
         self._waiter.fail(error)
 
-    async def answer(self, request: control.Request) -> control.Reply:
+    async def answer(self, request: control.Request) -> control.Reply | msgspec.Raw:
         """Carry out a user's request."""
         return await self._requests.answer(request)
 
+    def view(self) -> control.ViewReply:
+        """What those who watch are shown."""
+        return view_reply(self._progress.view(self._fleet, self._evaluation.current))
+
     def _status(self) -> control.StatusReply:
-        return self._progress.status(self._fleet, self._evaluation.current)
+        view = self._progress.view(self._fleet, self._evaluation.current)
+        return status_reply(self._config, self._fleet, view)
 
     def _evaluated(self, record: EvaluationRecord) -> None:
         """Keep the result of an evaluation and show it."""

@@ -12,7 +12,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import Gpu, find_gpus, torch_build
 from asyncrl.launch.placement import VISIBLE
-from asyncrl.run.devices import place
+from asyncrl.run.devices import needs_of, place
 from asyncrl.run.launching import slots_of
 from asyncrl.run.machine_checks import check_everything
 from asyncrl.run.preflight import check_machine
@@ -47,6 +47,14 @@ def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
         say(f"processes: on the nodes of a Ray cluster, {where}; each takes")
         for slot in slots_of(config):
             say(f"  {slot.name}: {slot.bundle()}")
+        return
+    if config.launcher.kind == "agents":
+        needs = needs_of(config, any_gpu=True)
+        say(
+            f"processes: on agents, for which the run waits at {config.launcher.agents.listen}; "
+            f"the trainer's takes {needs.trainer} GPU(s), a generator's {needs.per_generator}. "
+            "With device: auto they do without where the agents have none"
+        )
         return
     plan = place(config)
     for line in ["processes: all on the CPU"] if plan is None else plan.lines():

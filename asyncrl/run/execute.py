@@ -394,6 +394,6 @@ async def _list_processes(fleet: Fleet, targets: Targets | None) -> None:
 
 async def _serve_user(hub: Hub[control.Request], controller: Controller) -> None:
     try:
-        await serve_control(hub, controller.answer)
+        await serve_control(hub, controller.answer, controller.view)
     finally:
         hub.close()

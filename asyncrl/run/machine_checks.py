@@ -5,7 +5,9 @@ Nothing here keeps a run from starting. What does is in `asyncrl.run.preflight`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import ipaddress
 import os
 import resource
 import shutil
@@ -18,6 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asyncrl.config import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.agents.config import AgentsConfig, host_and_port
+from asyncrl.launch.agents.secret import read_secret
 from asyncrl.launch.gpus import Gpu, TorchBuild
 from wire.weights.layout import SHARED_MEMORY
 
@@ -61,6 +66,9 @@ def check_everything(
     yield gpus_are_usable(gpus, build, has_driver=Path("/proc/driver/nvidia/version").exists())
     yield from vllm_build(_version_of, _plugins())
     yield ports(config)
+    if config.launcher.kind == "agents":
+        yield agents_sockets(config.launcher.agents)
+        yield agents_secret(config.launcher.agents)
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
     folder = _existing(config.directory)
     yield disk(folder)
@@ -155,6 +163,46 @@ def ports(config: RunConfig) -> Finding:
         f"free ports: {', '.join(map(str, taken))} of {_shown(named)} are taken",
         f"Choose another {' and '.join(dict.fromkeys(taken.values()))}, or 0 for any free ones",
     )
+
+
+def agents_sockets(config: AgentsConfig) -> Finding:
+    """Where the controller waits for agents, and where their processes speak to it."""
+    wanted = {"listen": config.listen, "control_port": config.control}
+    with contextlib.ExitStack() as held:  # all at once: they may be the same
+        for name, address in wanted.items():
+            try:
+                held.enter_context(socket.create_server(host_and_port(address)))
+            except OSError as error:
+                known = error.errno is not None and error.errno > 0
+                why = os.strerror(error.errno) if known else error.strerror or str(error)
+                return Finding(
+                    f"an address for agents: this machine cannot listen at {address} ({why})",
+                    f"Look at launcher.agents.{name}: HOST must be one of this machine's own "
+                    "addresses (0.0.0.0: all), and no other program may have the port, another "
+                    "run's controller neither",
+                )
+    here = _is_loopback(host_and_port(config.listen)[0])
+    return Finding(
+        f"agents: this machine can listen at {' and '.join(wanted.values())}"
+        + (", which only its own agents reach (launcher.agents.listen)" if here else "")
+    )
+
+
+def agents_secret(config: AgentsConfig) -> Finding:
+    """The file that the controller and all agents have."""
+    try:
+        read_secret(Path(config.key_file or ""), "launcher.agents.key_file")
+    except UserError as error:
+        what, _, fix = str(error).partition(". ")
+        return Finding(f"a secret for agents: {what}", fix or "`asyncrl agent-key FILE` writes one")
+    return Finding(f"secret of agents: {config.key_file}, which nobody else can read")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _shown(named: list[int]) -> str:

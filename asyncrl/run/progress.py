@@ -27,7 +27,6 @@ from monitoring.run_view import RunView
 from scheduler.scheduler import Scheduler
 from scheduler.view import SchedulerView
 from wire.evaluations import EvaluationRecord, accuracy_of
-from wire.messages.control import StatusReply
 from wire.messages.from_trainer import StepFinished
 from wire.noise_floor import NoiseFloor
 from wire.on_policy import OnPolicySteps
@@ -353,25 +352,9 @@ class Progress:
             waiting_for=waiting_for,
         )
 
-    def status(self, fleet: Fleet, evaluation: EvaluationRound | None) -> StatusReply:
-        """The answer to `asyncrl status` and `watch`."""
-        view = self._run_view(fleet, evaluation, self._snapshot())
-        processes = {
-            worker.name: {
-                "state": worker.state,
-                "policy_version": worker.policy_version,
-                "metrics_port": worker.metrics_port,
-            }
-            for worker in fleet.everyone()
-        }
-        status = {
-            "run": self._config.run.name,
-            "steps": self._config.run.steps,
-            "engine": self._config.engine_kinds,
-            **view.as_status(),
-            "processes": processes,
-        }
-        return StatusReply(status, msgspec.to_builtins(view))
+    def view(self, fleet: Fleet, evaluation: EvaluationRound | None) -> RunView:
+        """What the run is doing now."""
+        return self._run_view(fleet, evaluation, self._snapshot())
 
     def result(
         self, before: Accuracy | None, after: Accuracy | None, *, total_seconds: float

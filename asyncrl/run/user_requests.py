@@ -1,21 +1,23 @@
-"""What the controller answers to `asyncrl status|watch|stop|pause|resume|drain|checkpoint|...`.
+"""What the controller answers to `asyncrl status|stop|pause|resume|drain|checkpoint|...`.
 
-request ──► status: a snapshot, made at most a few times a second however many ask
+request ──► status: a snapshot, made and encoded at most twice a second however many ask
         └─► order: refused, or carried out, recorded and acknowledged with its step (`orders`)
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+
+import msgspec
 
 from asyncrl.errors import UserError
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.live_settings import LiveSettings
 from asyncrl.run.orders import Effect, Orders
+from asyncrl.run.replies import EncodedOnce
 from asyncrl.run.scaling import Scaling
 from asyncrl.run.training import Training
 from asyncrl.run.waiting import Waiter
@@ -23,8 +25,8 @@ from scheduler import events
 from scheduler.state import SchedulerState
 from wire.messages import control, from_trainer, to_trainer
 
-STATUS_SECONDS = 0.25
-"""Age up to which an answer to `status` is given again."""
+STATUS_SECONDS = 0.5
+"""Age up to which an answer to `status` is given again, unless an order has been given since."""
 
 
 class UserRequests:
@@ -57,9 +59,8 @@ class UserRequests:
         self._fleet = fleet
         self._training = training
         self._waiter = waiter
-        self._snapshot = snapshot
         self._stop_run = stop
-        self._status: tuple[float, control.StatusReply] | None = None
+        self._status = EncodedOnce(snapshot, STATUS_SECONDS)
         self._checkpoint: asyncio.Future[Effect] | None = None
         self._ordered_at = 0
         self._orders = orders = Orders(
@@ -73,14 +74,14 @@ class UserRequests:
         orders.add(control.ScaleRequest, scaling.carry_out)
         orders.add(control.SetRequest, settings.carry_out)
 
-    async def answer(self, request: control.Request) -> control.Reply:
+    async def answer(self, request: control.Request) -> control.Reply | msgspec.Raw:
         """Carry out a user's request."""
-        if not isinstance(request, control.StatusRequest):
+        if isinstance(request, control.StatusRequest):
+            return self._status.reply()
+        try:
             return await self._orders.answer(request)
-        now = time.monotonic()
-        if self._status is None or now - self._status[0] > STATUS_SECONDS:
-            self._status = now, self._snapshot()
-        return self._status[1]
+        finally:
+            self._status.forget()
 
     def why_no_order(self, order: control.Request | None = None) -> str | None:
         """Why an order cannot be carried out now; None if it can."""

@@ -98,7 +98,11 @@ class Watchdog:
     def _replace(self, worker: Worker, reason: str) -> None:
         if worker.waits_for_room and not self._fleet.has_generators:
             raise RunFailed(f"{worker.name} {reason}, and no other generator is left")
-        if worker.handle.lost_with_machine and self._fleet.has_generators:
+        if (
+            self._arrivals is not None
+            and worker.handle.lost_with_machine
+            and self._fleet.has_generators
+        ):
             count = len(self._fleet.ordered)
             self._progress.say(
                 f"the run continues with {count} generator(s); one joins when an agent comes"

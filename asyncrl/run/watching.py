@@ -1,24 +1,27 @@
 """`asyncrl watch`: the live view, attached to a run that was started elsewhere.
 
-    watch ── StatusRequest, once a second ──► controller
-      ▲                                          │
-      └───── StatusReply, the same for all who ask within a moment ◄──┘
+    watch ── WatchRequest, again every ASK_SECONDS ──► controller
+      ▲                                                   │
+      └──── ViewReply, once a second, the same for all ◄──┘
 
-Watchers only ask. One that is killed, stopped or slow costs the run nothing.
+A watcher that is killed, stopped or slow costs the run nothing. It runs on the machine of the
+controller, so it gives way to whatever trains there.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 
 import msgspec
 from rich.console import Console
 
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.run.audience import VIEW_SECONDS
 from asyncrl.run.command_lines import resume_command
 from asyncrl.run.control import REPLY_SECONDS, open_line
 from asyncrl.run.directory import is_alive, read_state
@@ -27,8 +30,11 @@ from monitoring.run_view import RunView
 from wire.errors import NoReply
 from wire.messages import control
 
-ASK_SECONDS = 1.0
-"""Between two requests."""
+ASK_SECONDS = control.WATCH_SECONDS / 3
+"""Between two requests of a watcher."""
+_NICE = 15
+_LOOK_SECONDS = 1.0
+"""Between two looks at whether the run is active, while nothing comes."""
 
 
 async def watch(run: Path, console: Console) -> None:
@@ -37,53 +43,70 @@ async def watch(run: Path, console: Console) -> None:
     Raises:
         UserError: the run is not active, or its sockets cannot be trusted.
     """
-    with contextlib.closing(_Asking(run)) as asking:
+    with contextlib.closing(Watching(run)) as watching:
+        os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
         config = load_config(run / "config.yaml")
         settings = config.monitoring.model_copy(update={"live": "auto"})
-        with LiveView(settings, config.run.steps, config.run.name, console) as view:
-            while (reply := await asking.status(view.log)) is not None:
-                view.update(msgspec.convert(reply.view, RunView))
-                await asyncio.sleep(ASK_SECONDS)
+        with LiveView(
+            settings, config.run.steps, config.run.name, console, refresh_seconds=VIEW_SECONDS
+        ) as view:
+            while (shown := await watching.view(view.log)) is not None:
+                view.update(shown)
             view.log(_how_it_ended(run))
 
 
-class _Asking:
-    """The controller of a run. Raises UserError, as `open_line`."""
+class Watching:
+    """A place in the audience of a run. Raises UserError, as `open_line`."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
         self._line = open_line(run)
+        self._ask_at = float("-inf")
+        self._silent = 0
 
-    async def status(self, log: Callable[[str], None]) -> control.StatusReply | None:
-        """The run's state; None once it has ended. Waits for as long as the controller is silent.
+    async def view(self, log: Callable[[str], None]) -> RunView | None:
+        """The next view; None once the run has ended. Waits for as long as nothing comes.
 
-        A connection on which no answer came in time is closed: a late answer must not be taken for
-        the one to the next question.
+        Raises:
+            AsyncrlError: the controller refuses.
         """
-        while (reply := await self._answer()) is None:
-            if not is_alive(self._run):
-                return None
-            log(f"the controller has not answered for {REPLY_SECONDS:.0f} s; asking again")
-            self._line.close()
-            try:
-                self._line = open_line(self._run)
-            except UserError:
-                if not is_alive(self._run):
-                    return None
-                raise
-        if isinstance(reply, control.StatusReply):
-            return reply
-        raise AsyncrlError(f"the controller answered a status request with {reply}")
-
-    async def _answer(self) -> control.Reply | None:
-        """To one request; None if there is none in time, or the run has ended."""
-        await self._line.send(control.StatusRequest())
-        for _ in range(int(REPLY_SECONDS)):
+        while True:
+            await self._ask()
             with contextlib.suppress(NoReply):
-                return await self._line.receive_within(1.0, what="the controller's answer")
+                reply = await self._line.receive_within(_LOOK_SECONDS, what="the run's state")
+                self._silent = 0
+                if not isinstance(reply, control.ViewReply):
+                    refused = isinstance(reply, control.Refused)
+                    raise AsyncrlError(
+                        reply.reason if refused else f"the controller answered with {reply}"
+                    )
+                return msgspec.convert(reply.view, RunView)
             if not is_alive(self._run):
                 return None
-        return None
+            self._silent += 1
+            if self._silent * _LOOK_SECONDS >= REPLY_SECONDS:
+                log(f"the controller has not answered for {REPLY_SECONDS:.0f} s; asking again")
+                if not self._open_again():
+                    return None
+
+    async def _ask(self) -> None:
+        """Ask for views, if it is time to."""
+        now = monotonic()
+        if now >= self._ask_at:
+            self._ask_at = now + ASK_SECONDS
+            await self._line.send(control.WatchRequest())
+
+    def _open_again(self) -> bool:
+        """Replace the connection. False: the run has ended."""
+        self._line.close()
+        self._silent, self._ask_at = 0, float("-inf")
+        try:
+            self._line = open_line(self._run)
+        except UserError:
+            if not is_alive(self._run):
+                return False
+            raise
+        return True
 
     def close(self) -> None:
         """Close the connection."""

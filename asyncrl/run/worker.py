@@ -119,7 +119,8 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
         leaves = worker.is_leaving or worker.handle.lost_with_machine
         if leaves and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
             worker.has_left = True
-            return "has left"
+            cause = worker.handle.cause()
+            return "has left" + (f": {cause}" if cause else "")
         how = worker.handle.cause() or _how_it_ended(code)
         return how + (f": {worker.reason}" if worker.reason else "")
     if worker.leave_by is not None and now > worker.leave_by:

@@ -7,15 +7,17 @@ import re
 from pathlib import Path
 
 import pytest
+from fake_clock import FakeClock
 from synthetic_run import make_run
 from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
-from asyncrl.errors import UserError
+from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.run import watching
 from asyncrl.run.log_reading import LogReader, find_logs, follow
 from monitoring.report.compare import comparison_page, differences, table
 from monitoring.report.data import load_run
+from monitoring.run_view import RunView
 from wire.errors import NoReply
 from wire.messages import control
 
@@ -120,40 +122,66 @@ def test_a_run_that_ended_is_not_watched_and_takes_no_order(runs: Path) -> None:
         call("set", "trainer.learning_rate", "--runs", str(runs))
 
 
+class FakeLine:
+    """A connection to a controller that says what it is told to; None: nothing in time."""
+
+    def __init__(self, says: list[control.Reply | None]) -> None:
+        self._says = says
+        self.asked = 0
+        self.closed = False
+
+    async def send(self, _request: object) -> None:
+        self.asked += 1
+
+    async def receive_within(self, _seconds: float, *, what: str) -> control.Reply:
+        said = self._says.pop(0) if self._says else None
+        if said is None:
+            raise NoReply(what)
+        return said
+
+    def close(self) -> None:
+        self.closed = True
+
+
 def test_a_silent_controller_is_asked_again_on_another_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For as long as it is silent, hours too; a late answer is not taken for the next one."""
-    opened: list[SilentLine] = []
+    """For as long as it is silent, hours too."""
+    opened: list[FakeLine] = []
     said: list[str] = []
+    rounds = 1200  # more than the depth of calls that Python allows
 
-    class SilentLine:
-        closed = False
-        asked = 0
-
-        async def send(self, _request: object) -> None:
-            self.asked += 1
-            assert self.asked == 1, "a second question on a line with an open one"
-
-        async def receive_within(self, _seconds: float, *, what: str) -> control.Reply:
-            if len(opened) <= rounds:
-                raise NoReply(what)
-            return control.StatusReply({})
-
-        def close(self) -> None:
-            self.closed = True
-
-    def open_line(_run: Path) -> SilentLine:
-        opened.append(SilentLine())
+    def open_line(_run: Path) -> FakeLine:
+        answers = len(opened) == rounds
+        opened.append(FakeLine([control.ViewReply({"step": 5})] if answers else []))
         return opened[-1]
 
-    rounds = 1200  # more than the depth of calls that Python allows
     monkeypatch.setattr(watching, "open_line", open_line)
     monkeypatch.setattr(watching, "is_alive", lambda _run: True)
-    asking = watching._Asking(tmp_path)
-    assert asyncio.run(asking.status(said.append)) == control.StatusReply({})
+    shown = asyncio.run(watching.Watching(tmp_path).view(said.append))
+    assert shown == RunView(step=5)
     assert len(said) == rounds
-    assert all(line.closed for line in opened[:-1])
+    assert all(line.closed and line.asked == 1 for line in opened[:-1])
     monkeypatch.setattr(watching, "is_alive", lambda _run: False)
-    rounds = 10_000
-    assert asyncio.run(watching._Asking(tmp_path).status(said.append)) is None
+    assert asyncio.run(watching.Watching(tmp_path).view(said.append)) is None
+
+
+def test_a_watcher_asks_rarely_and_says_why_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock()
+    views = [control.ViewReply({"step": step}) for step in range(30)]
+    line = FakeLine([*views, control.Refused("too many watch")])
+    monkeypatch.setattr(watching, "open_line", lambda _run: line)
+    monkeypatch.setattr(watching, "monotonic", clock)
+
+    async def check() -> None:
+        found = watching.Watching(tmp_path)
+        for step in range(30):
+            clock.now = float(step)
+            assert await found.view(print) == RunView(step=step)
+        assert line.asked == 30 / watching.ASK_SECONDS, "views come without being asked for"
+        with pytest.raises(AsyncrlError, match="too many watch"):
+            await found.view(print)
+
+    asyncio.run(check())

@@ -47,6 +47,7 @@ MESSAGES = [
             1.0,
         ),
         control.StatusReply({"run": "x", "processes": {"trainer": {"state": "ready"}}}),
+        control.ViewReply({"step": 7, "recent_rewards": [0.5, 1.0]}),
     )
 ]
 

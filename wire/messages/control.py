@@ -1,10 +1,13 @@
-"""User to controller, and back: what `asyncrl status|stop|pause|scale|set|...` send."""
+"""User to controller, and back: what `asyncrl status|watch|stop|pause|scale|set|...` send."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import msgspec
+
+WATCH_SECONDS = 30.0
+"""How long a `WatchRequest` holds. A watcher repeats it in time; one that is gone is forgotten."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -13,6 +16,10 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 class StatusRequest(Message, frozen=True):
     """Ask what the run is doing."""
+
+
+class WatchRequest(Message, frozen=True):
+    """Ask for a `ViewReply` now, and for one a second during the next WATCH_SECONDS."""
 
 
 class StopRequest(Message, frozen=True):
@@ -55,7 +62,12 @@ class StatusReply(Message, frozen=True):
 
     status: dict[str, Any]
     """For people and scripts: `asyncrl status --json`."""
-    view: dict[str, Any] = {}
+
+
+class ViewReply(Message, frozen=True):
+    """What those who watch are shown. Newer ones follow unasked."""
+
+    view: dict[str, Any]
     """What the live view shows, as plain values (`monitoring.run_view`)."""
 
 
@@ -77,6 +89,7 @@ class Refused(Message, frozen=True):
 
 Request = (
     StatusRequest
+    | WatchRequest
     | StopRequest
     | PauseRequest
     | ResumeRequest
@@ -85,4 +98,4 @@ Request = (
     | CheckpointRequest
     | SetRequest
 )
-Reply = StatusReply | Accepted | Refused
+Reply = StatusReply | ViewReply | Accepted | Refused

@@ -33,6 +33,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")  # the head's loss is handled
 
 import ray
+from msgspec.structs import replace
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from asyncrl.launch.node_child import code_version, memory_of
@@ -40,6 +41,7 @@ from asyncrl.launch.nodes import NodeInfo
 from asyncrl.launch.ray import messages
 from asyncrl.launch.ray.cluster import Cluster, ClusterRefused, one_line
 from asyncrl.launch.ray.head import watch
+from asyncrl.launch.ray.losses import Losses
 from asyncrl.launch.ray.nodes import node_info, refusal
 
 logger = logging.getLogger("asyncrl.ray")
@@ -77,6 +79,10 @@ class _Process:
     again: tuple[float, str] | None = None
     """When its actor is asked again, after a connection to it broke, and what."""
 
+    def status(self, code: int | None, cause: str = "", tail: str = "") -> messages.Status:
+        """What the controller is told of it."""
+        return messages.Status(self.order.name, code, cause, tail, self.log, self.node)
+
 
 class Broker:
     """Carries out the controller's orders.
@@ -100,6 +106,7 @@ class Broker:
         """Why Ray has ended all processes and starts no others; empty: it has not."""
         self._used: set[int] = set()
         self._running: dict[str, _Process] = {}
+        self._losses = Losses()
         self._calls: dict[Any, tuple[str, str]] = {}
         """The pending call of each process: its reference, the name and the method."""
 
@@ -181,14 +188,14 @@ class Broker:
         # A replacement may be on another node.
         self._ask(order.name, "describe")
 
-    def _call(self, name: str, method: str, reference: Any) -> None:
-        self._calls[reference] = name, method
-
     def _end(self, order: messages.End) -> None:
         process = self._running.get(order.name)
         if process is None:
             return
         process.is_ending = True
+        if (end := self._losses.release(order.name)) is not None:
+            self._tell(end)
+            return
         process.actor.end.remote(order.by_force)
         if order.by_force and process.kill_at is None:
             process.kill_at = time.monotonic() + KILL_SECONDS
@@ -210,8 +217,10 @@ class Broker:
         """Do what is due."""
         if self._gone:
             self._calls.clear()
-            for name in list(self._running):
-                self._ended(name, _KILLED, self._gone, "")
+            for process in list(self._running.values()):
+                self._tell(process.status(_KILLED, self._gone))
+        for end in self._losses.settled(now):
+            self._tell(end)
         for name, process in list(self._running.items()):
             if process.kill_at is not None and now > process.kill_at:
                 ray.kill(process.actor)
@@ -222,21 +231,16 @@ class Broker:
             if process.begin_by is not None and now > process.begin_by:
                 ray.kill(process.actor)
                 self._calls = {one: call for one, call in self._calls.items() if call[0] != name}
-                self._ended(
-                    name,
-                    _KILLED,
-                    f"was not started within {self._asked.place_seconds:g} s "
-                    "(launcher.ray.place_seconds): no node has room for it, or its node is silent",
-                    "",
-                )
+                end = process.status(_KILLED, _late(self._asked.place_seconds))
+                self._tell(replace(end, node_lost=process.node is None))
 
     def _ask(self, name: str, method: str) -> None:
         """A question that can be asked again."""
         actor = self._running[name].actor
         if method == "describe":
-            self._call(name, method, actor.describe.remote(self._cluster.question))
+            self._calls[actor.describe.remote(self._cluster.question)] = name, method
         else:
-            self._call(name, method, actor.watch.remote(WATCH_SECONDS))
+            self._calls[actor.watch.remote(WATCH_SECONDS)] = name, method
 
     def _answered(self, name: str, method: str, reference: Any) -> None:
         process = self._running[name]
@@ -267,11 +271,11 @@ class Broker:
                 "shares_run_directory": process.node.shares_run_directory
             }
             call = process.actor.start.remote(json.dumps(full), order.keys)
-            self._call(name, "start", call)
+            self._calls[call] = name, "start"
             return
         if method == "start":
             process.log, process.begin_by = str(answer), None
-            self._report(name, None, "", "")
+            self._say(process.status(None))
             if process.is_ending:
                 process.actor.end.remote(False)
         else:
@@ -279,23 +283,28 @@ class Broker:
             if code is not None:
                 self._ended(name, code, "", tail)
                 return
-            self._report(name, None, "", tail)
+            self._say(process.status(None, tail=tail))
         self._ask(name, "watch")
 
-    def _report(self, name: str, code: int | None, cause: str, tail: str) -> None:
-        process = self._running[name]
-        self._say(messages.Status(name, code, cause, tail, process.log, process.node))
-
     def _ended(self, name: str, code: int, cause: str, tail: str) -> None:
-        self._report(name, code, cause, tail)
-        if self._running.pop(name).order.slot is None:
-            self._cluster.drop(name)
+        """A process has ended: told now, or once it is known whether its node has."""
+        process = self._running[name]
+        end, process.begin_by = process.status(code, cause, tail), None
+        asked_for = process.is_ending or process.order.slot is None
+        if asked_for or not self._losses.hold(end, time.monotonic()):
+            self._tell(end)
+
+    def _tell(self, end: messages.Status) -> None:
+        self._say(end)
+        self._losses.release(end.name)
+        if self._running.pop(end.name).order.slot is None:
+            self._cluster.drop(end.name)
 
     def _watch_head(self) -> None:
         mine = ray.get_runtime_context().get_node_id()
 
         def ask() -> bool:
-            return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == mine)
+            return mine in self._losses.note(time.monotonic(), ray.nodes())
 
         def lost(reason: str, processes_too: bool) -> None:
             self._head_is_lost = True
@@ -322,6 +331,13 @@ class Broker:
         time.sleep(TICK_SECONDS)
         if not self._head_is_lost:  # otherwise nobody takes anything back
             self._cluster.close()
+
+
+def _late(seconds: float) -> str:
+    return (
+        f"was not started within {seconds:g} s (launcher.ray.place_seconds): no node has room for "
+        "it, or its node is silent"
+    )
 
 
 def main() -> None:

@@ -82,8 +82,8 @@ class RayProcess:
 
     @property
     def lost_with_machine(self) -> bool:
-        """No: this counts as its own fault."""
-        return False
+        """Whether its node left the cluster, or no node had room for it."""
+        return self._status.node_lost
 
     def cause(self) -> str:
         """Why it ended, where its exit code does not say it."""

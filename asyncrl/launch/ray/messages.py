@@ -111,6 +111,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """Where its log is; empty: not known yet."""
     node: NodeInfo | None = None
     """Where it is; None: not known yet."""
+    node_lost: bool = False
+    """It ended with its node, or there was none for it: no fault of its own."""
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 from fake_broker import NODE
 
-from asyncrl.launch.ray import messages
+from asyncrl.launch.ray import losses, messages
 from asyncrl.launch.ray.head import watch
 from asyncrl.launch.ray.nodes import Slot
 
@@ -101,7 +101,69 @@ def test_a_connection_to_an_actor_that_breaks_is_no_loss(broker: Any) -> None:
     broker._cluster.actors[0].watch.remote.assert_called_once()
     assert [status.code for status in said(broker)] == [None]
     broker._answered("trainer", "watch", died)
+    broker._keep_time(time.monotonic() + losses.LONGEST_SECONDS + 1)
     assert [status.code for status in said(broker)] == [None, -9]
+
+
+GONE: dict[str, Any] = {"NodeID": NODE.id, "Alive": False}
+OTHER: dict[str, Any] = {"NodeID": "another", "Alive": True}
+
+
+@pytest.fixture
+def runs(broker: Any) -> Any:
+    """The broker, with a trainer that runs on its node, and what actors answer."""
+
+    def answer(reference: Any) -> Any:
+        if isinstance(reference, Exception):
+            raise reference
+        return reference
+
+    broker_of_ray.ray.get = answer
+    broker._answered("trainer", "describe", DESCRIBED)
+    broker._answered("trainer", "start", "/log")
+    return broker
+
+
+@pytest.mark.parametrize("ended", [ActorDiedError(), (143, "the end")])
+def test_what_ends_with_its_node_is_told_so_once_the_head_knows(runs: Any, ended: Any) -> None:
+    now = time.monotonic()
+    runs._losses.note(now - 1, [])  # older than the end: says nothing of it
+    runs._answered("trainer", "watch", ended)
+    runs._keep_time(now + losses.NODE_SECONDS + 1)
+    assert said(runs)[1:] == []
+    runs._losses.note(now + 60, [GONE, OTHER])
+    runs._keep_time(now + 0.1)
+    (status,) = said(runs)[1:]
+    assert status.node_lost
+    assert status.cause.startswith("its node left the Ray cluster")
+    assert not runs._running
+
+
+@pytest.mark.parametrize("ended", [ActorDiedError(), (143, "the end")])
+def test_what_ends_on_a_living_node_has_itself_to_blame(runs: Any, ended: Any) -> None:
+    now = time.monotonic()
+    runs._answered("trainer", "watch", ended)
+    runs._losses.note(now + 60, [GONE | {"Alive": True}, OTHER])
+    runs._keep_time(now + losses.NODE_SECONDS / 2)
+    assert said(runs)[1:] == [], "the head may hear of its node later"
+    runs._keep_time(now + losses.NODE_SECONDS + 1)
+    (status,) = said(runs)[1:]
+    assert not status.node_lost
+    assert not runs._running
+
+
+def test_an_error_is_told_at_once_and_so_is_an_end_that_was_asked_for(runs: Any) -> None:
+    runs._answered("trainer", "watch", (1, "the end"))
+    runs._start(messages.Start(0, "trainer.1", "{}", b""))
+    runs._answered("trainer.1", "describe", DESCRIBED)
+    runs._answered("trainer.1", "start", "/log")
+    runs._answered("trainer.1", "watch", (143, "held"))
+    runs._end(messages.End("trainer.1", by_force=True))
+    ends = [one for one in said(runs) if one.code is not None]
+    assert [(one.code, one.node_lost) for one in ends] == [(1, False), (143, False)]
+    runs._losses.note(time.monotonic() + 60, [])
+    runs._keep_time(time.monotonic() + 60)
+    assert len([one for one in said(runs) if one.code is not None]) == 2, "told once"
 
 
 def test_a_process_that_no_node_has_room_for_is_given_up_with_the_reason(broker: Any) -> None:
@@ -110,6 +172,7 @@ def test_a_process_that_no_node_has_room_for_is_given_up_with_the_reason(broker:
     assert said(broker) == []
     broker._keep_time(time.monotonic() + 2)  # place_seconds are 1
     assert "was not started within 1 s (launcher.ray.place_seconds)" in said(broker)[0].cause
+    assert said(broker)[0].node_lost, "it had no node"
     broker_of_ray.ray.kill.assert_called_once_with(broker._cluster.actors[0])
     assert not broker._calls
 

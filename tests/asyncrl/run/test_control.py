@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 from hostile_frames import CORPUS, raw_peer
 
+from asyncrl.run.audience import VIEW_SECONDS
 from asyncrl.run.control import send_request, serve_control, user_hub
-from wire import RunKey, RuntimeDirectory
+from wire import Line, RunKey, RuntimeDirectory
 from wire.decoding import Reason
 from wire.messages import control
 from wire.refusals import Refusals
@@ -35,11 +36,15 @@ async def answer(request: control.Request) -> control.Reply:
             raise KeyError("a defect")
 
 
+def view() -> control.ViewReply:
+    return control.ViewReply({"step": 7})
+
+
 def test_requests_are_answered_under_nonsense(address: str) -> None:
     async def check() -> None:
         refused: Counter[Reason] = Counter()
         hub = user_hub(address, KEY, Refusals(lambda reason: refused.update([reason])))
-        serving = asyncio.create_task(serve_control(hub, answer))
+        serving = asyncio.create_task(serve_control(hub, answer, view))
         with raw_peer(address, KEY.line("user", "hostile")) as peer:
             for _ in range(20):
                 for body in CORPUS.values():
@@ -64,7 +69,7 @@ def test_a_request_that_fails_is_refused_and_the_next_one_served(
 ) -> None:
     async def check() -> None:
         hub = user_hub(address, KEY, Refusals())
-        serving = asyncio.create_task(serve_control(hub, answer))
+        serving = asyncio.create_task(serve_control(hub, answer, view))
         reply = await send_request(address, KEY, control.PauseRequest())
         assert reply == control.Refused("the controller failed to carry it out: 'a defect'")
         assert "PauseRequest of user-" in caplog.text
@@ -73,5 +78,40 @@ def test_a_request_that_fails_is_refused_and_the_next_one_served(
         )
         serving.cancel()
         hub.close()
+
+    asyncio.run(check())
+
+
+def test_watchers_are_shown_the_run_and_asking_again_is_no_second_place(address: str) -> None:
+    """Through real sockets, one of which is closed: the others are shown each view."""
+
+    async def check() -> None:
+        made = 0
+
+        def counted() -> control.ViewReply:
+            nonlocal made
+            made += 1
+            return control.ViewReply({"step": made})
+
+        hub = user_hub(address, KEY, Refusals())
+        serving = asyncio.create_task(serve_control(hub, answer, counted))
+        lines = [Line(address, KEY.line("user", f"user-{i}"), control.Reply) for i in range(20)]
+        began = asyncio.get_running_loop().time()
+        for line in lines:
+            await line.send(control.WatchRequest())
+        await lines[0].send(control.WatchRequest())
+        lines.pop().close()
+        for line in lines:
+            steps = [0]
+            while steps[-1] < 3:
+                shown = await line.receive_within(60, what="a view")
+                assert isinstance(shown, control.ViewReply)
+                steps.append(shown.view["step"])
+            assert sorted({*steps[1:]}) == list(range(steps[1], steps[-1] + 1)), "none is left out"
+        assert made <= 1 + (asyncio.get_running_loop().time() - began) / VIEW_SECONDS
+        serving.cancel()
+        hub.close()
+        for line in lines:
+            line.close()
 
     asyncio.run(check())

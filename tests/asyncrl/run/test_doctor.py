@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import UserError
+from asyncrl.launch.agents.secret import write_secret
 from asyncrl.launch.gpus import Gpu, TorchBuild
 from asyncrl.run import devices, doctor
 from asyncrl.run import machine_checks as checks
@@ -120,6 +121,42 @@ def test_the_port_of_the_page_and_those_of_relays_are_looked_at(
     assert checks.ports(load_config(None, [web, "monitoring.web.enabled=false"])).fix == ""
     both = checks.ports(load_config(None, ["monitoring.port=8079", web]))
     assert "monitoring.port and monitoring.web.port name the same one" in both.text
+
+
+def with_agents(key: Path, *settings: str) -> RunConfig:
+    agents = ["launcher.kind=agents", f"launcher.agents.key_file={key}"]
+    return load_config(None, [*agents, *(f"launcher.agents.{one}" for one in settings)])
+
+
+def test_the_sockets_for_agents_and_their_secret_are_looked_at(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    with socket.socket() as listening, socket.socket() as for_control:
+        for one in (listening, for_control):
+            one.bind(("127.0.0.1", 0))
+        port, control = (one.getsockname()[1] for one in (listening, for_control))
+        here = [f"listen=127.0.0.1:{port}", f"control_port={control}"]
+        text = said(with_agents(key, *here))
+        assert f"cannot listen at 127.0.0.1:{port} (Address already in use). Look at" in text
+        assert "lacks: a secret for agents: launcher.agents.key_file" in text
+        assert "`asyncrl agent-key FILE` writes a new secret" in text
+        listening.close()
+        text = said(with_agents(key, *here))
+        assert f"cannot listen at 127.0.0.1:{control} " in text
+        assert "launcher.agents.control_port" in text
+    assert write_secret(key)
+    text = said(with_agents(key, *here))
+    both = f"127.0.0.1:{port} and 127.0.0.1:{control}"
+    assert f"ok: agents: this machine can listen at {both}, which only its own agents reach" in text
+    assert f"ok: secret of agents: {key}" in text
+    assert text.endswith("With device: auto they do without where the agents have none")
+    key.chmod(0o644)
+    assert "has mode 0644, so others could read" in said(with_agents(key, *here))
+    same = with_agents(key, f"listen=0.0.0.0:{port}", f"control_port={port}").launcher.agents
+    assert checks.agents_sockets(same).text.startswith("an address for agents")
+    elsewhere = with_agents(key, f"listen=192.0.2.1:{port}").launcher.agents
+    assert "HOST must be one of this machine's own addresses" in (
+        checks.agents_sockets(elsewhere).fix
+    )
 
 
 def test_a_port_whose_connections_were_just_closed_is_free() -> None:

@@ -144,6 +144,18 @@ def test_the_watchdog_replaces_a_generator() -> None:
     ]
 
 
+def test_generators_that_are_lost_with_their_machines_count_against_no_limit() -> None:
+    run = Deaths(run_config(launcher={"generators": 2, "max_restarts": 0}))
+    name = "generator-1"
+    for number in range(1, 6):
+        run.hub.launcher.handles[name].lost_with_machine = True
+        assert run.kill(name, code=143 if number == 3 else -9)
+        name = f"generator-1.{number}"
+        assert run.said[-1].startswith(f"started {name} in place of generator-1")
+    run.kill(name)
+    assert len(run.fleet.ordered) == 1, "this was its own fault, and none may be replaced"
+
+
 def test_lines_of_the_log_that_the_reason_quotes_are_not_repeated() -> None:
     run = Deaths()
     run.fleet.cut_off("generator-1", "the engine failed; its log:\nno memory")

@@ -17,6 +17,7 @@ from step_records import full_step
 from asyncrl.config import RunConfig
 from asyncrl.run.generation_totals import GenerationTotals
 from asyncrl.run.progress import Progress
+from asyncrl.run.replies import status_reply
 from monitoring.config import MonitoringConfig
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics, new_registry
@@ -94,8 +95,11 @@ class Watched:
         self.said = io.StringIO()
         view = LiveView(MonitoringConfig(live="plain"), 3, "run", Console(file=self.said, width=80))
         self.log = MetricsLog(path)
+        self.config = RunConfig.model_validate(
+            {"scheduler": {"group_size": GROUP_SIZE}, **sections}
+        )
         self.progress = Progress(
-            RunConfig.model_validate({"scheduler": {"group_size": GROUP_SIZE}, **sections}),
+            self.config,
             view=view,
             log=self.log,
             metrics=ControllerMetrics.register(self.registry, "controller"),
@@ -115,6 +119,10 @@ class Watched:
         scheduler: Any = SimpleNamespace(snapshot=lambda: snapshot, state=state)
         self.progress.show(self.fleet, None)
         self.progress.training_begins(scheduler, first_step)
+
+    def status(self) -> dict[str, Any]:
+        view = self.progress.view(self.fleet, None)
+        return status_reply(self.config, self.fleet, view).status
 
     def finish(self, step: int, metrics: LearnerMetrics, times: TrainerTimes) -> StepMetrics:
         manifest = WeightManifest(step + 1, "/nowhere", 0, ())
@@ -185,7 +193,7 @@ def test_a_run_that_is_resumed_without_lenient_reuse_stays_off_policy(tmp_path: 
     resumed.begin(3)
     resumed.finish(3, LearnerMetrics(exactly_on_policy=True), TrainerTimes())
     resumed.progress.show(resumed.fleet, None)
-    assert resumed.progress.status(resumed.fleet, None).status["exactly_on_policy"] is False
+    assert resumed.status()["exactly_on_policy"] is False
     assert resumed.progress.result(None, None, total_seconds=1.0).exactly_on_policy is False
     counts = {of: resumed.gauge("asyncrl_on_policy_steps", exactly=of) for of in ("yes", "no")}
     assert counts == {"yes": 1, "no": 3}
@@ -200,7 +208,7 @@ def test_status_and_live_view_show_the_last_step(watched: Watched) -> None:
     watched.fleet.report(0, TokenCounts(generated=100, drafted=40, accepted=20))
     watched.progress.show(watched.fleet, None)
     step = watched.finish(0, sent(), TrainerTimes(wait_seconds=1e9))
-    status = watched.progress.status(watched.fleet, None).status
+    status = watched.status()
     assert status["reward_mean"] == step.learning.reward_mean
     assert status["trainer_idle"] == step.idle.trainer == pytest.approx(1.0)
     assert (status["draft_acceptance"], status["drafted_share"]) == (0.5, 0.2)
@@ -218,9 +226,9 @@ def test_groups_are_counted_over_a_resume(tmp_path: Path) -> None:
         StepMetrics(step=1, time=1.0, groups=StepGroups(trained=(4, 5, 6, 7))),
     ]
     watched = Watched(tmp_path / "metrics.jsonl", earlier=before)
-    assert watched.progress.status(watched.fleet, None).status["groups_trained"] == 7
+    assert watched.status()["groups_trained"] == 7
     watched.begin(2)
-    status = watched.progress.status(watched.fleet, None).status
+    status = watched.status()
     assert (status["groups_trained"], status["groups_failed"]) == (13, 3)
     assert (status["groups_in_flight"], status["groups_delivered"]) == (12, 3)
     watched.progress.training_ends()

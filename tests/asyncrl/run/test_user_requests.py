@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from running_training import DIGEST, G, Run
 
@@ -72,9 +73,13 @@ def test_many_who_ask_get_one_snapshot(tmp_path: Path) -> None:
     async def scenario() -> None:
         run = Asked(tmp_path)
         replies = [await run.ask(StatusRequest()) for _ in range(100)]
-        assert run.snapshots == len({id(one) for one in replies})
+        assert run.snapshots == len({id(one) for one in replies}), "encoded once as well"
         assert run.snapshots <= 3, "they are asked within a moment"
         assert read_orders(run.directory.path) == []
+        snapshots = run.snapshots
+        await run.ask(PauseRequest())
+        await run.ask(StatusRequest())
+        assert run.snapshots == snapshots + 1, "what an order has changed is seen at once"
 
     asyncio.run(scenario())
 
@@ -106,7 +111,7 @@ def test_a_checkpoint_is_acknowledged_when_it_is_on_the_disk(tmp_path: Path, out
         await asyncio.sleep(0)
         assert run.hub.take() == [("trainer", tt.WriteCheckpoint())]
         assert "another `checkpoint` is being" in (await run.ask(CheckpointRequest())).reason  # type: ignore[union-attr]
-        assert isinstance(await run.ask(StatusRequest()), StatusReply), "and holds up nobody"
+        assert isinstance(await run.ask(StatusRequest()), msgspec.Raw), "and holds up nobody"
         if outcome == "written":
             await run.hear("trainer", ft.CheckpointWritten(4, "/runs/mine/step-000004"))
         elif outcome == "failed":

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -329,12 +330,15 @@ def test_connections_are_bounded_and_those_there_are_served(
         assert time.monotonic() < deadline
 
 
+class NoSections:
+    """Nothing is drawn."""
+
+    def drawn(self) -> dict[str, Section]:
+        return {}
+
+
 def test_the_first_snapshot_of_a_new_watcher_is_new(source: FakeRun) -> None:
     """Not the last one of whoever watched before, hours ago."""
-
-    class NoSections:
-        def drawn(self) -> dict[str, Section]:
-            return {}
 
     async def first(found: Feed) -> int:
         async with contextlib.aclosing(found.watch()) as snapshots:
@@ -354,6 +358,32 @@ def test_the_first_snapshot_of_a_new_watcher_is_new(source: FakeRun) -> None:
             await found.close()
 
     asyncio.run(watch_twice())
+
+
+def test_a_hundred_watchers_share_one_question_and_one_snapshot() -> None:
+    answers = asyncio.Semaphore(0)
+
+    class Gated(FakeRun):
+        async def status(self) -> dict[str, Any]:
+            await answers.acquire()
+            return await super().status()
+
+    async def watch_together() -> None:
+        source = Gated()
+        with ThreadPoolExecutor(1) as disk:
+            found = Feed(source, NoSections(), disk)
+            pages = [found.watch() for _ in range(100)]
+            for asked in (1, 2, 3):
+                answers.release()
+                async with asyncio.timeout(60):
+                    shown = await asyncio.gather(*(anext(page) for page in pages))
+                assert len({id(snapshot) for snapshot in shown}) == 1
+                assert source.asked == asked
+            for page in pages:
+                await page.aclose()
+            await found.close()
+
+    asyncio.run(watch_together())
 
 
 def _rest(connection: socket.socket) -> bytes:
