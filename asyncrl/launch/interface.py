@@ -26,7 +26,7 @@ class ProcessHandle(Protocol):
 
     @property
     def lost_with_machine(self) -> bool:
-        """Whether its machine was taken away or missing, so that its end counts against no limit."""
+        """Whether its machine was taken away or missing: its end counts against no limit."""
 
     def cause(self) -> str:
         """Why it ended, where its exit code does not say it: a lost node. Otherwise empty."""
