@@ -4,7 +4,7 @@
 
 One run trains throughout, without its web page. Periods without any watcher and periods with many
 take turns in random order, so that what else the machine does falls on both alike. A watcher is the
-connection of `asyncrl watch`: it is sent a view once a second and asks again every ten.
+connection of `asyncrl watch`: it is sent a view once a second, and asks again in time.
 
 Measured in each period: wall time per step, and CPU time of the controller and of the watchers. The
 watchers are one process of the lowest priority on the same cores, so the time per step includes

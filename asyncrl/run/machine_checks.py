@@ -173,8 +173,8 @@ def agents_sockets(config: AgentsConfig) -> Finding:
             try:
                 held.enter_context(socket.create_server(host_and_port(address)))
             except OSError as error:
-                known = error.errno is not None and error.errno > 0
-                why = os.strerror(error.errno) if known else error.strerror or str(error)
+                number = error.errno or 0  # negative: an unknown name, not the system's
+                why = os.strerror(number) if number > 0 else error.strerror
                 return Finding(
                     f"an address for agents: this machine cannot listen at {address} ({why})",
                     f"Look at launcher.agents.{name}: HOST must be one of this machine's own "

@@ -78,6 +78,8 @@ class UserRequests:
         """Carry out a user's request."""
         if isinstance(request, control.StatusRequest):
             return self._status.reply()
+        if isinstance(request, control.WatchRequest):
+            raise TypeError("those who watch have a place in the audience")
         try:
             return await self._orders.answer(request)
         finally:

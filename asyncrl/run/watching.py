@@ -75,11 +75,10 @@ class Watching:
             with contextlib.suppress(NoReply):
                 reply = await self._line.receive_within(_LOOK_SECONDS, what="the run's state")
                 self._silent = 0
+                if isinstance(reply, control.Refused):
+                    raise AsyncrlError(reply.reason)
                 if not isinstance(reply, control.ViewReply):
-                    refused = isinstance(reply, control.Refused)
-                    raise AsyncrlError(
-                        reply.reason if refused else f"the controller answered with {reply}"
-                    )
+                    raise AsyncrlError(f"the controller answered with {reply}")
                 return msgspec.convert(reply.view, RunView)
             if not is_alive(self._run):
                 return None

@@ -170,17 +170,17 @@ def test_a_watcher_asks_rarely_and_says_why_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = FakeClock()
-    views = [control.ViewReply({"step": step}) for step in range(30)]
+    views = [control.ViewReply({"step": step}) for step in range(60)]
     line = FakeLine([*views, control.Refused("too many watch")])
     monkeypatch.setattr(watching, "open_line", lambda _run: line)
     monkeypatch.setattr(watching, "monotonic", clock)
 
     async def check() -> None:
         found = watching.Watching(tmp_path)
-        for step in range(30):
+        for step in range(60):
             clock.now = float(step)
             assert await found.view(print) == RunView(step=step)
-        assert line.asked == 30 / watching.ASK_SECONDS, "views come without being asked for"
+        assert line.asked == 60 / watching.ASK_SECONDS, "views come without being asked for"
         with pytest.raises(AsyncrlError, match="too many watch"):
             await found.view(print)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-WATCH_SECONDS = 30.0
+WATCH_SECONDS = 60.0
 """How long a `WatchRequest` holds. A watcher repeats it in time; one that is gone is forgotten."""
 
 
