@@ -11,9 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -23,9 +21,8 @@ from synthetic_run import make_run
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.web import feed, middleware, server
 from asyncrl.web.controller_link import EndedRun
-from asyncrl.web.feed import Feed
 from asyncrl.web.guard import Policy
-from asyncrl.web.sections import NAMES, EndedSections, Section
+from asyncrl.web.sections import NAMES, EndedSections
 from asyncrl.web.serving import listen
 from monitoring.config import WebConfig
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
@@ -328,62 +325,6 @@ def test_connections_are_bounded_and_those_there_are_served(
     deadline = time.monotonic() + 60
     while client.get("/api/status").status != 200:
         assert time.monotonic() < deadline
-
-
-class NoSections:
-    """Nothing is drawn."""
-
-    def drawn(self) -> dict[str, Section]:
-        return {}
-
-
-def test_the_first_snapshot_of_a_new_watcher_is_new(source: FakeRun) -> None:
-    """Not the last one of whoever watched before, hours ago."""
-
-    async def first(found: Feed) -> int:
-        async with contextlib.aclosing(found.watch()) as snapshots:
-            snapshot = msgspec.json.decode(await anext(snapshots))
-        step: int = snapshot["status"]["step"]
-        return step
-
-    async def watch_twice() -> None:
-        with ThreadPoolExecutor(1) as disk:
-            found = Feed(source, NoSections(), disk)
-            assert await first(found) == 3
-            producer = found._producer
-            assert producer is not None
-            await asyncio.wait_for(producer, 60)
-            source.status_now = {"step": 100}
-            assert await first(found) == 100
-            await found.close()
-
-    asyncio.run(watch_twice())
-
-
-def test_a_hundred_watchers_share_one_question_and_one_snapshot() -> None:
-    answers = asyncio.Semaphore(0)
-
-    class Gated(FakeRun):
-        async def status(self) -> dict[str, Any]:
-            await answers.acquire()
-            return await super().status()
-
-    async def watch_together() -> None:
-        source = Gated()
-        with ThreadPoolExecutor(1) as disk:
-            found = Feed(source, NoSections(), disk)
-            pages = [found.watch() for _ in range(100)]
-            for asked in (1, 2, 3):
-                answers.release()
-                async with asyncio.timeout(60):
-                    shown = await asyncio.gather(*(anext(page) for page in pages))
-                assert len({id(snapshot) for snapshot in shown}) == 1
-                assert source.asked == asked
-            for page in pages:
-                await page.aclose()
-            await found.close()
-
-    asyncio.run(watch_together())
 
 
 def _rest(connection: socket.socket) -> bytes:
