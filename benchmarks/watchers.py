@@ -110,6 +110,8 @@ def _period(
     after, took = [cpu_seconds(pid) for pid in pids], time.monotonic() - began
     used = [(new - old) / took for old, new in zip(before, after, strict=True)]
     times = [one.time for one in read_metrics(run / "metrics.jsonl") if one.time >= wall]
+    if len(times) < 2:
+        raise SystemExit(f"{len(times)} steps in {took:.0f} s: this machine has other work")
     step_seconds = (times[-1] - times[0]) / (len(times) - 1)
     return Period(count, len(times), step_seconds, used[0], used[1] if audience else 0.0)
 
