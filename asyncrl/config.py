@@ -38,6 +38,7 @@ from monitoring.config import MAX_PORT, MonitoringConfig, unquoted_off
 from scheduler.config import SchedulerConfig
 from trainer.algorithms.registry import smallest_group
 from trainer.config import TrainerConfig
+from trainer.rank_network import is_loopback
 from wire.limits import MAX_STEPS
 from wire.paths import LocalPath
 
@@ -200,12 +201,22 @@ class RunConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _ranks_are_on_this_machine(self) -> Self:
-        if self.trainer.ranks > 1 and self.launcher.kind != "local":
+    def _ranks_speak_where_nobody_else_does(self) -> Self:
+        network, launcher = self.trainer.rank_network, self.launcher
+        if self.trainer.ranks == 1 or is_loopback(network):
+            return self
+        if launcher.kind == "local":
             raise ValueError(
-                f"trainer.ranks: {self.trainer.ranks} works with launcher.kind: local only, where "
-                f"the ranks meet on one machine; with launcher.kind: {self.launcher.kind} set "
-                "trainer.ranks: 1"
+                f"trainer.rank_network: {network} is for ranks on several machines; with "
+                "launcher.kind: local all are on this one: leave it out"
+            )
+        if not launcher.trusted_network:
+            raise ValueError(
+                f"trainer.rank_network: {network} lets the trainer's ranks listen at sockets that "
+                "have neither keys nor encryption, because gloo and NCCL have none: whoever "
+                "reaches them can read gradients and weights and disturb the run. If you trust "
+                "everybody in that network, say so with launcher.trusted_network: true; otherwise "
+                "keep all ranks on one machine, without trainer.rank_network"
             )
         return self
 

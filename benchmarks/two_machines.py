@@ -1,12 +1,15 @@
 """One training on one machine and on two: the same accuracy, the same groups, nothing stale.
 
-    python -m benchmarks.two_machines [--quick] [--json FILE]
+    python -m benchmarks.two_machines [--quick] [--ranks] [--json FILE]
 
 `examples/arithmetic.yaml` is trained twice with the command line: locally, and on a Ray cluster of
 two machines made of namespaces (`benchmarks.machines`; needs root), with the controller and the
 trainer on one and both generators on the other. Between them are real TCP connections and nothing
 else: each has memory of its own, and the generators' machine does not see the run's folder. There
 is no simulated delay.
+
+--ranks: both trainers have two ranks, those of the cluster on two machines, which both see the
+run's folder.
 
 Exit code 1 if a group was lost or trained on twice, if a step was trained on other groups than
 locally or on stale tokens, or if accuracies after training differ by more than four standard errors
@@ -27,6 +30,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.chaos.cluster_faults import RANKS_APART
 from benchmarks.chaos.cluster_run import ClusterRun
 from benchmarks.chaos.live_run import LiveRun, Setup, carry_out
 from benchmarks.chaos.main import CONFIG
@@ -50,12 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="20 steps")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    parser.add_argument("--ranks", action="store_true", help="two ranks of the trainer")
     options = parser.parse_args(arguments)
     steps = 20 if options.quick else 80
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as made:
         try:
-            local, placed = _both(Path(made), steps)
+            local, placed = _both(Path(made), steps, ranks=options.ranks)
         except NoMachinesError as error:
             parser.error(str(error))
         ratios = _ratios(local, placed)
@@ -74,13 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed or abs(ratios["difference_in_standard_errors"]) > ERRORS else 0
 
 
-def _both(folder: Path, steps: int) -> tuple[LiveRun, LiveRun]:
+def _both(folder: Path, steps: int, *, ranks: bool) -> tuple[LiveRun, LiveRun]:
     """The local run, and the one on two machines."""
-    local = carry_out(Setup(CONFIG, folder, SETTINGS, 1800), "local", steps)
+    several = ("trainer.ranks=2",) if ranks else ()
+    local = carry_out(Setup(CONFIG, folder, (*SETTINGS, *several), 1800), "local", steps)
     runs = folder / "runs"
     runs.mkdir()
-    with ray_machines({"one": 1, "two": 2}, folder / "machines", hidden={"two": [runs]}) as cluster:
-        setup = Setup(CONFIG, runs, (*SETTINGS, *PLACED), 1800)
+    hidden = {} if ranks else {"two": [runs]}
+    with ray_machines({"one": 1, "two": 3}, folder / "machines", hidden=hidden) as cluster:
+        setup = Setup(CONFIG, runs, (*SETTINGS, *PLACED, *(RANKS_APART if ranks else ())), 1800)
         placed = ClusterRun(setup, "placed", steps, cluster=cluster, controller_machine="one")
         placed.start()
         code = placed.end(in_order=False)

@@ -246,9 +246,9 @@ class Pending:
         until = time.monotonic() + self._place.seconds
         for rank in range(1, self._place.ranks):
             path = part_path(temporary, rank)
-            while not path.exists():
+            while not _is_there(path):
                 failed = _failed_path(temporary, rank)
-                if failed.exists() and (text := failed.read_bytes()):
+                if _is_there(failed) and (text := failed.read_bytes()):
                     cause, said = msgspec.json.decode(text, type=tuple[CheckpointFault, str])
                     raise CheckpointUnwritable(f"rank {rank}: {said}", cause)
                 if (given_up is not None and given_up.is_set()) or time.monotonic() > until:
@@ -301,6 +301,15 @@ def read(directory: Path, state: TrainingState, settings: dict[str, Any], rank: 
             f"cannot read the checkpoint {directory}: {type(error).__name__}: {error}"
         ) from error
     return Loaded(manifest.policy_version, manifest.initial_weights or "", rest.values)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file is there.
+
+    Its folder is read: of a file that was asked for too early, a network file system may say for
+    half a minute that it does not exist.
+    """
+    return path.name in os.listdir(path.parent)  # noqa: PTH208 - names only
 
 
 def _failed_path(temporary: Path, rank: int) -> Path:

@@ -62,6 +62,7 @@ _FREE = frozenset(
         "gradient_checkpointing",
         "optimizer_offload",
         "ranks",
+        "rank_network",
         "rank_seconds",
         "sharding",
         "critic.learning_rate",

@@ -14,6 +14,7 @@ from trainer.algorithms.registry import (
     only_values_of,
 )
 from trainer.critic_config import CriticConfig
+from trainer.rank_network import LOOPBACK, network_of
 from wire.limits import MAX_STEPS, MAX_THREADS, MAX_TOKENS, WEEK_SECONDS
 
 
@@ -137,11 +138,15 @@ class TrainerConfig(BaseModel):
     """Torch threads of the trainer's process; unset: torch decides."""
     ranks: int = Field(default=1, ge=1, le=1024)
     """Processes that train together, each on its share of the groups and, with GPUs, on a GPU of
-    its own. They share the optimizer's state (docs/trainer.md). With launcher.kind: local."""
+    its own. They share the optimizer's state (docs/trainer.md)."""
     sharding: Literal["optimizer", "full"] = "optimizer"
     """What ranks share. optimizer: its state; weights and gradients are whole on each. full: all
     three, for models that are too large for one device; ranks then compute micro-batches together
     (docs/trainer.md)."""
+    rank_network: str = Field(default=LOOPBACK, max_length=50)
+    """Network over which the ranks speak: an interface (eth0), or addresses (10.1.0.0/16) of which
+    each rank's machine has one. lo: all ranks are on one machine. Any other needs
+    `launcher.trusted_network: true`, since gloo and NCCL have neither keys nor encryption."""
     rank_seconds: float = Field(default=1800.0, gt=0, le=WEEK_SECONDS)
     """Longest wait of a rank for the others in the middle of a step, while they compute what is
     left of theirs. Then the trainer counts as lost."""
@@ -212,6 +217,11 @@ class TrainerConfig(BaseModel):
         if value not in ("auto", "cpu", "cuda"):
             raise ValueError("must be auto, cpu or cuda; launcher.gpus says which GPUs a run uses")
         return value
+
+    @field_validator("rank_network")
+    @classmethod
+    def _network_has_a_name(cls, value: str) -> str:
+        return network_of(value)
 
     @field_validator("betas")
     @classmethod

@@ -39,7 +39,8 @@ class LauncherConfig(BaseModel):
     and who misses that reads the file. Its sockets have no keys: needs `trusted_network`."""
     trusted_network: bool = False
     """Nobody whom you do not trust can listen to or connect to the network between the run's
-    nodes, nor log in to them. Only `weights: broadcast` asks for it (SECURITY.md)."""
+    nodes, nor log in to them. Only `weights: broadcast` and `trainer.rank_network` ask for it
+    (SECURITY.md)."""
     colocate: bool = False
     """Let the trainer share the first GPU of the last generator instead of having one of its own.
     Its memory must hold both: lower `engine.vllm.gpu_memory_utilization` or

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from trainer.rank_network import apart, is_loopback
+
 
 class NodeInfo(msgspec.Struct, frozen=True):
     """What was found on a node."""
@@ -67,6 +69,20 @@ class Machines:
     def are_several(self) -> bool:
         """Whether the run's processes, the controller among them, are on several machines."""
         return self._always or len(self._names.keys() | {self._home}) > 1
+
+
+def ranks_apart(nodes: Sequence[NodeInfo], network: str) -> str | None:
+    """Why the ranks of a trainer cannot speak to each other; None: they can.
+
+    Args:
+        nodes: of the ranks.
+        network: `trainer.rank_network`.
+    """
+    elsewhere = next((node for node in nodes if node.ip != nodes[0].ip), None)
+    if elsewhere is None or not is_loopback(network):
+        return None
+    where = f"the trainer's ranks would be on several machines, {nodes[0]} and {elsewhere}"
+    return apart(where, network)
 
 
 def unfit(process: str, node: NodeInfo, *, python: str, asyncrl: str, model: str) -> str | None:

@@ -10,6 +10,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from asyncrl.config import RunConfig, load_config, parse_config
+from asyncrl.processes.meetings import MEETINGS
 from monitoring.config import MonitoringConfig
 from monitoring.exporter import Exporter, exporter_for
 from wire.keys import HubKeys, LineKeys, RunKey
@@ -90,13 +91,23 @@ class ChildSpec(msgspec.Struct, frozen=True):
         return int(self.name.removeprefix("generator-").split(".")[0])
 
     def data_address_of(self, rank: int) -> str:
-        """Where a rank of a trainer on this machine listens for trajectories."""
-        return f"{self.data_address}-{rank}" if rank else self.data_address
+        """Where a rank of a trainer on this machine listens for trajectories.
+
+        Empty where the ranks choose it on their nodes.
+        """
+        return f"{self.data_address}-{rank}" if rank and self.data_address else self.data_address
 
     @property
     def meeting(self) -> Path:
-        """The file through which the ranks of a trainer meet, in the run's private folder."""
-        return Path(self.data_address.removeprefix("ipc://")).parent / f"ranks-{self.lineage}"
+        """The file through which the ranks of a trainer meet.
+
+        On one machine it is in the run's private folder; on several in a folder of the run's
+        (`asyncrl.processes.meetings`), which all ranks see.
+        """
+        name = f"ranks-{self.lineage}"
+        if self.data_address.startswith("ipc://"):
+            return Path(self.data_address.removeprefix("ipc://")).parent / name
+        return Path(self.run_directory) / MEETINGS / f"{self.run_id}-{name}"
 
     def exporter(self, config: MonitoringConfig, registry: CollectorRegistry) -> Exporter | None:
         """What serves its metrics; None where they are turned off. Raises ExporterError."""

@@ -78,11 +78,15 @@ class Arrivals:
         self._told.add(name)
         if not worker.is_trainer:
             await self._scaling.leave(worker)
-        elif worker.is_ready:
+            return
+        for rank in self._fleet.ranks:  # they are one unit, and a checkpoint is of all
+            rank.gives_way = rank is not worker
+            self._told.add(rank.name)
+            if not worker.is_ready:
+                rank.handle.end(by_force=False)
+        if worker.is_ready:
             self._say(f"{name} leaves with its agent, after a checkpoint")
-            await self._fleet.send(name, to_trainer.Shutdown(checkpoint=True))
-        else:
-            worker.handle.end(by_force=False)
+            await self._fleet.send_trainer(to_trainer.Shutdown(checkpoint=True))
 
     def _join(self) -> None:
         bounds = [self._fleet.config.agents.max_generators, self._scaling.ordered]
@@ -99,7 +103,9 @@ class Arrivals:
         for worker in [self._fleet.trainer, *(ordered if len(ordered) == 1 else ())]:
             if worker.waits_for_room and not worker.is_gone and not worker.is_said_to_wait:
                 worker.is_said_to_wait = True
-                self._say(f"{worker.name} waits for an agent, {self._limit}")
+                ranks = len(self._fleet.ranks) if worker.is_trainer else 1
+                agents = "an agent" if ranks == 1 else f"agents for its {ranks} ranks"
+                self._say(f"{worker.name} waits for {agents}, {self._limit}")
 
     def _wait_for_a_generator(self) -> None:
         if self._fleet.has_generators:

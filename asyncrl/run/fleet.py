@@ -17,7 +17,7 @@ from asyncrl.run.ending import attended, end_all, raise_if_late
 from asyncrl.run.installations import Installations
 from asyncrl.run.node_files import NodeFiles
 from asyncrl.run.relays import Relays
-from asyncrl.run.worker import Worker, cause_of_death, what_starts
+from asyncrl.run.worker import Worker, cause_of_death, left_early, what_starts
 from asyncrl.trainer_names import trainer_name
 from monitoring.discovery import Target
 from wire import Hub, RunKey
@@ -196,7 +196,8 @@ class Fleet:
 
     def look_after_weights(self) -> None:
         """Send on what the trainer has published since. Raises RunFailed where that cannot be."""
-        nodes = (worker.node for worker in self.alive)
+        # Other ranks do not read what rank 0 publishes.
+        nodes = (one.node for one in self.alive if one is self.trainer or not one.is_trainer)
         self.installations.look(self.trainer, self.lineage, nodes)
 
     def generators(self) -> list[Worker]:
@@ -263,9 +264,8 @@ class Fleet:
 
     def start_relays(self) -> list[str]:
         """Start a relay where one is missing. As `Relays.start_missing`."""
-        if self._ending:
-            return []
-        return self.relays.start_missing(worker.node for worker in self.alive)
+        nodes = (worker.node for worker in self.alive)
+        return [] if self._ending else self.relays.start_missing(nodes)
 
     def deaths(self, *, is_held: bool = False) -> list[tuple[Worker, str]]:
         """Processes that died since the last call, each once, and how. Kills silent ones.
@@ -288,7 +288,7 @@ class Fleet:
                     worker.heard = now
         for worker in [*self.alive, *self.relays.alive]:
             reason = cause_of_death(worker, now, self._config)
-            if reason is not None:
+            if reason is not None and not left_early(worker, self.ranks):
                 worker.is_gone = True
                 self._hub.abandon(worker.name)
                 found.append((worker, reason))
@@ -343,7 +343,7 @@ class Fleet:
         """Whether a process may be replaced; counts it, unless its machine was taken away."""
         if self._ending:
             return False
-        if lost.handle.lost_with_machine:
+        if lost.handle.lost_with_machine or lost.gives_way:
             self._renamed += 1
             return True
         if self._restarts >= self._config.max_restarts:

@@ -193,7 +193,8 @@ class Installations:
         Args:
             worker: as in `note`.
             lineage: as in `note`.
-            nodes: those of living processes; only they need weights. None: not placed yet.
+            nodes: of rank 0 of the trainer and living generators; only they need weights. None:
+                not placed yet.
 
         Raises:
             RunFailed: as `note`.

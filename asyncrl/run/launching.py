@@ -18,8 +18,10 @@ from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.ray.launcher import RayLauncher
 from asyncrl.launch.ray.nodes import Slot
 from asyncrl.launch.records import ProcessRecords
+from asyncrl.processes.meetings import remove_meetings
 from asyncrl.run.devices import engine_device, needs_of
 from asyncrl.run.prepare import Prepared
+from asyncrl.trainer_names import trainer_name
 from wire import RuntimeDirectory
 
 
@@ -55,6 +57,9 @@ async def open_launcher(
         UserError: there is no such cluster, or it cannot carry the run.
     """
     config = prepared.config
+    if config.launcher.kind != "local":
+        remove_meetings(run)
+        closing.callback(remove_meetings, run)
     if config.launcher.kind == "ray":
         model_path, folder = _absolute(prepared.model_path), Path(_absolute(str(run)))
         ray = await RayLauncher.open(config, slots_of(config), folder, model_path, records)
@@ -98,7 +103,7 @@ async def _open_agents(
     trainer_may = config.trainer.device == "auto"
     found = await open_agents(
         config,
-        gpus=(needs.trainer, needs.per_generator),
+        gpus=(needs.trainer // config.trainer.ranks, needs.per_generator),
         optional_gpus=frozenset([*["trainer"] * trainer_may, *["generator"] * generators_may]),
         run_directory=Path(_absolute(str(run))),
         model_path=model_path,
@@ -122,7 +127,7 @@ def _absolute(path: str) -> str:
 
 
 def slots_of(config: RunConfig) -> tuple[Slot, ...]:
-    """The places of a run's processes on a Ray cluster: the trainer's, then the generators'.
+    """The places of a run's processes on a Ray cluster: the trainer's ranks, then the generators.
 
     Raises:
         UserError: the engines of a mixed fleet want different numbers of GPUs.
@@ -130,13 +135,17 @@ def slots_of(config: RunConfig) -> tuple[Slot, ...]:
     settings, needs = config.launcher.ray, needs_of(config, any_gpu=True)
     trainer, generator = settings.trainer, settings.generator
     auto = all(engine.device == "auto" for engine in config.engines)
+    ranks = config.trainer.ranks
     return (
-        Slot(
-            "trainer",
-            trainer.cpus,
-            needs.trainer,
-            config.trainer.device == "auto",
-            trainer.resources,
+        *(
+            Slot(
+                trainer_name(rank, 0),
+                trainer.cpus,
+                needs.trainer // ranks,
+                config.trainer.device == "auto",
+                trainer.resources,
+            )
+            for rank in range(ranks)
         ),
         *(
             Slot(

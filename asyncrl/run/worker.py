@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.launch.config import LauncherConfig
@@ -35,6 +35,10 @@ class Worker:
     is_gone: bool = False
     has_left: bool = False
     """It ended because it was ordered to leave."""
+    gives_way: bool = False
+    """It was told to end because the machine of another rank of the trainer is taken away."""
+    has_waited: bool = False
+    """There was no room for it so far."""
     was_overdue: bool = False
     """It was killed because it did not leave in time."""
     leave_by: float | None = None
@@ -116,7 +120,7 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
     """How a process ended; None if it lives. Kills one that was silent for too long."""
     code = worker.handle.exit_code()
     if code is not None:
-        leaves = worker.is_leaving or worker.handle.lost_with_machine
+        leaves = worker.is_leaving or worker.gives_way or worker.handle.lost_with_machine
         if leaves and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
             worker.has_left = True
             cause = worker.handle.cause()
@@ -131,7 +135,10 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
             "killed; what it had is generated again"
         )
     if worker.waits_for_room:
+        worker.has_waited = True
         return _without_room(worker, now, limits)
+    if worker.has_waited:  # only now does it begin to start
+        worker.has_waited, worker.heard = False, now
     limit = limits.silence_seconds if worker.is_ready else limits.startup_seconds
     if worker.role == "relay" and worker.is_ready:
         limit = min(limit, max(_RELAY_SHARE * limit, _RELAY_SECONDS))
@@ -147,6 +154,15 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
         f"was not ready after {silent:.0f} s (launcher.startup_seconds) and was killed; its log "
         f"ends with: {worker.handle.log_tail(1)}"
     )
+
+
+def left_early(worker: Worker, ranks: Sequence[Worker]) -> bool:
+    """Whether a rank has left and others have not: they still complete the checkpoint of all.
+
+    All were told to leave at once, so none of them is lost.
+    """
+    is_rank = any(worker is one for one in ranks)
+    return is_rank and worker.has_left and any(one.handle.exit_code() is None for one in ranks)
 
 
 def _without_room(worker: Worker, now: float, limits: LauncherConfig) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks.chaos.cluster_run import Child, ClusterRun
 from benchmarks.chaos.live_run import LiveRun
+from benchmarks.machines.namespaces import NETWORK
 from benchmarks.machines.ray import RayMachines
 
 _HEAD_LOST = "has not answered for"
@@ -31,11 +32,19 @@ class ClusterFault:
     ends_the_run: bool = False
     expected_error: str | None = None
     engine: str = "torch"
+    ranks: int = 1
+    """Of the trainer of the run, each on a machine of its own. With two there is one generator."""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Of the run."""
+        return () if self.ranks == 1 else (*RANKS_APART, "launcher.generators=1")
 
     def is_possible(self, run: LiveRun) -> bool:
         """Whether all processes of the run are there."""
         run = _of_cluster(run)
-        wanted = {"trainer": 1, "generator": GENERATORS, "relay": 1}
+        generators = GENERATORS if self.ranks == 1 else 1
+        wanted = {"trainer": self.ranks, "generator": generators, "relay": 1}
         return all(len(run.on(role)) >= number for role, number in wanted.items())
 
     def strike(self, run: LiveRun, moments: random.Random) -> None:
@@ -51,7 +60,12 @@ class ClusterFault:
 
 
 GENERATORS = 2
-"""Of each run on a cluster."""
+"""Of each run on a cluster whose trainer has one rank."""
+RANKS_APART = (
+    *("trainer.ranks=2", "launcher.ray.trainer.resources={each: 1}"),
+    *(f"trainer.rank_network={NETWORK}0/24", "launcher.trusted_network=true"),
+)
+"""Settings of a run whose trainer has two ranks on two machines."""
 
 
 def _of_cluster(run: LiveRun) -> ClusterRun:
@@ -78,6 +92,21 @@ def _child(role: str) -> Callable[[ClusterRun, random.Random], Sequence[Child]]:
         return [child]
 
     return happens
+
+
+def _rank(run: ClusterRun, moments: random.Random) -> Sequence[Child]:
+    """Any of them; all end."""
+    ranks = run.on("trainer")
+    _kill(moments.choice(ranks).pid)
+    return ranks
+
+
+def _machine_of_a_rank(run: ClusterRun, moments: random.Random) -> Sequence[Child]:
+    """Not the controller's; the other ranks end, too."""
+    ranks = run.on("trainer")
+    others = [one for one in ranks if one.machine.name != run.controller_machine]
+    moments.choice(others).machine.power_off()
+    return ranks
 
 
 def _worker(run: ClusterRun, moments: random.Random) -> Sequence[Child]:
@@ -227,6 +256,11 @@ FAULTS = {
     for one in (
         ClusterFault("generator", "generator", _child("generator")),
         ClusterFault("trainer", "trainer", _child("trainer")),
+        ClusterFault("rank", "rank of a trainer of two, on machines apart", _rank, ranks=2),
+        ClusterFault(
+            "rank-machine", "all of the machine of a rank", _machine_of_a_rank, _restore_nodes,
+            ranks=2,
+        ),
         ClusterFault("worker", "Ray worker of a process", _worker),
         ClusterFault("keeper", "keeper of a process", _keeper),
         ClusterFault("raylet", "raylet of a node", _raylet, _restore_nodes),

@@ -46,7 +46,15 @@ from benchmarks.chaos.cluster_faults import FAULTS
 from benchmarks.chaos.findings import Findings
 from benchmarks.chaos.live_run import Setup, carry_out
 from benchmarks.chaos.on_cluster import measure_cluster
-from benchmarks.chaos.victims import CONTROLLER, ENGINE_CORE, GENERATOR, REWARD, TRAINER, VICTIMS
+from benchmarks.chaos.victims import (
+    CONTROLLER,
+    ENGINE_CORE,
+    GENERATOR,
+    RANK,
+    REWARD,
+    TRAINER,
+    VICTIMS,
+)
 from benchmarks.machines.namespaces import why_not
 from benchmarks.report import write_json
 
@@ -68,8 +76,8 @@ def measure(setup: Setup, victims: Mapping[str, int], wanted: int, seed: int) ->
     outcomes = {}
     for number, (name, kills) in enumerate(victims.items()):
         victim = VICTIMS[name]
-        engine = f"engine.kind={victim.engine}"
-        own = Setup(setup.config, setup.folder, (*setup.settings, engine), setup.timeout_seconds)
+        more = f"engine.kind={victim.engine}", f"trainer.ranks={victim.ranks}"
+        own = Setup(setup.config, setup.folder, (*setup.settings, *more), setup.timeout_seconds)
         outcome = kill_one_after_the_other(own, name, [victim] * kills, seed=seed + number)
         outcomes[name] = outcome
         print(
@@ -138,7 +146,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _types(*, quick: bool) -> list[str]:
     """The types of processes to kill unless the user chooses."""
-    types = [GENERATOR, TRAINER, REWARD, CONTROLLER]
+    types = [GENERATOR, TRAINER, RANK, REWARD, CONTROLLER]
     if not quick and importlib.util.find_spec("vllm") is not None:
         types.append(ENGINE_CORE)
     return [one.name for one in types]

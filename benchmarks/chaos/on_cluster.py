@@ -44,8 +44,9 @@ def measure_cluster(
     with ray_machines(CLUSTER, setup.folder / "machines") as cluster:
         make = functools.partial(ClusterRun, cluster=cluster, controller_machine="one")
         for number, (name, kills) in enumerate(faults.items()):
+            with_own = dataclasses.replace(own, settings=(*own.settings, *FAULTS[name].settings))
             outcome = kill_one_after_the_other(
-                own, name, [FAULTS[name]] * kills, seed=seed + number, make=make
+                with_own, name, [FAULTS[name]] * kills, seed=seed + number, make=make
             )
             findings.outcomes[name] = outcome
             print(f"{name}: {len(outcome.kills)} of {kills}", outcome.failure or "", flush=True)

@@ -69,6 +69,8 @@ class Victim:
     about: str
     engine: str = "torch"
     expected_error: str | None = None
+    ranks: int = 1
+    """Of the trainer of the run."""
 
     @property
     def ends_the_run(self) -> bool:
@@ -96,10 +98,11 @@ class Victim:
 
 GENERATOR = Victim("generator", "generator")
 TRAINER = Victim("trainer", "trainer")
+RANK = Victim("trainer-1", "rank 1 of a trainer of two", ranks=2)
 REWARD = Victim("reward", "reward worker")
 CONTROLLER = Victim("controller", "controller, then --resume")
 ENGINE_CORE = Victim("engine-core", "vLLM engine core", engine="vllm")
-VICTIMS = {one.name: one for one in (GENERATOR, TRAINER, REWARD, CONTROLLER, ENGINE_CORE)}
+VICTIMS = {one.name: one for one in (GENERATOR, TRAINER, RANK, REWARD, CONTROLLER, ENGINE_CORE)}
 
 
 def find(run: LiveRun, victim: Victim) -> ProcessIdentity | None:

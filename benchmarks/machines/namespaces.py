@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 _TOOLS = ("ip", "bridge", "unshare", "nsenter")
-_NETWORK = "192.0.2."
+NETWORK = "192.0.2."
 """Addresses that RFC 5737 keeps for examples; they exist inside the namespaces only."""
 _TEMPORARY = "/var/tmp"  # noqa: S108 - each machine has its own
 _KINDS = {"pid": 0x20000000, "net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
@@ -167,6 +167,12 @@ class Machine:
             finally:
                 _enter(own.fileno(), "pid")
 
+    def enter(self) -> None:
+        """Have this process be on its network, under its name, with the files that it had."""
+        for kind in ("net", "uts"):
+            with Path(f"/proc/{self.first}/ns/{kind}").open("rb") as namespace:
+                _enter(namespace.fileno(), kind)
+
     def run(self, command: Sequence[str], seconds: float = _SECONDS) -> str:
         """Run a command on it to its end; its output. Raises CalledProcessError, TimeoutExpired."""
         process = self.start(command, output=subprocess.PIPE)
@@ -234,7 +240,7 @@ def machines(
             logs.mkdir(parents=True, exist_ok=True)
             script = _script(name, logs, shared_memory, (hidden or {}).get(name, ()))
             variables = {"TMPDIR": _TEMPORARY, "HOSTNAME": name}
-            machine = Machine(name, f"{_NETWORK}{number}", switch.first, script, variables)
+            machine = Machine(name, f"{NETWORK}{number}", switch.first, script, variables)
             made.append(machine)
             machine.power_on()
         yield made[1:]

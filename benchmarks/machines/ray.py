@@ -3,7 +3,8 @@
 with ray_machines({"head": 0, "one": 1, "two": 1}, folder) as cluster:
     run = cluster.machines["one"].start(["asyncrl", "run", ..., "--set", cluster.setting])
 
-Each node has 1,000 of a custom resource with its name, so that processes can be placed.
+Each node has 1,000 of a custom resource with its name, so that processes can be placed, and one of
+`each`: processes that need it are on machines apart.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class RayMachines:
                     *("start", "--block", "--disable-usage-stats", *place),
                     f"--node-ip-address={machine.address}",
                     f"--num-cpus={self.cpus[name]}",
-                    f"--resources={json.dumps({name: 1000})}",
+                    f"--resources={json.dumps({name: 1000, 'each': 1})}",
                     f"--object-store-memory={_OBJECT_BYTES}",
                 ],
                 output=log,

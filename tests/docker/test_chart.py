@@ -148,6 +148,7 @@ def test_what_the_restricted_profile_forbids_is_noticed(
         {"config": {"trainer": {"learning_rate": -1}}},
         {"config": {"launcher": {"kind": "local"}}},
         {"config": {"run": {"directory": "elsewhere"}}},
+        {"config": {"trainer": {"ranks": 2}}},
     ],
     ids=str,
 )
@@ -295,6 +296,35 @@ def test_an_autoscaler_owns_the_number_of_generators(chart: Chart) -> None:
         assert "replicas" not in one_of(rendered(chart, values), "Deployment")["spec"]
     with pytest.raises(HelmError, match="address of Prometheus"):
         rendered(chart, {"generators": {"autoscaling": {"kind": "keda"}}})
+
+
+def test_ranks_of_the_trainer_are_pods_that_share_the_volume_and_a_trusted_network(
+    chart: Chart,
+) -> None:
+    objects = rendered(chart, EXAMPLES["ranks"])
+    ranks = one_of(objects, "Deployment", "-trainer")
+    assert ranks["spec"]["replicas"] == 15, "the first is in the controller's pod"
+    volumes = {one["name"]: one for one in ranks["spec"]["template"]["spec"]["volumes"]}
+    claim = one_of(objects, "StatefulSet")
+    (made,) = claim["spec"]["volumeClaimTemplates"]
+    assert made["spec"]["accessModes"] == ["ReadWriteMany"]
+    name = f"{made['metadata']['name']}-{claim['metadata']['name']}-0"
+    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == name
+    policy = one_of(objects, "NetworkPolicy", "-ranks")["spec"]
+    assert "ports" not in policy["ingress"][0]
+    (allowed,) = policy["ingress"][0]["from"]
+    assert allowed["podSelector"] == policy["podSelector"]
+    labels = ranks["spec"]["template"]["metadata"]["labels"]
+    (component,) = policy["podSelector"]["matchExpressions"]
+    assert labels["app.kubernetes.io/component"] in component["values"]
+    assert "generator" not in component["values"]
+    assert not [one for one in rendered(chart, {}) if one["metadata"]["name"].endswith("-ranks")]
+    for change, said in (
+        ({"trainer": {"ranks": 2}}, "trainer.trustedNetwork: true"),
+        ({"trainer": {"ranks": 2, "trustedNetwork": True}}, "storage.accessMode: ReadWriteMany"),
+    ):
+        with pytest.raises(HelmError, match=said):
+            rendered(chart, change)
 
 
 def test_gpus_are_asked_for_where_they_are_used(chart: Chart) -> None:

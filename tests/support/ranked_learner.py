@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,12 +23,13 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.machines.namespaces import Machine, machines, why_not
 from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
 from trainer.checkpoint_files import path_of
 from trainer.checkpoint_index import read_index
 from trainer.checkpoint_tensors import Box, load_tensors
 from trainer.config import TrainerConfig
-from trainer.errors import RankLost
+from trainer.errors import RankLost, TrainerError
 from trainer.learner import Learner
 from trainer.ranks import World, shards
 from trainer.ranks.world import join
@@ -161,6 +163,21 @@ def lost(folder: Path, model: str, world: World) -> None:
         (folder / f"lost {world.rank}").write_text(str(error))
 
 
+def apart(folder: Path, model: str, world: World) -> None:
+    """Ranks on two machines sum what they have, after loopback was refused."""
+    del model
+    meeting = folder / "meeting-on-loopback"
+    try:
+        join(meeting, world.rank, world.size, on_gpu=False, join_seconds=300, seconds=300)
+    except TrainerError as error:
+        (folder / f"refused {world.rank}").write_text(str(error))
+    own = torch.empty(1)
+    world.reduce_scatter(own, torch.tensor([[1.0 + world.rank], [10.0]]), "a sum")
+    said = {"listens": _listening(), "sum": own.tolist(), "host": socket.gethostname()}
+    (folder / f"apart {world.rank}").write_text(json.dumps(said))
+    world.barrier("the end of the test")
+
+
 def _listening() -> list[str]:
     """Hexadecimal addresses that this process listens at."""
     own = set()
@@ -178,11 +195,14 @@ def _listening() -> list[str]:
     return found
 
 
-JOBS = {one.__name__: one for one in (steps, saved, resumed, lost)}
+JOBS = {one.__name__: one for one in (steps, saved, resumed, lost, apart)}
 
 
-def main(job: str, folder: Path, model: str, sizes: Sequence[int]) -> int:
-    """Run a job in worlds of these sizes; how many ranks failed."""
+def main(
+    job: str, folder: Path, model: str, sizes: Sequence[int], on: Sequence[Machine] = ()
+) -> int:
+    """Run a job in worlds of these sizes, or with a rank on each of these machines; how many ranks
+    failed."""
     torch.set_num_threads(1)
     shards.BUCKET_BYTES = 40_000  # several buckets
     return fork_ranks(lambda world: JOBS[job](folder, model, world), folder, job, sizes)
@@ -198,6 +218,8 @@ def fork_ranks(work: Callable[[World], None], folder: Path, name: str, sizes: Se
                 children.append(child)
                 continue
             try:
+                if on:
+                    on[rank].enter()
                 world = join(
                     folder / f"meeting-{name}-{size}",
                     rank,
@@ -205,6 +227,7 @@ def fork_ranks(work: Callable[[World], None], folder: Path, name: str, sizes: Se
                     on_gpu=False,
                     join_seconds=300,
                     seconds=300,
+                    network="192.0.2.0/24" if on else "lo",
                 )
                 work(world)
                 world.close()
@@ -219,5 +242,9 @@ if __name__ == "__main__":
     where = Path(sys.argv[2])
     failed = 0
     for name in sys.argv[1].split(","):
-        failed += main(name, where, sys.argv[3], (2,) if name == "lost" else (1, 2, 4))
+        if name != "apart":
+            failed += main(name, where, sys.argv[3], (2,) if name == "lost" else (1, 2, 4))
+        elif why_not() is None:
+            with machines(["one", "two"], where) as both:
+                failed += main(name, where, sys.argv[3], (2,), both)
     sys.exit(failed)

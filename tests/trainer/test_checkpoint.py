@@ -128,8 +128,9 @@ def test_nothing_half_written_stays(
 def test_other_runs_and_broken_files_are_refused(model_path: ModelPath, tmp_path: Path) -> None:
     path = tmp_path / "step-000000"
     _learner(model_path("qwen3")).save(path)
-    with pytest.raises(CheckpointError, match=r"loss_normalization: "):
-        _learner(model_path("qwen3"), loss_normalization="sequence").restore(path)
+    ranks = {"ranks": 4, "rank_network": "eth0", "rank_seconds": 60}  # any number may continue it
+    with pytest.raises(CheckpointError, match=r"settings \(loss_normalization: [^,]*\); resume"):
+        _learner(model_path("qwen3"), loss_normalization="sequence", **ranks).restore(path)
     with pytest.raises(CheckpointError, match="another model"):
         _learner(model_path("llama")).restore(path)
     with pytest.raises(CheckpointError, match="not a whole checkpoint"):

@@ -15,6 +15,7 @@ import torch
 from ranked_learner import CASES, DEALS
 from safetensors.torch import load_file
 
+from benchmarks.machines.namespaces import why_not
 from trainer.errors import RankLost, TrainerError
 from trainer.ranks import ALONE, World
 from trainer.ranks.totals import _TOGETHER
@@ -28,7 +29,13 @@ SIZES = (2, 4)
 def ran(tmp_path_factory: pytest.TempPathFactory, model_path: Callable[[str], str]) -> Path:
     """The folder of all jobs of `ranked_learner`; torch is loaded once for them."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "ranked_learner", "steps,saved,resumed,lost", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "ranked_learner",
+        "steps,saved,resumed,lost,apart",
+        str(folder),
+    ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, model_path("qwen3")], env=environment, capture_output=True, timeout=600
@@ -90,6 +97,18 @@ def test_ranks_listen_on_loopback_only(ran: Path) -> None:
         addresses = json.loads((ran / f"listens {rank}").read_text())
         assert addresses
         assert set(addresses) == {"0100007F"}
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_ranks_on_two_machines_speak_over_the_network_that_is_named_and_no_other(ran: Path) -> None:
+    for rank, address in enumerate(["010200C0", "020200C0"]):  # 192.0.2.1 and .2
+        said = json.loads((ran / f"apart {rank}").read_text())
+        assert said["sum"] == [[3.0], [20.0]][rank]
+        assert said["host"] == ["one", "two"][rank]
+        assert set(said["listens"]) == {address}
+        refused = (ran / f"refused {rank}").read_text()
+        assert "rank 0 is on one, rank 1 on two" in refused or "rank 1 is on two" in refused
+        assert "trainer.rank_network: lo reaches no other machine" in refused
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:

@@ -13,20 +13,23 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 import struct
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainer.errors import RankLost, TrainerError
+from trainer.rank_network import LOOPBACK, is_loopback
+from trainer.ranks.network import Peer, check_peers, interface_in, listen_at, this_machine
 
-_LOOPBACK = "lo"
-"""Linux's name of the interface that no other machine reaches."""
 _PREFIX = "rank-"
 
 
@@ -131,31 +134,66 @@ ALONE = World()
 
 
 def join(
-    meeting: Path, rank: int, size: int, *, on_gpu: bool, join_seconds: float, seconds: float
+    meeting: Path,
+    rank: int,
+    size: int,
+    *,
+    on_gpu: bool,
+    join_seconds: float,
+    seconds: float,
+    network: str = LOOPBACK,
 ) -> World:
-    """Meet the other ranks, through a file, and connect to them over the loopback interface.
+    """Meet the other ranks, through a file, and connect to them.
 
     Once per process.
 
     Args:
-        meeting: a file that does not exist yet, in a folder that only this user can access.
+        meeting: a file that does not exist yet, in a folder that only this user can access, and
+            that all ranks see.
         rank: of this process.
         size: how many ranks there are; 1: nobody is met.
         on_gpu: whether tensors are exchanged between GPUs (NCCL); otherwise by gloo.
         join_seconds: longest wait for the others to come.
         seconds: longest wait within an exchange.
+        network: in which they connect (`trainer.rank_network`).
 
     Raises:
-        RankLost: some did not come.
+        RankLost: some did not come, or are not reached.
+        TrainerError: this machine is not in that network, or the ranks are not on one machine
+            although it is the loopback interface's.
     """
     if size == 1:
         return ALONE
-    # Neither gloo nor NCCL knows keys, so nobody on the network may reach their sockets.
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
-    store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+    here = interface_in(network)
+    # Neither gloo nor NCCL knows keys: they listen in this network and in no other.
+    os.environ["GLOO_SOCKET_IFNAME"] = here.name
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={here.name}"  # this one, and none whose name begins so
+    with contextlib.ExitStack() as closing:
+        port = 0
+        if not is_loopback(network):
+            listener = closing.enter_context(listen_at(here, size))
+            port = int(listener.getsockname()[1])
+        own = Peer(this_machine(), socket.gethostname(), here.address, port)
+        store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+        check_peers(_meet(store, own, rank, size, join_seconds), rank, network)
+        world = World(rank, size)
+        # The listener stays until all are connected: another rank may still try it.
+        with world._waiting("addresses"):  # noqa: SLF001 - its own module
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=seconds),
+            )
+    return world
+
+
+def _meet(store: Any, own: Peer, rank: int, size: int, join_seconds: float) -> list[Peer]:
+    """Say that this rank is here, and wait for what the others say; by rank."""
     store.set_timeout(timedelta(seconds=join_seconds))
     names = [f"{_PREFIX}{one}" for one in range(size)]
-    store.set(names[rank], "here")
+    store.set(names[rank], msgspec.json.encode(own).decode())
     try:
         store.wait(names, timedelta(seconds=join_seconds))
     except RuntimeError as error:
@@ -164,13 +202,4 @@ def join(
             f"{', '.join(missing)} of the trainer did not come within {join_seconds:.0f} s "
             "(launcher.startup_seconds)"
         ) from error
-    world = World(rank, size)
-    with world._waiting("addresses"):  # noqa: SLF001 - its own module
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=seconds),
-        )
-    return world
+    return [msgspec.json.decode(store.get(name), type=Peer) for name in names]

@@ -21,7 +21,7 @@ from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.launch.agents.roster import Needs
 from asyncrl.launch.agents.secret import read_secret
 from asyncrl.launch.node_child import node_facts
-from asyncrl.launch.nodes import NodeInfo
+from asyncrl.launch.nodes import NodeInfo, ranks_apart
 from asyncrl.launch.records import ProcessRecords
 from wire.refusals import Refusals
 
@@ -114,11 +114,12 @@ async def _gather(launcher: AgentsLauncher, config: RunConfig, say: Callable[[st
     until, said = time.monotonic() + settings.place_seconds, float("-inf")
     try:
         while True:
-            has_trainer, generators = launcher.roster.could_begin_with()
-            if has_trainer and generators >= config.launcher.generators:
+            ranks, generators = launcher.roster.could_begin_with(config.trainer.ranks)
+            if ranks == config.trainer.ranks and generators >= config.launcher.generators:
+                _check_ranks(launcher, config)
                 launcher.roster.gpus.settle()  # only now: a machine with GPUs may have been late
                 return
-            missing = _missing(has_trainer, generators, config.launcher.generators)
+            missing = _missing(config, ranks, generators)
             now = time.monotonic()
             if now > until:
                 raise UserError(
@@ -149,8 +150,23 @@ async def _first_of(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
-def _missing(has_trainer: bool, generators: int, wanted: int) -> str:
-    parts = [] if has_trainer else ["an agent for the trainer"]
+def _check_ranks(launcher: AgentsLauncher, config: RunConfig) -> None:
+    """Refuse ranks that would not reach each other. Raises UserError."""
+    agents = launcher.roster.free("trainer")[: config.trainer.ranks]
+    found = [agent.info for agent in agents if agent.info is not None]
+    reason = ranks_apart(found, config.trainer.rank_network)
+    if reason is not None:
+        raise UserError(reason)
+
+
+def _missing(config: RunConfig, ranks: int, generators: int) -> str:
+    parts, wanted = [], config.launcher.generators
+    if config.trainer.ranks == 1 > ranks:
+        parts.append("an agent for the trainer")
+    elif ranks < config.trainer.ranks:
+        parts.append(
+            f"{config.trainer.ranks - ranks} of {config.trainer.ranks} agents for trainer ranks"
+        )
     if generators < wanted:
         parts.append(f"{wanted - max(0, generators)} of {wanted} agents for generators")
     return " and ".join(parts)

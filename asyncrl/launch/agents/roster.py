@@ -4,8 +4,9 @@
                                      │ says nothing for a while: lost, and its processes with it
                                      │ has a child of its own that failed: asked last
 
-A process waits here until an agent has room for it. The trainer's comes first. A relay goes to an
-agent of its node and takes no room.
+A process waits here until an agent has room for it. The trainer's come first, all its ranks at
+once: one alone could only wait for the others. A relay goes to an agent of its node and takes no
+room.
 """
 
 from __future__ import annotations
@@ -185,12 +186,10 @@ class Roster:
         ]
         return sorted(found, key=lambda agent: (agent.failures, agent.hello.role == "any"))
 
-    def could_begin_with(self) -> tuple[bool, int]:
-        """Whether there is an agent for the trainer, and for how many generators besides."""
-        trainers, generators = self.free("trainer"), self.free("generator")
-        both = [one for one in generators if one in trainers]
-        only_any = bool(trainers) and all(one in both for one in trainers)
-        return bool(trainers), len(generators) - (1 if only_any else 0)
+    def could_begin_with(self, ranks: int = 1) -> tuple[int, int]:
+        """How many of the trainer's ranks have agents, and how many generators besides."""
+        trainers, generators = self.free("trainer")[:ranks], self.free("generator")
+        return len(trainers), len(generators) - sum(one in generators for one in trainers)
 
     def offered(self) -> int:
         """Generators that agents have room for, besides those that wait."""
@@ -227,10 +226,17 @@ class Roster:
 
     def place(self) -> None:
         """Give waiting processes to agents that have room, the trainer first."""
+        self.waiting = [one for one in self.waiting if one.exit_code() is None]
+        ranks = [one for one in self.waiting if one.spec.role == "trainer"]
+        wanted = ranks[0].spec.ranks if ranks else 0
+        incomplete = len(ranks) < wanted or len(self.free("trainer")) < wanted
         for process in sorted(self.waiting, key=lambda one: one.spec.role != "trainer"):
-            if process.exit_code() is not None:
-                self.waiting.remove(process)
-            elif found := self.free(process.spec.role):
+            if process.spec.role == "trainer" and incomplete:
+                continue
+            found = self.free(process.spec.role)
+            if incomplete:  # what a rank may need is kept for it
+                found = [one for one in found if one.hello.role == process.spec.role]
+            if found:
                 self.waiting.remove(process)
                 self._give(process, found[0])
 

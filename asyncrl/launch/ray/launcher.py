@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.launch.interface import ProcessHandle
-from asyncrl.launch.nodes import Machines
+from asyncrl.launch.nodes import Machines, ranks_apart
 from asyncrl.launch.ray import messages
 from asyncrl.launch.ray.nodes import Slot
 from asyncrl.launch.ray.opening import NODES_FILE, BrokerProcess, open_cluster
@@ -117,7 +117,7 @@ class RayLauncher:
         records: holds the mark of the run's processes.
         broker: has room for them.
         opened: what it said.
-        slots: that it has room for: the trainer's, then the generators'.
+        slots: that it has room for: those of the trainer's ranks, then the generators'.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class RayLauncher:
         self._mark = records.mark
         records.add("ray", broker.process.pid)  # a resumed run ends what is left of this one
         self._broker = broker
-        self._nodes = list(opened.nodes)
+        self._slots, self._nodes = slots, list(opened.nodes)
         always = config.launcher.ray.relays == "always"
         self._machines = Machines(opened.memory, opened.nodes, always=always)
         self._home = opened.node_ip
@@ -148,7 +148,8 @@ class RayLauncher:
         self._orders: queue.SimpleQueue[messages.ToBroker | None] = queue.SimpleQueue()
         self._lost: AsyncrlError | None = None
         self._on_lost: Callable[[AsyncrlError], None] | None = None
-        self._generator_slot = slots[1]
+        self._ranks = config.trainer.ranks
+        self._generator_slot = slots[self._ranks]
         self._joiners: set[int] = set()
         """Slots of generators that have joined."""
         self._reserving: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[str]]] = {}
@@ -170,6 +171,11 @@ class RayLauncher:
             UserError: there is no such cluster, or it cannot carry the run.
         """
         broker, opened = await open_cluster(config, slots, run_directory, model_path)
+        trainer = config.trainer
+        reason = ranks_apart(opened.nodes[: trainer.ranks], trainer.rank_network)
+        if reason is not None:
+            await broker.close()
+            raise UserError(reason)
         return cls(config, run_directory, records, broker, opened, slots)
 
     @property
@@ -187,14 +193,13 @@ class RayLauncher:
     @property
     def generators_have_gpus(self) -> bool:
         """Whether Ray gave GPUs to the generators."""
-        return self._nodes[1].gpus > 0
+        return self._nodes[self._ranks].gpus > 0
 
     def lines(self) -> list[str]:
         """For people: where each process is."""
-        names = ["trainer", *(f"generator-{i}" for i in range(len(self._nodes) - 1))]
         return [f"Ray cluster: {self.address}"] + [
-            f"{name}: node {node}" + (f", {node.gpus} GPU(s)" if node.gpus else "")
-            for name, node in zip(names, self._nodes, strict=True)
+            f"{slot.name}: node {node}" + (f", {node.gpus} GPU(s)" if node.gpus else "")
+            for slot, node in zip(self._slots, self._nodes, strict=True)
         ]
 
     def on_lost(self, tell: Callable[[AsyncrlError], None]) -> None:
@@ -210,7 +215,7 @@ class RayLauncher:
 
     async def make_room(self, generators: Sequence[int]) -> None:
         """Reserve a slot for each that has none. Raises UserError: Ray does not give them."""
-        slots = [_slot_of(one) for one in generators]
+        slots = [self._slot_of(one) for one in generators]
         missing = [slot for slot in slots if slot >= len(self._nodes) and slot not in self._joiners]
         reasons = await asyncio.gather(*(self._reserve(slot) for slot in missing))
         refused = [reason for reason in reasons if reason]
@@ -226,7 +231,7 @@ class RayLauncher:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[str] = loop.create_future()
         self._reserving[slot] = loop, answer
-        what = replace(self._generator_slot, name=f"generator-{slot - 1}")
+        what = replace(self._generator_slot, name=f"generator-{slot - self._ranks}")
         self._orders.put(messages.Reserve(slot, what, ROOM_SECONDS))
         try:
             async with asyncio.timeout(ROOM_SECONDS + _ANSWER_SECONDS):
@@ -248,9 +253,12 @@ class RayLauncher:
             with contextlib.suppress(RuntimeError):  # the run has ended
                 loop.call_soon_threadsafe(_set, answer, message.reason)
 
+    def _slot_of(self, generator: int) -> int:
+        return self._ranks + generator
+
     def give_room_back(self, generator: int) -> None:
         """Give back the slot of a joiner; those of the start are one group that stays."""
-        slot = _slot_of(generator)
+        slot = self._slot_of(generator)
         if slot in self._joiners:
             self._joiners.discard(slot)
             self._orders.put(messages.GiveBack(slot))
@@ -277,7 +285,7 @@ class RayLauncher:
         if node is not None:
             self._orders.put(messages.Start(None, spec.name, *told, self._node_id(node)))
         else:
-            slot = 0 if spec.role == "trainer" else _slot_of(spec.generator)
+            slot = spec.rank if spec.role == "trainer" else self._slot_of(spec.generator)
             self._orders.put(messages.Start(slot, spec.name, *told))
         return handle
 
@@ -320,10 +328,6 @@ class RayLauncher:
         await self._broker.close()
         with contextlib.suppress(OSError):
             (self._run / NODES_FILE).unlink()
-
-
-def _slot_of(generator: int) -> int:
-    return 1 + generator
 
 
 def _set(answer: asyncio.Future[str], reason: str) -> None:

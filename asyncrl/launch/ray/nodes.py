@@ -14,7 +14,7 @@ class Slot(msgspec.Struct, frozen=True):
     """The place of one process and its replacements: one bundle of the placement group."""
 
     name: str
-    """Of the process: "trainer", "generator-0"."""
+    """Of the process: "trainer", "trainer-1", "generator-0"."""
     cpus: float
     gpus: int = 0
     gpus_are_optional: bool = False
@@ -130,11 +130,12 @@ def refusal(
                 "the nodes (the system chooses the ports), or set launcher.ray.bind_address to "
                 "another address of this machine"
             )
-        if slot.name == "trainer" and not node.shares_run_directory:
+        if slot.name.startswith("trainer") and not node.shares_run_directory:
             return (
-                f"the trainer would run on node {node}, which does not see this run's folder "
-                f"{run_directory}, where checkpoints go; set run.directory to a folder that both "
-                "share, or keep the trainer on this machine with launcher.ray.trainer.resources"
+                f"{slot.name} would run on node {node}, which does not see this run's folder "
+                f"{run_directory}, where it writes checkpoints; set run.directory to a folder that "
+                "both share, or keep the trainer on machines that see it with "
+                "launcher.ray.trainer.resources"
             )
     return None
 

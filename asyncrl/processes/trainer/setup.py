@@ -12,6 +12,7 @@ from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.processes.bring_up import Child, bring_up, without_collecting_the_start
 from asyncrl.processes.checked_tokenizer import load_checked_tokenizer
 from asyncrl.processes.given_gpus import check_given_gpus
+from asyncrl.processes.meetings import make_place
 from asyncrl.processes.shared_memory import weights_id
 from asyncrl.processes.spec import ChildSpec, TrainerKeys
 from asyncrl.processes.trainer.checkpoints import Checkpoints
@@ -170,12 +171,13 @@ def _load_learner(child: Child[TrainerMetrics], fence: Fence) -> Learner:
             "trainer.device: cpu"
         )
     world = join(
-        spec.meeting,
+        make_place(spec.meeting),
         spec.rank,
         spec.ranks,
         on_gpu=resolve_device(config.trainer.device).type == "cuda",
         join_seconds=config.launcher.startup_seconds,
         seconds=config.trainer.rank_seconds,
+        network=config.trainer.rank_network,
     )
     child.closing.callback(world.close)
     learner = Learner(

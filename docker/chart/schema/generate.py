@@ -22,6 +22,7 @@ OWNED = {
         *("kind", "generators", "ray", "weights", "trusted_network"),
         *("gpus", "colocate", "pin_cores"),
     ],
+    "TrainerConfig": ["ranks", "rank_network"],
     "AgentsConfig": [
         *("listen", "control_port", "key_file", "max_generators", "place_seconds"),
         "weights_directory",

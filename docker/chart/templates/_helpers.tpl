@@ -50,6 +50,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $launcher := dict "kind" "agents" "generators" (int $generators.startWith) "agents" $agents -}}
 {{- $run := dict "name" (include "asyncrl.runName" .) "directory" "/work/runs" -}}
 {{- $owned := dict "run" $run "launcher" $launcher -}}
+{{- if gt (int .Values.trainer.ranks) 1 -}}
+{{- $_ := set $launcher "trusted_network" true -}}
+{{- $_ := set $owned "trainer" (dict "ranks" (int .Values.trainer.ranks) "rank_network" .Values.trainer.rankNetwork) -}}
+{{- end -}}
 {{- if .Values.monitoring.enabled }}{{ $_ := set $owned "monitoring" (dict "metrics" true "host" "0.0.0.0" "port" 9100) }}{{ end -}}
 {{- mergeOverwrite (deepCopy .Values.config) $owned | toYaml -}}
 {{- end }}

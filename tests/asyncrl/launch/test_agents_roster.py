@@ -192,6 +192,24 @@ def test_one_agent_for_any_role_cannot_be_both() -> None:
     assert world.roster.could_begin_with() == (True, 2)
 
 
+def test_ranks_of_a_trainer_are_placed_together_or_not_at_all() -> None:
+    world = World()
+    processes = []
+    for rank, name in enumerate(["trainer", "trainer-1"]):
+        what = replace(spec(), name=name, rank=rank, ranks=2)
+        key = keys_of(RunKey.new(), name, "trainer")
+        processes.append(world.roster.add(what, key, None))
+    generator = world.start("generator-0", "generator")
+    world.join("a")
+    assert world.roster.could_begin_with(2) == (1, 0)
+    assert [one.node for one in processes] == [None, None]
+    assert generator.node is None, "what a rank may need is kept for it"
+    world.join("b", "generator")
+    assert world.wanted("b") == ["generator-0"]
+    world.join("c", "trainer")
+    assert (world.wanted("c"), world.wanted("a")) == (["trainer"], ["trainer-1"])
+
+
 def test_gpus_are_given_up_where_they_are_optional_only() -> None:
     for optional, fits in ((frozenset({"trainer"}), True), (frozenset[str](), False)):
         world = World(dataclasses.replace(NEEDS, trainer_gpus=1, optional_gpus=optional))

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncrlError, ConfigError, UserError
 from asyncrl.launch.node_child import PACKAGES
-from asyncrl.launch.nodes import Machines, NodeInfo
+from asyncrl.launch.nodes import Machines, NodeInfo, ranks_apart
 from asyncrl.launch.ray import messages, opening
 from asyncrl.launch.ray.launcher import RayLauncher
 from asyncrl.launch.ray.nodes import (
@@ -229,6 +229,31 @@ def test_settings_of_one_machine_are_refused(setting: str) -> None:
 
 
 SLOTS = (Slot("trainer", 2, 1), Slot("generator-0", 1, 4), Slot("generator-1", 1, 4))
+
+
+def test_each_rank_of_the_trainer_has_a_place_of_its_own() -> None:
+    ranks = ["launcher.kind=ray", "launcher.generators=1", "trainer.ranks=2"]
+    config = load_config(None, [*ranks, "trainer.device=cuda", "launcher.ray.trainer.cpus=2"])
+    assert [(one.name, one.cpus, one.gpus) for one in slots_of(config)] == [
+        ("trainer", 2, 1), ("trainer-1", 2, 1), ("generator-0", 1, 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ips", "network", "is_refused"),
+    [
+        (["10.0.0.2", "10.0.0.2"], "lo", False),
+        (["10.0.0.2", "10.0.0.3"], "lo", True),
+        (["10.0.0.2", "10.0.0.3"], "127.0.0.0/8", True),
+        (["10.0.0.2", "10.0.0.3"], "10.0.0.0/24", False),
+    ],
+)
+def test_ranks_on_several_machines_need_a_network(
+    ips: list[str], network: str, is_refused: bool
+) -> None:
+    found = ranks_apart([node(ip=ip) for ip in ips], network)
+    assert (found is not None) == is_refused
+    assert found is None or "on several machines, 10.0.0.2 (two) and 10.0.0.3 (two)" in found
 
 
 @pytest.mark.parametrize(

@@ -170,8 +170,9 @@ def test_a_killed_controller_and_a_dead_head_leave_nothing(
         "launcher__ray__address": cluster.address,
         "run__steps": 1000,
     }
-    killed = command_line.start(**settings)
+    killed = command_line.start(**settings, trainer__ranks=2)
     until(lambda: command_line.steps() >= 1, seconds=PATIENCE, what="a step")
+    assert len(command_line.children("trainer")) == 2, "one on each node, as each has one CPU"
     killed.kill()
     killed.communicate(timeout=30)
     ends_with_nothing_left(command_line)

@@ -11,6 +11,7 @@ from fake_processes import FakeHub, FakeLauncher, run_config, spec, weights
 
 from asyncrl.errors import ConfigError
 from asyncrl.run.fleet import Fleet
+from asyncrl.run.installations import Installations
 from asyncrl.run.watchdog import first_cause
 from wire import RunKey
 from wire.messages import to_trainer
@@ -66,6 +67,43 @@ def test_with_one_rank_the_whole_trainer_is_lost_and_replaced(lost: str) -> None
     assert {one.meeting for one in specs} != {before}
 
 
+def test_on_several_machines_ranks_choose_their_addresses_and_meet_in_the_runs_folder() -> None:
+    apart = msgspec.structs.replace(
+        spec(), ranks=2, data_address="tcp://10.0.0.1:*", run_directory="/runs/one", run_id="one-x"
+    )
+    assert str(apart.meeting) == "/runs/one/.ranks/one-x-ranks-0"
+    before_they_are_placed = msgspec.structs.replace(apart, data_address="")
+    assert [before_they_are_placed.data_address_of(rank) for rank in range(2)] == ["", ""]
+
+
+def test_only_nodes_that_read_weights_fetch_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, hub = started()
+    for node, name in enumerate(hub.launcher.handles):
+        hub.launcher.handles[name].node = f"node-{node}"
+    asked: list[set[str | None]] = []
+    monkeypatch.setattr(
+        Installations, "look", lambda _self, _trainer, _lineage, nodes: asked.append(set(nodes))
+    )
+    fleet.look_after_weights()
+    assert asked == [{"node-0", "node-3"}], "rank 0's and generator-0's, not those of ranks 1 and 2"
+
+
+def test_ranks_that_leave_with_a_machine_are_not_lost_before_their_checkpoint_is_complete() -> None:
+    fleet, hub = started()
+    for worker in fleet.ranks:
+        worker.gives_way = True
+    hub.launcher.handles["trainer-1"].code = hub.launcher.handles["trainer-2"].code = 0
+    assert fleet.deaths() == [], "rank 0 completes the checkpoint of all"
+    hub.launcher.handles["trainer"].code = 0
+    left = fleet.deaths()
+    assert [(worker.name, reason) for worker, reason in left] == [
+        (name, "has left") for name in ("trainer", "trainer-1", "trainer-2")
+    ]
+    worker, _ = first_cause(left) or (fleet.trainer, "")
+    fleet.configure(fleet.config.model_copy(update={"max_restarts": 0}))
+    assert fleet.restart_trainer(worker, 3), "a machine that is taken away is nobody's fault"
+
+
 def test_of_several_that_died_the_one_that_was_killed_is_named() -> None:
     """A rank that loses another ends by itself, perhaps before anybody looks."""
     fleet, hub = started()
@@ -81,7 +119,11 @@ def test_of_several_that_died_the_one_that_was_killed_is_named() -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"launcher": {"kind": "ray"}}, r"trainer.ranks: 2 works with launcher.kind: local only"),
+        ({"trainer": {"rank_network": "eth0"}}, r"with launcher.kind: local all are on this one"),
+        (
+            {"trainer": {"rank_network": "10.1.0.0/16"}, "launcher": {"kind": "ray"}},
+            r"neither keys nor encryption, .* launcher.trusted_network: true",
+        ),
         (
             {
                 "run": {"repeatable": True},
@@ -94,4 +136,4 @@ def test_of_several_that_died_the_one_that_was_killed_is_named() -> None:
 )
 def test_what_several_ranks_do_not_work_with_is_refused(sections: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        run_config(trainer={"ranks": 2}, **sections)
+        run_config(**sections | {"trainer": {"ranks": 2} | sections.get("trainer", {})})

@@ -1,0 +1,128 @@
+"""The network over which the ranks of a trainer speak, and whether they reach each other in it.
+
+>>> interface_in("127.0.0.0/8")
+Interface(name='lo', address='127.0.0.1')
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from trainer.errors import RankLost, TrainerError
+from trainer.rank_network import apart, is_loopback
+
+REACH_SECONDS = 15.0
+"""Longest time for a rank to connect to another one."""
+_GET_ADDRESS = 0x8915
+"""Linux's SIOCGIFADDR."""
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class Interface(msgspec.Struct, frozen=True):
+    """A network interface of this machine."""
+
+    name: str
+    address: str
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """What a rank says of itself when it comes."""
+
+    machine: str
+    """Names the machine, or the container with a network of its own, that loopback is good for."""
+    host: str
+    """For people."""
+    address: str
+    port: int
+    """At which the others may try whether they reach it; 0: on loopback nobody has to."""
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.address})"
+
+
+def interface_in(network: str) -> Interface:
+    """This machine's interface in a network (as `network_of` has it).
+
+    Raises:
+        TrainerError: it has none.
+    """
+    found = _addresses()
+    for name, address in found:
+        if name == network or ("/" in network and address in ipaddress.ip_network(network)):
+            return Interface(name, str(address))
+    listed = ", ".join(f"{name} {address}" for name, address in found) or "no address at all"
+    raise TrainerError(
+        f"trainer.rank_network: {socket.gethostname()} has no address in the network {network}; it "
+        f"has {listed}"
+    )
+
+
+def _addresses() -> list[tuple[str, Address]]:
+    """Each interface with its first IPv4 address, then those with an IPv6 address."""
+    found: list[tuple[str, Address]] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asked, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has none
+            found.append((name, ipaddress.IPv4Address(answer[20:24])))
+    try:
+        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        digits, *_, name = line.split()
+        address = ipaddress.IPv6Address(bytes.fromhex(digits))
+        if not address.is_link_local:
+            found.append((name, address))
+    return found
+
+
+def listen_at(interface: Interface, ranks: int) -> socket.socket:
+    """A socket that others can try to reach; nothing is read from it."""
+    family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
+    return socket.create_server((interface.address, 0), family=family, backlog=ranks)
+
+
+def this_machine() -> str:
+    """Names the machine and, in it, the network that its loopback interface belongs to."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
+
+
+def check_peers(peers: Sequence[Peer], rank: int, network: str) -> None:
+    """Find out whether this rank can speak to the others.
+
+    Args:
+        peers: all ranks, by rank.
+        rank: of this process.
+        network: as `network_of` has it.
+
+    Raises:
+        TrainerError: they are on several machines, which loopback does not connect.
+        RankLost: one is not reached.
+    """
+    own = peers[rank]
+    for other, peer in enumerate(peers):
+        if is_loopback(network) and peer.machine != own.machine:
+            where = f"rank {rank} is on {own.host}, rank {other} on {peer.host}"
+            raise TrainerError(apart(where, network))
+        if is_loopback(network) or other == rank:
+            continue
+        try:
+            socket.create_connection((peer.address, peer.port), REACH_SECONDS).close()
+        except OSError as error:
+            raise RankLost(
+                f"rank {rank} on {own} cannot reach rank {other} on {peer}: {error}. The ranks' "
+                "machines must reach each other at all TCP ports, which gloo and NCCL choose: open "
+                "the firewall between them, or name another network (trainer.rank_network)"
+            ) from error
