@@ -201,15 +201,28 @@ JOBS = {one.__name__: one for one in (steps, saved, resumed, lost, apart)}
 def main(
     job: str, folder: Path, model: str, sizes: Sequence[int], on: Sequence[Machine] = ()
 ) -> int:
-    """Run a job in worlds of these sizes, or with a rank on each of these machines; how many ranks
-    failed."""
+    """Run a job in worlds of these sizes; how many ranks failed. `on` as for `fork_ranks`."""
     torch.set_num_threads(1)
     shards.BUCKET_BYTES = 40_000  # several buckets
-    return fork_ranks(lambda world: JOBS[job](folder, model, world), folder, job, sizes)
+    return fork_ranks(lambda world: JOBS[job](folder, model, world), folder, job, sizes, on)
 
 
-def fork_ranks(work: Callable[[World], None], folder: Path, name: str, sizes: Sequence[int]) -> int:
-    """Do this as each rank of worlds of these sizes; how many ranks failed."""
+def fork_ranks(
+    work: Callable[[World], None],
+    folder: Path,
+    name: str,
+    sizes: Sequence[int],
+    on: Sequence[Machine] = (),
+) -> int:
+    """Do this as each rank of worlds of these sizes; how many ranks failed.
+
+    Args:
+        work: to do.
+        folder: where they meet.
+        name: of the meeting.
+        sizes: of the worlds.
+        on: if there are any, each rank is on one of these machines.
+    """
     children = []
     for size in sizes:
         for rank in range(size):
