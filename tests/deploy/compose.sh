@@ -5,11 +5,12 @@
 #
 #   tests/deploy/compose.sh
 #
-# With a Docker daemon (25 or newer, Compose 2.24, jq) it uses that, and the images of docker/compose.yaml
-# from their registries. Without one, it needs what dockerd.sh and substitutes.sh need: then
-# Prometheus is Debian's, and there is no Grafana, whose image is in no package registry.
-# Half an hour on two cores, a third of it for the image. Everything that it makes is called
-# asyncrl-test, and removed at the end.
+# With a Docker daemon on this machine (25 or newer, Compose 2.24, curl, jq, and root, to kill processes of
+# containers) it uses that, and the images of docker/compose.yaml from their registries. Without one, it
+# needs what dockerd.sh and substitutes.sh need: then Prometheus is Debian's, and there is no
+# Grafana, whose image is in no package registry. Half an hour on two cores, a third of it for the image.
+# Everything that it makes is called asyncrl-test; containers, volumes and networks are removed at
+# the end, the image stays.
 #   STEPS   optimizer steps of the first run (default 30)
 #   SAVE    file for the image, as asyncrl:test, which kubernetes.sh takes (in DEPLOY_DIR)
 #   DEPLOY_DIR, TORCH_INDEX   see the other two scripts
@@ -146,6 +147,7 @@ prometheus_steps() { [ "$(promql 'asyncrl_steps_total{run="second"}' | grep -oE 
 say "building the image"
 build
 if [ -n "${SAVE:-}" ]; then
+  mkdir -p "$(dirname "$SAVE")"
   docker tag asyncrl-test asyncrl:test
   docker save asyncrl:test >"$SAVE"
 fi

@@ -1,6 +1,7 @@
 """Installs the chart and does to it what happens in a cluster: drive.py IMAGE [--storage CLASS]
 
     install      training begins by itself and reaches step 5; `helm test` passes
+    page         through `kubectl port-forward`: the web page, an order, the list for Prometheus
     delete       the generator's pod, then the controller's: training goes on where it was
     scale        two generators are ready
     uninstall    every pod ends in time, and the newest checkpoint is that of the last step
@@ -12,12 +13,16 @@ KUBECONFIG names the cluster. Every wait is bounded. The last line is PASS or FA
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +144,56 @@ def replaced(component: str, name: str) -> None:
     say(f"{', '.join(others)} took its place; step {now}")
 
 
+@contextlib.contextmanager
+def forwarded(*ports: int) -> Iterator[None]:
+    """The ports of the controller's pod, on loopback here."""
+    words = ["kubectl", "-n", NAMESPACE, "port-forward", f"pod/{CONTROLLER}", *map(str, ports)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def http(url: str, token: str = "", order: bool = False) -> tuple[int, str]:
+    """Status and body of the answer; 0 if there is none."""
+    request = urllib.request.Request(  # noqa: S310 - of loopback
+        url,
+        data=b"{}" if order else None,
+        headers={"Content-Type": "application/json"}
+        | ({"Authorization": f"Bearer {token}"} if token else {}),
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
+
+
+def page() -> None:
+    """As docs/kubernetes.md has it: the link of `asyncrl web`, and a forwarded port."""
+    link = kubectl("exec", CONTROLLER, "-c", "controller", "--", "asyncrl", "web")
+    parts = urllib.parse.urlsplit(link)
+    token = urllib.parse.unquote(parts.fragment.removeprefix("token="))
+    if parts.hostname != "127.0.0.1" or not parts.port or not token:
+        raise FailedError("`asyncrl web` printed no link")
+    address = f"http://{parts.netloc}"
+    with forwarded(parts.port, 9099):
+        wait_for("the web page", lambda: http(f"{address}/")[0] == 200, 120)
+        status = json.loads(http(f"{address}/api/status")[1])
+        refused, _ = http(f"{address}/api/orders/checkpoint", order=True)
+        taken, said = http(f"{address}/api/orders/checkpoint", token, order=True)
+        if refused != 401 or taken != 200:
+            raise FailedError(f"an order without the token: {refused}, with it: {taken} {said}")
+        listed = json.loads(http("http://127.0.0.1:9099/targets")[1] or "[]")
+    processes = sorted(one["labels"]["instance"] for one in listed)
+    if not {"controller", "trainer", "generator-0"} <= set(processes):
+        raise FailedError(f"Prometheus is told of {processes}")
+    say(f"the page is at step {status['step']}, takes an order; Prometheus gets {processes}")
+
+
 def checkpoints(image: str) -> list[int]:
     """Steps of the checkpoints in the volume, as a pod of its own reads them, and records."""
     claim = f"runs-{CONTROLLER}"
@@ -196,6 +251,7 @@ def drive(image: str, storage: str) -> str:
         say(f"step {steps()}: {', '.join(ready('controller') + ready('generator'))}")
         helm.test(RELEASE, timeout=290)
         say("helm test passed")
+        page()
         (generator,) = [pod["metadata"]["name"] for pod in objects("pods", "generator")]
         replaced("generator", generator)
         replaced("controller", CONTROLLER)

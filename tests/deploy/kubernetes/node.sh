@@ -1,17 +1,22 @@
 #!/usr/bin/env bash
-# A Kubernetes cluster of one node, in network and mount namespaces of its own: nothing of it is left
-# when this script ends. tests/deploy/kubernetes.sh starts it.
+# Runs a command beside a Kubernetes cluster of one node. tests/deploy/kubernetes.sh calls it:
 #
-#   unshare -n -m bash node.sh DIRECTORY      needs root
+#   unshare --net --mount --pid --fork --kill-child --mount-proc bash node.sh DIRECTORY COMMAND...
 #
-# DIRECTORY/x holds what get.sh has put there. DIRECTORY/node is where the node keeps everything;
-# DIRECTORY/node/ready appears when it can take pods, and DIRECTORY/node/kubeconfig leads to it from
-# within these namespaces (nsenter -t PID -n -m).
+# It is process 1 of namespaces of their own, so that nothing of the cluster is left when it ends,
+# however it ends. Needs root. DIRECTORY/x holds what get.sh has put there, DIRECTORY/images the images
+# that the node has. DIRECTORY/node is where the node keeps everything, its logs too. COMMAND finds the
+# cluster by KUBECONFIG, a volume of 1 GB of class `test`, and kubectl. To look into a cluster that runs:
+#
+#   nsenter --target "$(pgrep -f '^bash .*/node.sh')" --all env KUBECONFIG=DIRECTORY/node/kubeconfig \
+#     DIRECTORY/x/usr/bin/kubectl get pods -A
 set -euo pipefail
+[ $$ = 1 ] || { sed -n '2,13s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 here=$(cd "$(dirname "$0")" && pwd)
-X=$1/x W=$1/node
-rm -rf "$W"; mkdir -p "$W"/{certs,cni,kubelet,containerd,run,volume}
-export PATH=$X/k8s:$X/usr/bin:$X/usr/sbin:$PATH
+X=$1/x W=$1/node images=$1/images
+shift
+mkdir -p "$W"/{certs,cni,kubelet,containerd,run,volume}
+export PATH=$X/k8s:$X/usr/bin:$X/usr/sbin:$PATH KUBECONFIG=$W/kubeconfig
 mount --make-rprivate /
 mount -t tmpfs none /run                      # containerd and kubelet want sockets and locks there
 mkdir -p /run/containerd
@@ -73,14 +78,18 @@ Y
 
 pids=()
 start() { local log=$1; shift; "$@" > "$W/$log.log" 2>&1 & pids+=($!); }
-finish() {
-  kill "${pids[@]}" 2> /dev/null || true
-  ctr -a /run/containerd/c.sock -n k8s.io tasks ls -q 2> /dev/null \
-    | xargs -r -n1 timeout 5 ctr -a /run/containerd/c.sock -n k8s.io tasks kill -s SIGKILL 2> /dev/null || true
-  wait 2> /dev/null || true
+fail() {  # WHAT PROGRAM: with the end of the program's log
+  echo "FAIL: $1; $W/$2.log ends with:"
+  tail -n 20 "$W/$2.log" || true
+  exit 1
+}
+command=
+finish() {  # the kernel ends what is left
+  kill $command "${pids[@]}" 2> /dev/null || true
+  [ -z "$command" ] || wait "$command" 2> /dev/null || true
 }
 trap finish EXIT
-trap 'exit 0' TERM INT
+trap 'exit 130' TERM INT
 
 start etcd etcd --data-dir "$W/etcd" --listen-client-urls http://127.0.0.1:2379 \
   --advertise-client-urls http://127.0.0.1:2379 --listen-peer-urls http://127.0.0.1:2380
@@ -90,18 +99,42 @@ start apiserver kube-apiserver --etcd-servers=http://127.0.0.1:2379 --cert-dir="
   --service-account-key-file="$W/sa.key" --service-account-signing-key-file="$W/sa.key" \
   --token-auth-file="$W/tokens.csv" --authorization-mode=RBAC --service-cluster-ip-range=10.96.0.0/16 \
   --kubelet-preferred-address-types=InternalIP
+server=$!
 for _ in $(seq 600); do
-  curl -skf -H "Authorization: Bearer $token" https://10.250.0.1:6443/readyz > /dev/null && break; sleep .5
+  [ "$(kubectl get --raw /readyz 2> /dev/null)" = ok ] && up=yes && break
+  kill -0 $server 2> /dev/null || fail "the API server ended" apiserver
+  sleep .5
 done
+[ "${up:-}" ] || fail "the API server is not ready after 300 s" apiserver
 start controller-manager kube-controller-manager --kubeconfig="$W/kubeconfig" --leader-elect=false \
   --cert-dir="$W/certs" --service-account-private-key-file="$W/sa.key" --root-ca-file="$W/certs/apiserver.crt"
 start scheduler kube-scheduler --kubeconfig="$W/kubeconfig" --leader-elect=false --cert-dir="$W/certs"
-start names python3 "$here/names.py" "$W/kubeconfig" 10.250.0.1
-for image in "$1"/images/*.tar; do
-  timeout 600 ctr -a /run/containerd/c.sock -n k8s.io images import "$image" >> "$W/images.log" 2>&1
+start names "${PYTHON:-python3}" "$here/names.py" "$W/kubeconfig" 10.250.0.1
+for image in "$images"/*.tar; do
+  timeout 1200 ctr -a /run/containerd/c.sock -n k8s.io images import "$image" >> "$W/images.log" 2>&1 \
+    || fail "containerd does not take $image" images
 done
 start kubelet kubelet --config="$W/kubelet.yaml" --kubeconfig="$W/kubeconfig" --container-runtime=remote \
   --container-runtime-endpoint=unix:///run/containerd/c.sock --root-dir="$W/kubelet" --cert-dir="$W/certs" \
   --hostname-override=node1 --node-ip=10.250.0.1
-touch "$W/ready"
-wait
+chown 10001:10001 "$W/volume"
+kubectl apply -f - > "$W/volume.log" 2>&1 << Y || fail "no volume" volume
+apiVersion: v1
+kind: PersistentVolume
+metadata: {name: runs}
+spec:
+  capacity: {storage: 1Gi}
+  accessModes: [ReadWriteOnce]
+  persistentVolumeReclaimPolicy: Retain
+  storageClassName: test
+  hostPath: {path: "$W/volume"}
+Y
+echo "$(date +%T) the cluster is there: $(kubectl version --short 2> /dev/null | grep Server)"
+
+"$@" &
+command=$!
+status=0
+wait -n -p ended "$command" "${pids[@]}" || status=$?
+if [ "$ended" = "$command" ]; then command=; exit "$status"; fi
+echo "FAIL: a part of the cluster ended with $status; the logs are in $W"
+exit 1
