@@ -203,11 +203,16 @@ class Agent:
         while not self._is_leaving:
             now = time.monotonic()
             attempts += 1
-            self._ip = await asyncio.to_thread(_own_address, self._settings.controller)
-            await self._line.send(_hello(self._settings, self._ip, self._code, beginning))
+            # The line keeps a hello for a controller that is not up yet, which takes the first one of
+            # a beginning: there is none before our address is known, and a new address begins anew.
+            if ip := await asyncio.to_thread(_own_address, self._settings.controller):
+                if self._ip not in ("", ip):
+                    beginning = secrets.token_hex(4)
+                self._ip = ip
+                await self._line.send(_hello(self._settings, ip, self._code, beginning))
             if await self._is_welcome():
                 return True
-            if self._line.refused >= REFUSED and await self._line.is_a_hub():
+            if await self._line.is_refused(REFUSED):
                 raise UserError(f"{self._settings.controller}: {await self._line.trouble()}")
             found = await self._line.trouble() if attempts % 3 == 0 else trouble
             if found != trouble or (found and now - said > SAY_SECONDS):
@@ -235,10 +240,10 @@ class Agent:
         return False
 
     def _connect_again(self) -> None:
-        refused = self._line.refused
-        self._line.close()
+        before = self._line
+        before.close()
         self._line = AgentLine(self._settings.controller, self._keys)
-        self._line.refused = refused
+        self._line.refused, self._line.refused_before = before.refused, before.refused_before
 
     async def _hear(self, seconds: float) -> to_agent.ToAgent | None:
         """The next message, or None after this long, or as soon as something has changed."""
@@ -348,11 +353,11 @@ def _late(children: list[str], grace: float) -> AsyncrlError:
 
 
 def _own_address(controller: str) -> str:
-    """The address of this machine from which the controller is reached."""
+    """The address of this machine from which the controller is reached; empty: not known yet."""
     host, port = host_and_port(controller)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))  # sends nothing
             return str(probe.getsockname()[0])
     except OSError:
-        return "127.0.0.1"
+        return ""

@@ -42,6 +42,8 @@ class AgentLine(Line[to_agent.ToAgent]):
         self.refused = 0
         """Connections in a row that the other end closed before it had proved that it has the same
         secret. A proxy does that too, as long as there is nobody behind it: see `is_a_hub`."""
+        self.refused_before: int | None = None
+        """How many of them were refused before a controller was seen there; None: none was."""
         endpoint = f"inproc://agent-{id(self)}"
         self._socket.monitor(endpoint, _EVENTS)
         self._events = zmq.asyncio.Context.instance().socket(zmq.PAIR)
@@ -83,6 +85,15 @@ class AgentLine(Line[to_agent.ToAgent]):
         except socket.gaierror as error:
             return f"the host {self._host} is not known, or has no IPv4 address ({error.strerror})"
         return "nothing listens there, or it cannot be reached"
+
+    async def is_refused(self, times: int) -> bool:
+        """Whether a controller, and not a proxy before it was there, has refused so many times."""
+        refused = self.refused
+        if refused < times or not await self.is_a_hub():
+            self.refused_before = None
+        elif self.refused_before is None:
+            self.refused_before = refused
+        return self.refused_before is not None and refused >= self.refused_before + times
 
     async def is_a_hub(self) -> bool:
         """Whether what listens there speaks ZeroMQ: it sends its signature without being asked."""

@@ -193,6 +193,57 @@ def test_a_port_that_closes_connections_may_be_a_proxy_of_a_controller_to_come(
     asyncio.run(check())
 
 
+def test_what_a_proxy_refused_does_not_count_once_the_controller_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def check() -> None:
+        line, there = AgentLine(f"127.0.0.1:{free_ports(2)}", KEY.line(HUB, "b")), False
+
+        async def is_a_hub() -> bool:
+            return there
+
+        monkeypatch.setattr(line, "is_a_hub", is_a_hub)
+        line.refused = 9
+        assert not await line.is_refused(5)
+        there = True
+        assert not await line.is_refused(5)  # all nine may have been the proxy's
+        line.refused += 4
+        assert not await line.is_refused(5)
+        line.refused += 1
+        assert await line.is_refused(5)
+        line.close()
+
+    asyncio.run(check())
+
+
+def test_an_agent_that_waits_for_a_controller_is_known_by_its_address_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller's name is not known at first, as in Compose and Kubernetes; then we move."""
+    port, asked = free_ports(2), 0
+
+    def address(_: str) -> str:
+        nonlocal asked
+        asked += 1
+        return {1: "", 2: "", 3: "127.0.0.7"}.get(asked, "127.0.0.8")
+
+    assert agent_module._own_address("255.255.255.255:5900") == ""  # no way to there
+    monkeypatch.setattr(agent_module, "_own_address", address)
+    monkeypatch.setattr(agent_module, "BEAT_SECONDS", 0.1)
+
+    async def check() -> None:
+        (tmp_path / ".nodes").write_text("t", encoding="utf-8")
+        async with agent(port):
+            await until(lambda: asked >= 6, "attempts of the agent")
+            found = launcher(port, tmp_path)
+            await until(lambda: found.roster.free("generator"), "the agent")
+            (known,) = found.roster.agents.values()
+            assert known.hello.address == "127.0.0.8"
+            await found.close()
+
+    asyncio.run(check())
+
+
 def test_an_agent_for_one_run_ends_if_its_controller_is_gone_without_a_word(
     tmp_path: Path,
 ) -> None:
