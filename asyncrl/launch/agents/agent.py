@@ -203,8 +203,8 @@ class Agent:
         while not self._is_leaving:
             now = time.monotonic()
             attempts += 1
-            # The line keeps a hello for a controller that is not up yet, which takes the first one of
-            # a beginning: there is none before our address is known, and a new address begins anew.
+            # The line keeps it for a controller that is not up yet, which takes the first of a
+            # beginning: there is none before our address is known, and a new address begins anew.
             if ip := await asyncio.to_thread(_own_address, self._settings.controller):
                 if self._ip not in ("", ip):
                     beginning = secrets.token_hex(4)
