@@ -223,7 +223,7 @@ class Agent:
                     self._settings.controller, attempts, now - began, found,
                 )  # fmt: skip
             if attempts % int(AGAIN_SECONDS / BEAT_SECONDS) == 0:
-                self._connect_again()
+                self._line = self._line.connected_again()
             self._hosting.reap()
         return False
 
@@ -238,12 +238,6 @@ class Agent:
                 await self._welcomed(message)
                 return True
         return False
-
-    def _connect_again(self) -> None:
-        before = self._line
-        before.close()
-        self._line = AgentLine(self._settings.controller, self._keys)
-        self._line.refused, self._line.refused_before = before.refused, before.refused_before
 
     async def _hear(self, seconds: float) -> to_agent.ToAgent | None:
         """The next message, or None after this long, or as soon as something has changed."""
@@ -286,7 +280,7 @@ class Agent:
             if now - self._heard > self._lost_seconds:
                 self._silent = now - self._heard
                 logger.warning("the controller was silent for %.0f s", self._silent)
-                self._connect_again()
+                self._line = self._line.connected_again()
                 return
             if now - sent >= BEAT_SECONDS or self._changed.is_set():
                 sent = now

@@ -37,6 +37,7 @@ class AgentLine(Line[to_agent.ToAgent]):
 
     def __init__(self, controller: str, keys: LineKeys) -> None:
         super().__init__("", keys, to_agent.ToAgent)
+        self._made_with = controller, keys
         self._host, self._port = host_and_port(controller)
         self._is_connected = False
         self.refused = 0
@@ -107,6 +108,13 @@ class AgentLine(Line[to_agent.ToAgent]):
         finally:
             if writer is not None:
                 writer.transport.abort()
+
+    def connected_again(self) -> AgentLine:
+        """Close this one; another one to the same controller, which knows what was refused."""
+        self.close()
+        line = AgentLine(*self._made_with)
+        line.refused, line.refused_before = self.refused, self.refused_before
+        return line
 
     def close(self) -> None:
         """Close the socket; what is queued is still sent for at most a second."""
