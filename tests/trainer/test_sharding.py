@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sharded_learner import CASES, RESUMED, RUNS
+from threaded_world import ThreadedWorld
 
 from trainer.config import TrainerConfig
 from trainer.sharding.lockstep import Act, Has, Word, decided
+from trainer.sharding.policy import one_by_one
 
 SEVERAL = [one for one in RUNS if one[2] > 1]
 
@@ -115,3 +119,37 @@ def test_what_all_do_follows_from_what_each_has() -> None:
 def test_one_rank_has_nothing_to_divide() -> None:
     with pytest.raises(ValueError, match="sharding: full has no effect with ranks: 1"):
         TrainerConfig(sharding="full")
+
+
+@pytest.mark.parametrize(("left", "together"), [(20, True), (19, False), (None, True)])
+def test_ranks_load_one_after_the_other_where_the_host_is_small(
+    left: int | None, together: bool
+) -> None:
+    """Three ranks and 10 bytes each; rank 0 has loaded when the others begin."""
+    loading: list[int] = []
+    most: list[int] = []
+    lock, met = threading.Lock(), threading.Barrier(2)
+
+    def load(rank: int) -> int:
+        with lock:
+            loading.append(rank)
+            most.append(len(loading))
+        if together and rank:
+            met.wait(60)
+        with lock:
+            loading.remove(rank)
+        return 10
+
+    worlds = ThreadedWorld.of(3)
+    threads = [
+        threading.Thread(target=one_by_one, args=(partial(load, w.rank), w, lambda: left))
+        for w in worlds
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(most) == 3
+    assert most[0] == 1
+    assert max(most) == (2 if together else 1)
+    assert len({tuple(world.said) for world in worlds}) == 1

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -41,7 +41,7 @@ class ShardedModel:
 
     Args:
         model: on the CPU; its parameters become DTensors.
-        ranks: how many there are.
+        mesh: of the ranks, one axis.
         device: of this rank.
         low: type in which blocks compute; None: that of the parameters.
 
@@ -52,7 +52,7 @@ class ShardedModel:
     def __init__(
         self,
         model: PreTrainedModel,
-        ranks: int,
+        mesh: DeviceMesh,
         device: torch.device,
         low: torch.dtype | None,
     ) -> None:
@@ -64,7 +64,7 @@ class ShardedModel:
                 "trainer.sharding: optimizer"
             )
         options: dict[str, Any] = {
-            "mesh": init_device_mesh(device.type, (ranks,)),
+            "mesh": mesh,
             "reshard_after_forward": True,
             "ignored_params": {one for one in model.parameters() if one.ndim < 2},
             "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
