@@ -101,7 +101,7 @@ def test_ranks_on_a_cpu_share_its_memory(model: Path) -> None:
     device = Device("this machine", 64 * GIB, on_gpu=False)
     refuse_too_large(config(engine={"max_model_len": 512}), shape, device)
     eight = config(engine={"max_model_len": 512}, trainer={"ranks": 8})
-    with pytest.raises(UserError, match="and trainer.sharding: full: then it is about 6"):
+    with pytest.raises(UserError, match=r"and trainer\.sharding: full: then it is about 6"):
         refuse_too_large(eight, shape, device)
     with pytest.raises(UserError, match="or fewer trainer"):
         refuse_too_large(eight, shape, device._replace(bytes=40 * GIB))
