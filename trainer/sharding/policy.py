@@ -79,7 +79,7 @@ class ShardedPolicy(Policy):
             )
             held = self.model.state_dict(keep_vars=True)
             self._loaded = fingerprint(held.items()).whole
-            size = sum(one.nbytes for one in held.values())
+            size = sum(int(one.nbytes) for one in held.values())
             low = self._compute_dtype if self._compute_dtype.itemsize == 2 else None
             self._sharded = ShardedModel(self.model, mesh, device, low)
             return size
