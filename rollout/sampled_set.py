@@ -14,7 +14,8 @@ def left_out(
 ) -> torch.Tensor:
     """`[N, V]` bool: the tokens that may not be drawn, never all of a row.
 
-    An operation that no row asks for costs nothing; only top_p sorts.
+    An operation that no row asks for costs nothing; only top_p sorts. Which are asked for is read
+    from the tensors, for which a device is waited for.
 
     Args:
         logprobs: `[N, V]` normalised, after temperature.
@@ -22,31 +23,46 @@ def left_out(
         top_p: `[N]` float32; 1: off.
         min_p: `[N]` float32; 0: off.
     """
+    asked = Truncation(
+        top_k=max(0, int(top_k.max())), top_p=float(top_p.min()), min_p=float(min_p.max())
+    )
+    return _left_out(logprobs, top_k, top_p, min_p, asked)
+
+
+def _left_out(
+    logprobs: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    asked: Truncation,
+) -> torch.Tensor:
+    """As `left_out`; `asked` has of each setting the one that leaves out most in any row."""
     out: torch.Tensor | None = None
-    largest = min(int(top_k.max()), logprobs.shape[-1])
+    largest = min(asked.top_k, logprobs.shape[-1])
     if largest > 0:
         out = _beyond_top_k(logprobs, top_k, largest)
-    if bool((top_p < 1).any()):
+    if asked.top_p < 1:
         left = logprobs
         if out is not None:
             left = logprobs.masked_fill(out, -math.inf)
             left = left - torch.logsumexp(left, dim=-1, keepdim=True)
         beyond = _beyond_nucleus(left, top_p)
         out = beyond if out is None else out.logical_or_(beyond)
-    if bool((min_p > 0).any()):
+    if asked.min_p > 0:
         rare = logprobs < logprobs.amax(dim=-1, keepdim=True) + min_p.log()[:, None]
         out = rare if out is None else out.logical_or_(rare)
     return torch.zeros_like(logprobs, dtype=torch.bool) if out is None else out
 
 
 def left_out_by(truncation: Truncation, logprobs: torch.Tensor) -> torch.Tensor:
-    """`[N, V]` bool: as `left_out`, with the same settings for every row."""
+    """`[N, V]` bool: as `left_out`, with the same settings for every row; waits for no device."""
     n, device = len(logprobs), logprobs.device
-    return left_out(
+    return _left_out(
         logprobs,
         torch.full((n,), truncation.top_k, dtype=torch.int64, device=device),
         torch.full((n,), truncation.top_p, dtype=torch.float32, device=device),
         torch.full((n,), truncation.min_p, dtype=torch.float32, device=device),
+        truncation,
     )
 
 

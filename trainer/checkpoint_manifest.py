@@ -45,6 +45,7 @@ _HASHING_THREADS = 4
 _FREE = frozenset(
     {
         "device",
+        "compile",
         "fused",
         "threads",
         "learning_rate",

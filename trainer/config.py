@@ -153,11 +153,14 @@ class TrainerConfig(BaseModel):
     gradient_checkpointing: bool | Literal["selective"] = False
     """Compute activations again in the backward pass. true: all of a block, a third slower.
     selective: what costs little to compute again, for a fifth of the memory."""
-    optimizer_state: Literal["float32", "bfloat16"] = "float32"
-    """Adam's moments: 8 or 4 bytes a parameter. bfloat16 is rounded by chance, so that small
-    changes are not lost."""
+    optimizer_state: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Adam's moments: 8, 4 or 2 bytes a parameter. bfloat16 and int8 are rounded by chance, so that
+    small changes are not lost; int8 is a code with a scale for each 256 numbers."""
     optimizer_offload: bool = False
     """Keep Adam's moments in the host's memory; each step brings them to the device and back."""
+    compile: bool = False
+    """Compile each transformer block (torch.compile). The start takes longer, by a minute or more.
+    On a CPU it replaces `fused`."""
     fused: bool = True
     """On a CPU, compute float32 Llama-like models in fused layers instead of transformers' own."""
     checkpoint_every: int = Field(default=50, gt=0, le=MAX_STEPS)
@@ -315,6 +318,25 @@ class TrainerConfig(BaseModel):
             raise ValueError(
                 "router_loss_coefficient does not work with critic.shared_trunk: true; set one of "
                 "them to its default"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_compiled_is_one_operation(self) -> Self:
+        if self.compile and self.gradient_checkpointing == "selective":
+            raise ValueError(
+                "gradient_checkpointing: selective does not work with compile: true, which makes "
+                "one operation of those that it chooses from; choose true or false"
+            )
+        if self.compile and self.sharding == "full":
+            raise ValueError(
+                "compile: true does not work with sharding: full, which brings the weights of a "
+                "block together when it is computed; set one of them to its default"
+            )
+        if self.compile and self.router_loss_coefficient:
+            raise ValueError(
+                "router_loss_coefficient does not work with compile: true, where what routers say "
+                "cannot be recorded; set one of them to its default"
             )
         return self
 

@@ -33,10 +33,11 @@ TRANSPOSED_BLOCK = 1 << 22
 """Numbers of a matrix (16 MiB) from which copying it transposed is slower than a product's rest."""
 
 
-def speed_up(model: nn.Module) -> tuple[int, int]:
+def speed_up(model: nn.Module, *, norms_too: bool = True) -> tuple[int, int]:
     """Replace layers of a model in place; returns how many (linear layers, norms).
 
     Names, parameters and results stay the same. A model that is not on the CPU stays as it is.
+    Without `norms_too` norms stay as they are, for a compiler.
     """
     if next(model.parameters()).device.type != "cpu":
         return 0, 0
@@ -46,7 +47,7 @@ def speed_up(model: nn.Module) -> tuple[int, int]:
         if type(module) is nn.Linear and use_onednn and module.weight.dtype == torch.float32:
             module.__class__ = OnednnLinear
             products += 1
-        elif _is_rms_norm(module):
+        elif norms_too and _is_rms_norm(module):
             module.forward = functools.partial(
                 _rms_norm_or_original, module, module.forward, _epsilon(module)
             )
@@ -109,21 +110,29 @@ def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
     return product(grad.t(), x.t())
 
 
+def whole_rows(x: Tensor) -> tuple[int, Tensor]:
+    """`[..., k]` as `[N or more, k]`, filled up with zeros, and N."""
+    flat = x.reshape(-1, x.shape[-1])
+    return len(flat), _filled_up(flat)
+
+
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As `fast_linear`, without gradients."""
+    rows, flat = whole_rows(x)
+    return product(flat, weight, bias)[:rows].view(*x.shape[:-1], weight.shape[0])
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        rows = len(flat)
-        flat = _filled_up(flat)
+        rows, flat = whole_rows(x)
         ctx.save_for_backward(flat, weight)
         return product(flat, weight, bias)[:rows].view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         flat, weight = ctx.saved_tensors
-        flat_grad = grads[0].reshape(-1, weight.shape[0])
-        rows = len(flat_grad)
-        grad = _filled_up(flat_grad)
+        rows, grad = whole_rows(grads[0])
         for_x = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
             for_x = product(grad, weight.t())[:rows].view(*grads[0].shape[:-1], weight.shape[1])
@@ -145,8 +154,12 @@ class OnednnLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., k]` to `[..., o]`."""
-        few = x.numel() < MIN_ROWS * self.in_features
-        if few or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        if x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            return linear(x, self.weight, self.bias)
+        if torch.compiler.is_compiling():
+            out: Tensor = torch.ops.asyncrl.linear(x, self.weight, self.bias)
+            return out
+        if x.numel() < MIN_ROWS * self.in_features:
             return linear(x, self.weight, self.bias)
         return fast_linear(x, self.weight, self.bias)
 

@@ -68,9 +68,12 @@ class ModelShape:
         )
 
 
+_OF_THE_HOST = ("host_moments", "host_copy", "published")
+
+
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes by kind. All but the last two are on the trainer's device."""
+    """Bytes by kind, on the trainer's device unless they say otherwise."""
 
     weights: int
     """Float32 masters, and what is computed with in bfloat16; with `sharding: full` this rank's
@@ -92,8 +95,12 @@ class StepMemory:
     gathered: int = 0
     """With `sharding: full`, whole weights and gradients of what is computed, and what carries them
     to the other ranks."""
+    copy: int = 0
+    """Of what a checkpoint is written from, if the device is the host."""
     host_moments: int = 0
     """Moments that are kept on the host."""
+    host_copy: int = 0
+    """The copy for checkpoints, next to a GPU."""
     published: int = 0
     """Two versions of the weights in shared memory, of the host."""
 
@@ -104,16 +111,19 @@ class StepMemory:
 
     @property
     def least(self) -> int:
-        """Bytes without which the step cannot work, however the estimate errs."""
+        """Bytes without which the step cannot work, however the estimate errs.
+
+        Where the copy for checkpoints does not fit, they are written without it.
+        """
         unsure = self.activations * (2 if self.critic else 1) + self.head
-        return self.device - unsure + int(unsure / ACTIVATIONS_FACTOR)
+        return self.device - self.copy - unsure + int(unsure / ACTIVATIONS_FACTOR)
 
     def kinds(self) -> list[tuple[str, int]]:
         """What is on the device, largest first, without what is 0."""
         found = [
             (one.name, getattr(self, one.name))
             for one in fields(self)
-            if one.name not in ("host_moments", "published")
+            if one.name not in _OF_THE_HOST
         ]
         return sorted(((n, size) for n, size in found if size), key=lambda one: -one[1])
 
@@ -148,11 +158,12 @@ def step_memory(
     width = 8 if config.dtype == "float64" else 4
     head = shape.vocabulary * shape.hidden
     parts = 2 if config.algorithm == "reinforce_plus_plus" else 1
-    moments = 2 * count // config.ranks * (2 if config.optimizer_state == "bfloat16" else width)
+    moments = int(2 * count // config.ranks * _bytes_of_a_moment(config, width))
     activations = _activations(shape, config, samples)
     full = config.sharding == "full"
     own = width / config.ranks if full else width
     of_critic = int(shape.critic * (2 * own + moments / max(1, count))) + activations
+    copy = _copy(shape, config, count * width // config.ranks + moments)
     return StepMemory(
         weights=int(count * own) + (_low_copies(shape, config) if low and not full else 0),
         gradients=int(parts * count * own) + (0 if full else head * width),
@@ -163,9 +174,23 @@ def step_memory(
         process=_PROCESS,
         critic=of_critic if shape.critic else 0,
         gathered=_gathered(shape, config) if full else 0,
+        copy=0 if on_gpu else copy,
+        host_copy=copy if on_gpu else 0,
         host_moments=moments if config.optimizer_offload else 0,
         published=2 * count * engine_bytes,
     )
+
+
+def _bytes_of_a_moment(config: TrainerConfig, width: int) -> float:
+    coded = 1 + 4 / 256  # a byte, and a scale for each 256
+    return {"float32": width, "bfloat16": 2, "int8": coded}[config.optimizer_state]
+
+
+def _copy(shape: ModelShape, config: TrainerConfig, of_policy: int) -> int:
+    """What a rank writes to a checkpoint: its part of the weights and moments."""
+    if not config.async_checkpoints:
+        return 0
+    return of_policy + of_policy * shape.critic // max(1, shape.parameters)
 
 
 def _low_copies(shape: ModelShape, config: TrainerConfig) -> int:
@@ -213,6 +238,7 @@ def remedies(
         ("micro_batch_tokens", samples.longest),
         ("gradient_checkpointing", True),
         ("optimizer_state", "bfloat16"),
+        ("optimizer_state", "int8"),
     ]
     if on_gpu:  # on a CPU the host's memory is the device's
         ways.append(("optimizer_offload", True))
@@ -222,7 +248,8 @@ def remedies(
 
     def needed(changes: Mapping[str, object]) -> int:
         changed = config.model_copy(update=dict(changes))
-        return step_memory(shape, changed, samples, on_gpu=on_gpu).device
+        found = step_memory(shape, changed, samples, on_gpu=on_gpu)
+        return found.device - found.copy  # which a run can do without
 
     for name, value in ways:
         if needed({name: value}) <= available:
@@ -241,6 +268,9 @@ def _saves(config: TrainerConfig, name: str, value: object) -> bool:
     now = getattr(config, name)
     if name == "micro_batch_tokens":
         return bool(now > value)
+    if name == "optimizer_state":
+        kinds = ("float32", "bfloat16", "int8")
+        return kinds.index(now) < kinds.index(str(value))
     return bool(now != value and now is not True)
 
 

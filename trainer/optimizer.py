@@ -13,6 +13,8 @@ from trainer.adamw import SmallAdamW
 from trainer.config import TrainerConfig
 from trainer.errors import NonFiniteError, TrainerError
 
+_KEPT_AS = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.uint8}
+
 
 def learning_rate(
     config: TrainerConfig,
@@ -52,7 +54,7 @@ def make_adamw(
 ) -> torch.optim.Optimizer:
     """AdamW; weight decay applies to matrices, not to norms and biases.
 
-    torch's fused one, on the CPU too, unless moments are in bfloat16 or on the host.
+    torch's fused one, on the CPU too, unless moments are in fewer bits or on the host.
 
     Args:
         parameters: that it changes, or a rank's rows of them.
@@ -68,13 +70,13 @@ def make_adamw(
     ]
     present = [group for group in groups if group["params"]]
     rate, betas, epsilon = config.learning_rate, config.betas, config.adam_epsilon
-    if config.optimizer_state == "bfloat16" or config.optimizer_offload:
+    if config.optimizer_state != "float32" or config.optimizer_offload:
         return SmallAdamW(
             present,
             lr=rate,
             betas=betas,
             eps=epsilon,
-            moments=torch.bfloat16 if config.optimizer_state == "bfloat16" else None,
+            moments=_KEPT_AS[config.optimizer_state],
             on_host=config.optimizer_offload,
         )
     return torch.optim.AdamW(present, lr=rate, betas=betas, eps=epsilon, fused=True)

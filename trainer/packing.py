@@ -3,8 +3,9 @@
 Linear layers, norms and activations see `[1, T]` real tokens. Only attention needs to know where a
 sequence ends: `packed_attention`, registered with transformers under `ATTENTION_NAME`, spreads
 queries, keys and values over `[B, H, L_max, D]`, runs causal SDPA, and gathers the real tokens
-again. Sequences of a micro-batch have similar lengths, so little of the spread block is padding. On
-a GPU, in 16 bits, it pads nothing (`trainer.varlen`).
+again. Where lengths are uneven and the padding would be large, it does so for several blocks, each
+of successive sequences of similar lengths. On a GPU, in 16 bits, it pads nothing
+(`trainer.varlen`).
 Positions restart at 0 in each sequence, so rotary and learned positions are those of the sequence.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,11 @@ from trainer.transfer import to_device
 
 ATTENTION_NAME = "asyncrl_packed"
 """The name under which the attention function is registered with transformers."""
+
+WORTHWHILE = 1024
+"""Padded slots that must be saved for sequences to be spread over more than one block."""
+_SIMILAR = 0.8
+"""A block's sequences have at least this share of the tokens of its first one, and no more."""
 
 _PLAIN_ARGUMENTS = {
     *("position_ids", "use_cache", "cache_position", "layer_idx", "output_attentions"),
@@ -45,27 +51,44 @@ class Family:
     """First tokens that all of them have in common; they come once, before the rest of each."""
 
 
+class Block(NamedTuple):
+    """Successive sequences that attention computes together, padded to the longest."""
+
+    first: int
+    last: int
+    """One after the last sequence."""
+    longest: int
+    """Tokens, and slots of each sequence."""
+    start: int
+    """The first slot."""
+
+    @property
+    def slots(self) -> slice:
+        """Of all sequences."""
+        return slice(self.start, self.start + (self.last - self.first) * self.longest)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Positions of B sequences in a packed row of T tokens and in attention's padded block.
+    """Positions of B sequences in a packed row of T tokens and in attention's S padded slots.
 
     Sequences may share their first tokens, as the samples of a group share their prompt. These come
-    once, before the rest of each. In the padded block each sequence has them, and those of the
+    once, before the rest of each. In the padded slots each sequence has them, and those of the
     family's first sequence are the tokens' own: there they get what attention gives to queries.
     """
 
     positions: Tensor
     """`[1, T]` int64, from 0 in each sequence."""
     spread: Tensor
-    """`[B * L_max]` int64: the packed token in each padded slot; 0 where there is none."""
+    """`[S]` int64: the packed token in each padded slot; 0 where there is none."""
     own: Tensor
-    """`[B * L_max, 1, 1]` bool: whether the padded slot is a token's own."""
+    """`[S, 1, 1]` bool: whether the padded slot is a token's own."""
     gather: Tensor
     """`[T]` int64: the padded slot of each packed token, its own one."""
-    sequences: int
-    """B."""
+    blocks: tuple[Block, ...]
+    """Of the padded slots, in order."""
     longest: int
-    """L_max, tokens."""
+    """Tokens of the longest sequence."""
     lengths: tuple[int, ...]
     """`[B]` tokens of each whole sequence."""
     segments: tuple[tuple[int, int, int, int], ...]
@@ -104,15 +127,18 @@ class Layout:
         own_tokens[firsts] += [one.shared for one in kin]  # the first one's are before its rest
         starts = np.cumsum(own_tokens) - rest
         prefix = np.repeat(starts[firsts] - shared[firsts], sizes)
-        columns = np.arange(counts.max())
-        real = columns[None, :] < counts[:, None]
-        of_prefix = columns < shared[:, None]
-        spread = np.where(of_prefix, prefix[:, None], (starts - shared)[:, None]) + columns
+        blocks = _blocks(counts.tolist())
+        sizes_of_blocks = [one.last - one.first for one in blocks]
+        widths = np.repeat([one.longest for one in blocks], sizes_of_blocks)
+        sequence = np.repeat(np.arange(len(counts)), widths)
+        column = np.arange(len(sequence)) - np.repeat(np.cumsum(widths) - widths, widths)
+        real = column < counts[sequence]
+        of_prefix = column < shared[sequence]
+        spread = np.where(of_prefix, prefix[sequence], (starts - shared)[sequence]) + column
         spread[~real] = 0
-        own = real.copy()
         others = np.ones(len(counts), bool)
         others[firsts] = False
-        own[others] &= ~of_prefix[others]
+        own = real & ~(of_prefix & others[sequence])
 
         together = tuple(
             (int(prefix[first]), one.shared, int(first), int(first) + one.sequences)
@@ -129,11 +155,11 @@ class Layout:
             return to_device(values, device)
 
         return cls(
-            positions=put(np.broadcast_to(columns, own.shape)[own])[None, :],
-            spread=put(spread.reshape(-1)),
+            positions=put(column[own])[None, :],
+            spread=put(spread),
             own=put(own.reshape(-1, 1, 1)),
-            gather=put(np.flatnonzero(own.reshape(-1))),
-            sequences=len(counts),
+            gather=put(np.flatnonzero(own)),
+            blocks=blocks,
             longest=int(counts.max()),
             lengths=tuple(lengths),
             segments=tuple(sorted([*own_parts, *((a, a + n, a, 0) for a, n, _, _ in together)])),
@@ -141,8 +167,22 @@ class Layout:
         )
 
 
+def _blocks(counts: Sequence[int]) -> tuple[Block, ...]:
+    """Of sequences with so many tokens: one, or several if they save much padding."""
+    whole = Block(0, len(counts), max(counts), 0)
+    found: list[Block] = []
+    first = start = 0
+    for place in range(1, len(counts) + 1):
+        top = counts[first]
+        if place < len(counts) and _SIMILAR * top <= counts[place] <= top:
+            continue
+        found.append(Block(first, place, top, start))
+        first, start = place, found[-1].slots.stop
+    return tuple(found) if whole.slots.stop - start >= WORTHWHILE else (whole,)
+
+
 class _Spread(torch.autograd.Function):
-    """`[T, H, D]` to `[B * L_max, H, D]`; padding repeats token 0, and its gradient is dropped.
+    """`[T, H, D]` to `[S, H, D]`; padding repeats token 0, and its gradient is dropped.
 
     The backward pass is written by hand because it is then a plain gather, and a sum over the
     sequences for the tokens that they share. That of autograd would be a scatter-add over colliding
@@ -158,14 +198,17 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         layout = ctx.layout
         out = grads[0].index_select(0, layout.gather)
-        blocks = grads[0].unflatten(0, (layout.sequences, layout.longest))
-        for place, shared, first, last in layout.families:
-            out[place : place + shared] += blocks[first + 1 : last, :shared].sum(0)
+        for block in layout.blocks:
+            slots = grads[0][block.slots].unflatten(0, (-1, block.longest))
+            for place, shared, first, last in layout.families:
+                others = slots[max(0, first + 1 - block.first) : max(0, last - block.first)]
+                if len(others):
+                    out[place : place + shared] += others[:, :shared].sum(0)
         return out, None
 
 
 class _Gather(torch.autograd.Function):
-    """`[B * L_max, H, D]` to `[T, H, D]`, the inverse of `_Spread`."""
+    """`[S, H, D]` to `[T, H, D]`, the inverse of `_Spread`."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, layout: Layout) -> Tensor:
@@ -221,28 +264,39 @@ def packed_attention(
         )
         return out, None
 
-    def spread(packed: Tensor) -> Tensor:
-        flat: Tensor = _Spread.apply(packed[0].transpose(0, 1), packed_layout)
-        shape = (packed_layout.sequences, packed_layout.longest, *flat.shape[1:])
-        return flat.view(shape).transpose(1, 2)
+    parts = [_spread(one, packed_layout) for one in (query, key, value)]
+    padded: list[Tensor] = []
+    for block, q, k, v in zip(packed_layout.blocks, *parts, strict=True):
+        if is_capped:
+            found = capped_attention(
+                q, k, v, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
+            )
+        else:
+            mask = _window_mask(block.longest, sliding_window, query.device)
+            found = scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=key.shape[1] != query.shape[1],
+            )
+        padded.append(found.transpose(1, 2).flatten(0, 1))
+    whole = padded[0] if len(padded) == 1 else torch.cat(padded)
+    return _Gather.apply(whole, packed_layout)[None], None
 
-    parts = spread(query), spread(key), spread(value)
-    if is_capped:
-        padded = capped_attention(
-            *parts, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
-        )
-    else:
-        mask = _window_mask(packed_layout.longest, sliding_window, query.device)
-        padded = scaled_dot_product_attention(
-            *parts,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
-    out = _Gather.apply(padded.transpose(1, 2).flatten(0, 1), packed_layout)
-    return out[None], None
+
+def _spread(packed: Tensor, layout: Layout) -> list[Tensor]:
+    """`[1, H, T, D]` to `[B, H, L, D]` of each block."""
+    flat: Tensor = _Spread.apply(packed[0].transpose(0, 1), layout)
+    sizes = [block.slots.stop - block.start for block in layout.blocks]
+    parts = flat.split(sizes) if len(sizes) > 1 else [flat]
+    return [
+        part.unflatten(0, (-1, block.longest)).transpose(1, 2)
+        for part, block in zip(parts, layout.blocks, strict=True)
+    ]
 
 
 def _window_mask(longest: int, window: int | None, device: torch.device) -> Tensor | None:

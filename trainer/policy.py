@@ -34,6 +34,7 @@ from trainer.head import LogitMap, Processing, TokenScores, process, score_token
 from trainer.model_loading import load_model
 from trainer.packing import ATTENTION_NAME, Family, Layout
 from trainer.router import routes_of
+from trainer.same_results import results_of, where_different
 from trainer.transfer import to_device
 
 logger = logging.getLogger(__name__)
@@ -111,11 +112,13 @@ class Policy:
         truncation: Truncation = EVERYTHING,
         gradient_checkpointing: bool | Literal["selective"] = False,
         fused: bool = True,
+        compiled: bool = False,
     ) -> None:
         """Load the model and check on two short sequences that packing changes nothing.
 
         Raises:
-            UnsupportedModelError: it cannot be loaded, or packing would change its results.
+            UnsupportedModelError: it cannot be loaded or compiled, or packing would change its
+                results.
         """
         if not temperature > 0:
             raise UnsupportedModelError(f"temperature must be above 0, got {temperature}")
@@ -136,11 +139,16 @@ class Policy:
         self._logits = LogitMap.of(self.model.config)
         self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
         if self._speeds_up:
-            speed_up(self.model)
+            speed_up(self.model, norms_too=not compiled)
         self._recomputes = bool(gradient_checkpointing)
-        self._fused = self._fused_decoder(fused and not gradient_checkpointing)
+        self._fused = self._fused_decoder(fused and not gradient_checkpointing and not compiled)
         self._check_packing(model_path)
         _set_modes(self.model, gradient_checkpointing=gradient_checkpointing)
+        if compiled:
+            from trainer.compiled import compile_blocks  # the compiler takes a second to import
+
+            batch = PackedBatch.of(_two_sequences(self.vocab_size), device)
+            compile_blocks(self.model, model_path, lambda: self.hidden(batch), self._compute_dtype)
 
     @property
     def hidden_size(self) -> int:
@@ -229,7 +237,7 @@ class Policy:
             own[name].copy_(tensor)
 
     def _fused_decoder(self, wanted: bool) -> FusedDecoder | None:
-        reason: str | None = "trainer.fused is off, or gradient_checkpointing on"
+        reason: str | None = "trainer.fused is off, or gradient_checkpointing or compile on"
         if wanted and self._compute_dtype != torch.float32:
             reason = f"trainer.dtype is {self._compute_dtype}"
         elif wanted:
@@ -272,11 +280,7 @@ class Policy:
     @torch.no_grad()
     def _check_packing(self, model_path: str) -> None:
         """Refuse a model whose packed and separate forward passes differ; choose the head."""
-        high = self.vocab_size
-        pairs = [(np.arange(1, 4, dtype=np.int32) % high, np.arange(2, 9, dtype=np.int32) % high)]
-        pairs.append(
-            (np.arange(5, 7, dtype=np.int32) % high, np.arange(9, 5, -1, dtype=np.int32) % high)
-        )
+        pairs = _two_sequences(self.vocab_size)
         batch = PackedBatch.of(pairs, self.device)
         self.model.eval()
         want = self._separate(model_path, pairs)
@@ -310,26 +314,17 @@ class Policy:
         if fused is None:
             return
         parameters = list(fused.first_layer.parameters())
-        with torch.enable_grad():
-            want = self._hidden(batch)
-            got = fused.hidden(batch.tokens, batch.layout)[: len(want)]
-            direction = torch.linspace(-1, 1, want.numel()).view_as(want)
-            ours, theirs = (
-                [out.detach(), *torch.autograd.grad((out * direction).sum(), parameters)]
-                for out in (got, want)
+        want = results_of(lambda: self._hidden(batch), parameters)
+        got = results_of(
+            lambda: fused.hidden(batch.tokens, batch.layout)[: len(want[0])], parameters
+        )
+        gap = where_different(got, want)
+        if gap is None:
+            self._fused = fused
+        else:
+            logger.warning(
+                "training through transformers' forward pass: the fused layers differ %s", gap
             )
-        size = max(float(one.norm()) for one in theirs[1:])
-        for one, other in zip(ours, theirs, strict=True):
-            gap = float((one - other).norm())
-            if not gap <= 1e-3 * float(other.norm()) + 1e-5 * size:
-                logger.warning(
-                    "training through transformers' forward pass: the fused layers differ by %.2g "
-                    "of %.2g",
-                    gap,
-                    float(other.norm()),
-                )
-                return
-        self._fused = fused
 
     def _separate(self, model_path: str, pairs: Sequence[tuple[IntArray, IntArray]]) -> Tensor:
         self.model.set_attn_implementation("eager")
@@ -345,6 +340,18 @@ class Policy:
                 f"{model_path} refuses the attention interface: {error}"
             ) from error
         return torch.cat(rows)
+
+
+def _two_sequences(vocabulary: int) -> list[tuple[IntArray, IntArray]]:
+    """Prompts and responses of different lengths, to try a model with."""
+    return [
+        (_tokens(range(1, 4), vocabulary), _tokens(range(2, 9), vocabulary)),
+        (_tokens(range(5, 7), vocabulary), _tokens(range(9, 5, -1), vocabulary)),
+    ]
+
+
+def _tokens(numbers: Sequence[int], vocabulary: int) -> IntArray:
+    return np.array(numbers, np.int32) % vocabulary
 
 
 def groupby_prompt(

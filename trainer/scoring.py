@@ -95,6 +95,7 @@ def load_models(
         temperature=temperature,
         truncation=truncation,
         fused=config.fused,
+        compiled=config.compile,
     )
     train = partial(load, gradient_checkpointing=config.gradient_checkpointing)
     policy = train(model_path)

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint_index import Index, SavedTensor
 from trainer.checkpoint_tensors import Box
+from trainer.coded_moments import SCALE
 from trainer.errors import CheckpointError
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -105,7 +106,7 @@ class TrainingState:
         for optimizer, name, parameter, state in self._states():
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    box = self._box(parameter, value)
+                    box = self._box(parameter, value, key)
                     named[f"optimizer/{optimizer}/{name}/{key}"] = box
         return named | {name: Box.of(one) for name, one in random_states(rank).items()}
 
@@ -155,8 +156,11 @@ class TrainingState:
                         continue
                     key = full.removeprefix(prefix)
                     like = key != "step" and saved.shape == tuple(parameters[name].shape)
-                    state[key] = empty = _empty(own, saved, of, like=like)
-                    named[full] = self._box(parameters[name], empty)
+                    if key.endswith(SCALE):
+                        state[key] = empty = _empty_scales(own, saved, of)
+                    else:
+                        state[key] = empty = _empty(own, saved, of, like=like)
+                    named[full] = self._box(parameters[name], empty, key)
                 rest.states.append((of, own, state))
         saved_names = {one for one in index.tensors if not one.startswith("random/")}
         wrong = sorted(saved_names ^ named.keys())
@@ -164,10 +168,13 @@ class TrainingState:
             raise CheckpointError(f"it is of another model: {wrong[:3]} are not in both")
         return named, rest
 
-    def _box(self, parameter: nn.Parameter, value: Tensor) -> Box:
-        """Of an optimizer's tensor: sharded as the parameter is if it has the same shape."""
+    def _box(self, parameter: nn.Parameter, value: Tensor, key: str) -> Box:
+        """Of an optimizer's tensor: sharded as the parameter is if it has its shape, or its rows.
+
+        Moments in 8 bits have scales (`trainer.coded_moments`), some for each row.
+        """
         own = self.sharding.own(parameter)
-        if value.shape == own.shape and own is not parameter:
+        if own is not parameter and (value.shape == own.shape or key.endswith(SCALE)):
             return self.sharding.box(parameter, value)
         return Box.of(value)
 
@@ -254,6 +261,14 @@ def unwrapped(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def _empty_scales(own: nn.Parameter, saved: SavedTensor, optimizer: Optimizer) -> Tensor:
+    """Scales for this rank's rows."""
+    shape, dtype = (len(own), *saved.shape[1:]), getattr(torch, saved.dtype)
+    if getattr(optimizer, "on_host", False):
+        return torch.zeros(shape, dtype=dtype, pin_memory=own.is_cuda)
+    return torch.zeros(shape, dtype=dtype, device=own.device)
 
 
 def _empty(own: nn.Parameter, saved: SavedTensor, optimizer: Optimizer, *, like: bool) -> Tensor:

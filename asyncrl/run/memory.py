@@ -130,7 +130,9 @@ def memory_text(needs: StepMemory, device: Device | None) -> str:
     where = "" if device is None else f" of {device.name}"
     if device is not None and device.bytes is not None:
         where += f" ({size(device.bytes)})"
-    moved = f", moments of {size(needs.host_moments)} on the host" if needs.host_moments else ""
+    there = (("moments", needs.host_moments), ("a copy for checkpoints", needs.host_copy))
+    listed = " and ".join(f"{name} {size(count)}" for name, count in there if count)
+    moved = f", on the host {listed}" if listed else ""
     return f"trainer: about {size(needs.device)}{where}{moved}: {kinds}"
 
 

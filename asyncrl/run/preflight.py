@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import shutil
 
 from asyncrl.config import RunConfig
 from asyncrl.cores import divide_machine
@@ -18,6 +19,7 @@ from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.functions import BUILTIN
 from asyncrl.rewards.loading import load_function
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.run.machine_checks import compiler
 from asyncrl.tasks.map_messages import MAP
 from asyncrl.user_functions import check_name
 from engine.errors import EngineStartError
@@ -43,6 +45,7 @@ def check_machine(config: RunConfig) -> None:
         check_ray()  # what the nodes have is asked when the cluster is opened
     elif launcher.kind == "local":
         _check_threads(config)
+        _check_compiler(config)
         divide_machine(
             generators=launcher.generators,
             threads=launcher.threads,
@@ -52,6 +55,14 @@ def check_machine(config: RunConfig) -> None:
     for function in (config.task.map, *(one.map for one in config.evaluation.sets.values())):
         if function is not None:
             check_name(MAP, function)
+
+
+def _check_compiler(config: RunConfig) -> None:
+    if config.trainer.compile and (finding := compiler(shutil.which)).fix:
+        raise UserError(
+            "trainer.compile: true needs a C++ compiler, and this machine has none. Set it to "
+            f"false, or: {finding.fix}"
+        )
 
 
 def _check_tracing() -> None:

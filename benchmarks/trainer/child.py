@@ -35,14 +35,16 @@ def main() -> None:
     }  # fmt: skip
     step = make[contender](str(folder), groups, **settings)
     loaded = _peak()
-    seconds, norms = [], []
+    seconds, cpu_seconds, norms = [], [], []
     for _ in range(steps):
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         norms.append(step())
         seconds.append(time.perf_counter() - began)
-    print(json.dumps(
-        {"seconds": seconds, "norms": norms, "loaded_bytes": loaded, "peak_bytes": _peak()}
-    ))  # fmt: skip
+        cpu_seconds.append(time.process_time() - cpu)
+    print(json.dumps({
+        "seconds": seconds, "cpu_seconds": cpu_seconds, "norms": norms,
+        "loaded_bytes": loaded, "peak_bytes": _peak(),
+    }))  # fmt: skip
 
 
 def _peak() -> int:
@@ -53,8 +55,10 @@ def _peak() -> int:
 def _asyncrl(path: str, groups: list[dict[str, Any]], **settings: Any) -> Callable[[], float]:
     from rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
     from trainer.config import TrainerConfig
+    from trainer.cpu_memory import keep_freed_memory
     from trainer.learner import Learner
 
+    keep_freed_memory()  # as a run's trainer does on a CPU
     config = TrainerConfig(learning_rate=_RATE, device="cpu", correction="none", **settings)
     learner = Learner(config, path, group_size=len(groups[0]["responses"]), seed=0)
     made = []
@@ -158,7 +162,7 @@ def _trl(path: str, groups: list[dict[str, Any]]) -> Callable[[], float]:
         processing_class=tokenizer,
     )  # fmt: skip
     trainer.create_optimizer_and_scheduler(num_training_steps=100)
-    trainer.current_gradient_accumulation_steps = len(groups)
+    trainer.current_gradient_accumulation_steps = 1  # the loss has the step's denominator
     trainer.model.train()
     total = torch.tensor(sum(len(one) for group in groups for one in group["responses"]))
 

@@ -43,7 +43,7 @@ class Workload:
         """Save the model, random, and the samples: prompts, responses, log-probabilities, rewards.
 
         Lengths of responses are lognormal, as they are in training: most are a fraction of the
-        longest.
+        longest, and one is cut off there.
         """
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -68,6 +68,8 @@ class Workload:
         groups: list[dict[str, Any]] = []
         while sum(map(_tokens, groups)) < self.tokens:
             lengths = rng.lognormal(np.log(0.3 * self.longest), 0.8, GROUP_SIZE)
+            if not groups:
+                lengths[0] = self.longest
             groups.append(
                 {
                     "prompt": rng.integers(0, self.vocabulary, self.prompt).tolist(),

@@ -50,6 +50,7 @@ def _train(learner: Learner, group_of: GroupOf, steps: int) -> None:
     [
         pytest.param("qwen3", {}, id="qwen3"),
         pytest.param("llama", {"optimizer_state": "bfloat16"}, id="llama, small moments"),
+        pytest.param("llama", {"optimizer_state": "int8"}, id="llama, coded moments"),
         pytest.param(
             "qwen3",
             {"algorithm": "ppo", "ppo_epochs": 2, "kl_coefficient": 0.1, "reference_decay": 0.9},

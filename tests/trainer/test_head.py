@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -102,3 +104,22 @@ def test_low_precision_rounds_products_and_nothing_else() -> None:
     assert layer.weight.grad.dtype == torch.float32
     gap = (low.logprobs - exact.logprobs).detach().abs().max()
     assert 0 < float(gap) < 0.2
+
+
+@pytest.mark.parametrize(
+    "truncation", [EVERYTHING, Truncation(top_k=5, top_p=0.7, min_p=0.2)], ids=str
+)
+def test_the_host_waits_for_nothing(
+    truncation: Truncation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors without data: whatever asks for a number fails."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # knows no meta device
+    layer = nn.Linear(WIDTH, VOCABULARY, device="meta")
+    hidden = torch.empty(ROWS, WIDTH, device="meta", requires_grad=True)
+    targets = torch.empty(ROWS, dtype=torch.int64, device="meta")
+    how = Processing(LogitMap(0.7), truncation)
+    for scores in (score_tokens(layer, hidden, targets, how), process(layer(hidden), targets, how)):
+        (grad,) = torch.autograd.grad(scores.logprobs.sum(), hidden)
+        assert grad.shape == hidden.shape
+    with pytest.raises(RuntimeError, match="meta"):
+        float(grad.sum())

@@ -19,6 +19,7 @@ from trainer.memory import (
     ACTIVATIONS_FACTOR,
     ModelShape,
     Samples,
+    StepMemory,
     remedies,
     step_memory,
     tokens_at_once,
@@ -139,13 +140,29 @@ def test_micro_batches_are_no_larger_than_a_group_unless_groups_are_mixed() -> N
     assert tokens(micro_batch_tokens=50) == 100
 
 
+def test_the_copy_for_checkpoints_is_counted_and_can_be_done_without() -> None:
+    shape = ModelShape.of(QWEN_7B)
+    assert shape is not None
+
+    def needs(*, on_gpu: bool, **settings: Any) -> StepMemory:
+        return step_memory(shape, TrainerConfig(ranks=4, **settings), SAMPLES, on_gpu=on_gpu)
+
+    on_cpu, on_gpu = needs(on_gpu=False), needs(on_gpu=True)
+    assert on_gpu.host_copy == on_cpu.copy == pytest.approx(12 / 4 * shape.parameters, abs=4)
+    assert (on_gpu.copy, on_cpu.host_copy) == (0, 0)
+    without = needs(on_gpu=False, async_checkpoints=False)
+    assert (without.device, without.least) == (on_cpu.device - on_cpu.copy, on_cpu.least)
+    assert needs(on_gpu=False, optimizer_state="int8").copy < 0.51 * on_cpu.copy
+
+
 @pytest.mark.parametrize(
     ("gib", "on_gpu", "wanted"),
     [
         (400, True, []),
         (170, True, ["trainer.gradient_checkpointing: selective"]),
         (141, True, ["trainer.gradient_checkpointing: true"]),
-        (100, True, ["trainer.optimizer_state: bfloat16", "trainer.optimizer_offload: true"]),
+        (100, True, ["trainer.optimizer_state: int8"]),
+        (85, True, ["trainer.optimizer_state: int8", "trainer.optimizer_offload: true"]),
         (40, True, None),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from engine.protocol import SamplingParams
 from engine.sampling import SamplingColumns, processed_logprobs
 from rollout.truncation import Truncation
 from trainer import head as head_module
+from trainer import packing
 from trainer.errors import UnsupportedModelError
 from trainer.micro_batches import split_by_tokens
 from trainer.packing import Family, Layout, packed_attention
@@ -224,14 +226,34 @@ def test_a_shared_prompt_changes_no_gradient(prompt: int, model_path: Callable[[
         torch.testing.assert_close(got, parameter.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2"])
+def test_attention_in_several_blocks_changes_nothing(
+    name: str, model_path: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy(model_path(name), dtype="float64", device=CPU)
+    pairs = [*_group(), *_pairs(3), *_group(3)]
+    found = []
+    for worthwhile, several in ((10**9, False), (1, True)):
+        monkeypatch.setattr(packing, "WORTHWHILE", worthwhile)
+        batch = PackedBatch.of(pairs, CPU)
+        assert (len(batch.layout.blocks) > 1) is several
+        scores = policy.score(batch)
+        weight = torch.linspace(-1.0, 2.0, len(batch.targets), dtype=torch.float64)
+        grads = torch.autograd.grad((scores.logprobs * weight).sum(), policy.model.parameters())
+        found.append([scores.logprobs.detach(), *grads])
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
 _KIN = st.tuples(st.integers(0, 3), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 
 
-@given(st.lists(_KIN, min_size=1, max_size=4))
-def test_layout_round_trip(kin: list[tuple[int, list[int]]]) -> None:
+@given(st.lists(_KIN, min_size=1, max_size=4), st.sampled_from([1, 1024]))
+def test_layout_round_trip(kin: list[tuple[int, list[int]]], worthwhile: int) -> None:
     """Families of sequences, each with what it shares and the rest of each sequence."""
     lengths = [shared + rest for shared, rests in kin for rest in rests]
-    layout = Layout.of(lengths, CPU, [Family(len(rests), shared) for shared, rests in kin])
+    with mock.patch.object(packing, "WORTHWHILE", worthwhile):
+        layout = Layout.of(lengths, CPU, [Family(len(rests), shared) for shared, rests in kin])
     expected: list[list[int]] = []
     places: list[int] = []
     count = 0
@@ -246,8 +268,13 @@ def test_layout_round_trip(kin: list[tuple[int, list[int]]]) -> None:
     tokens = torch.arange(count)
     assert tokens[layout.spread][layout.gather].tolist() == tokens.tolist()
     assert int(layout.own.sum()) == count
-    rows = tokens[layout.spread].view(len(lengths), -1)
-    assert [row[: len(e)] for row, e in zip(rows.tolist(), expected, strict=True)] == expected
+    spread = tokens[layout.spread]
+    rows = [
+        row
+        for block in layout.blocks
+        for row in spread[block.slots].view(block.last - block.first, block.longest).tolist()
+    ]
+    assert [row[: len(e)] for row, e in zip(rows, expected, strict=True)] == expected
     assert layout.positions[0].tolist() == places
     seen = [
         [*range(place, place + shared), *range(start, end)]

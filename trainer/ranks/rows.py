@@ -27,11 +27,11 @@ class Rows:
         return parameter if share is None else share.own
 
     def box(self, parameter: nn.Parameter, local: Tensor) -> Box:
-        """The place of rows that are like this rank's rows of a parameter."""
+        """The place of rows that are, or belong to, this rank's rows of a parameter."""
         share = self._shares[id(parameter)]
         shape = tuple(parameter.shape)
         if not shape:  # one rank has the number as a row, the others have none
             is_here = bool(local.numel())
             return Box(local.view(()) if is_here else local, (), (), is_written=is_here)
         start = min(self._rank * share.height, shape[0])
-        return Box(local, shape, (start, *(0 for _ in shape[1:])))
+        return Box(local, (shape[0], *local.shape[1:]), (start, *(0 for _ in local.shape[1:])))

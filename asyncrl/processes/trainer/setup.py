@@ -28,6 +28,7 @@ from monitoring.spans import SpanKind
 from monitoring.trained_samples import folder_of_rank
 from scheduler.admission import Admission
 from trainer.checkpoint_files import path_of
+from trainer.cpu_memory import keep_freed_memory
 from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
 from trainer.errors import BatchError, NonFiniteError, RankLost, Superseded, TrainerError
 from trainer.fence import Fence
@@ -165,6 +166,8 @@ def _sender(child: Child[TrainerMetrics], learner: Learner, address: str) -> Wei
 def _load_learner(child: Child[TrainerMetrics], fence: Fence) -> Learner:
     """The learner, at the checkpoint that the controller chose if the run is resumed."""
     spec, config = child.spec, child.config
+    if resolve_device(config.trainer.device).type == "cpu":
+        keep_freed_memory()
     if config.run.repeatable and resolve_device(config.trainer.device).type != "cpu":
         raise UserError(
             "run.repeatable: true works on a CPU only, and trainer.device: auto chose a GPU; set "

@@ -115,7 +115,10 @@ def test_the_line_has_every_kind_and_the_device(model: Path) -> None:
     gpus = plan(H100, generators=1, per_generator=1, trainer=1)
     line = memory_line(needs, device_of(settings, gpus))
     assert line.startswith("memory     trainer: about ")
-    assert " of GPU 1 (80 GiB), moments of 7.5 GiB on the host: " in line
+    assert (
+        " of GPU 1 (80 GiB), on the host moments 7.5 GiB and a copy for checkpoints 11 GiB: "
+        in line
+    )
     for kind in ("weights 3.7 GiB", "reference 3.7 GiB", "activations ", "head "):
         assert kind in line
     assert "not known" in memory_line(None, None)

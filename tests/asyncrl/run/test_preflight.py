@@ -37,6 +37,17 @@ def test_a_machine_that_is_too_small(override: str, message: str) -> None:
     check_machine(load_config(None, []))
 
 
+def test_what_a_compiler_is_needed_for_is_refused_without_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = load_config(None, ["trainer.compile=true"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"^trainer.compile: true needs a C\+\+ compiler.*apt-get"):
+        check_machine(config)
+    (tmp_path / "c++").touch(mode=0o755)
+    check_machine(config)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
