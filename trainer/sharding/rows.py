@@ -38,9 +38,11 @@ class LocalRows:
         return self._own.get(id(parameter), parameter)
 
     def box(self, parameter: nn.Parameter, local: Tensor) -> Box:
-        """The place of rows that are like this rank's rows of a parameter."""
+        """The place of rows that are, or belong to, this rank's rows of a parameter."""
         found = Box.of(parameter)
-        return Box(local, found.shape, found.offsets, found.is_written)
+        shape = (found.shape[0], *local.shape[1:])
+        offsets = (found.offsets[0], *(0 for _ in local.shape[1:]))
+        return Box(local, shape, offsets, found.is_written)
 
 
 def local(tensor: Tensor) -> Tensor:
