@@ -103,4 +103,4 @@ def parts(parameter: Tensor, size: int) -> Iterator[slice]:
 def _blocks(value: Tensor) -> Tensor:
     """`[R, C]` to `[R, blocks, BLOCK]`, filled up with 0."""
     filled: Tensor = pad(value, (0, -value.shape[1] % BLOCK))
-    return filled.view(len(filled), -1, BLOCK)
+    return filled.view(len(filled), filled.shape[1] // BLOCK, BLOCK)
