@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from asyncrl.config import RunConfig, parse_config
@@ -156,7 +157,8 @@ def started_fleet(
     """A fleet whose processes are all ready with these weights."""
     launcher = launcher or FakeLauncher()
     hub = FakeHub(launcher)
-    fleet = Fleet(config.launcher, launcher, spec(), hub, RunKey.new())  # type: ignore[arg-type]
+    trainer = msgspec.structs.replace(spec(), ranks=config.trainer.ranks)
+    fleet = Fleet(config.launcher, launcher, trainer, hub, RunKey.new())  # type: ignore[arg-type]
     fleet.start_all()
     for worker in fleet.everyone():
         worker.ready(version, 0 if worker.is_trainer else 2, None)

@@ -12,8 +12,9 @@ from fake_processes import run_config, started_fleet
 from asyncrl.errors import UserError
 from asyncrl.run.arrivals import Arrivals
 from asyncrl.run.scaling import Scaling
-from asyncrl.run.worker import Worker
+from asyncrl.run.worker import Worker, cause_of_death
 from wire.messages.control import ScaleRequest
+from wire.messages.to_trainer import Shutdown
 
 AGENTS = {"key_file": "k", "max_generators": 2}
 
@@ -21,9 +22,10 @@ AGENTS = {"key_file": "k", "max_generators": 2}
 class World:
     """A trainer and generators on agents, some of which are to end."""
 
-    def __init__(self, generators: int) -> None:
+    def __init__(self, generators: int, ranks: int = 1) -> None:
         launcher = {"kind": "agents", "generators": generators, "agents": AGENTS}
-        self.fleet, self.hub = started_fleet(run_config(launcher=launcher))
+        config = run_config(launcher=launcher, trainer={"ranks": ranks})
+        self.fleet, self.hub = started_fleet(config)
         self.left: list[str] = []
         self.leaving: list[str] = []
         self.closed: str | None = None
@@ -61,6 +63,30 @@ def test_the_last_generator_of_a_run_that_drains_works_as_long_as_it_may() -> No
     world.closed = None
     world.check()
     assert world.left == ["generator-0"]
+
+
+def test_all_ranks_of_a_trainer_leave_with_the_agent_of_one() -> None:
+    world = World(generators=1, ranks=2)
+    world.leaving = ["trainer-1"]
+    world.check()
+    told = [(name, message) for name, message in world.hub.take()]
+    assert told == [(name, Shutdown(checkpoint=True)) for name in ("trainer", "trainer-1")]
+    assert [one.gives_way for one in world.fleet.ranks] == [True, False], "its own agent says it"
+    world.leaving = ["trainer-1", "trainer"]
+    world.check()
+    assert world.hub.take() == [], "once is enough"
+
+
+def test_a_process_that_waited_long_for_an_agent_has_all_its_time_to_start() -> None:
+    fleet = World(generators=1).fleet
+    limits = fleet.config.model_copy(update={"startup_seconds": 30.0})
+    worker, handle = fleet.trainer, fleet.trainer.handle
+    worker.is_ready, began = False, worker.heard
+    handle.node = None  # type: ignore[misc]
+    assert cause_of_death(worker, began + 500, limits) is None
+    handle.node = ""  # type: ignore[misc]
+    assert cause_of_death(worker, began + 501, limits) is None
+    assert "was not ready after 31 s" in str(cause_of_death(worker, began + 532, limits))
 
 
 def test_the_bound_counts_generators_and_not_their_numbers() -> None:
