@@ -130,10 +130,10 @@ def memory_text(needs: StepMemory, device: Device | None) -> str:
     where = "" if device is None else f" of {device.name}"
     if device is not None and device.bytes is not None:
         where += f" ({size(device.bytes)})"
-    there = (("moments", needs.host_moments), ("a copy for checkpoints", needs.host_copy))
-    listed = " and ".join(f"{name} {size(count)}" for name, count in there if count)
-    moved = f", on the host {listed}" if listed else ""
-    return f"trainer: about {size(needs.device)}{where}{moved}: {kinds}"
+    there = (("moments", needs.host_moments), ("copy", needs.host_copy))
+    listed = ", ".join(f"{name} {size(count)}" for name, count in there if count)
+    moved = f"; host: {listed}" if listed else ""
+    return f"trainer: about {size(needs.device)}{where}: {kinds}{moved}"
 
 
 def refuse_too_large(config: RunConfig, shape: ModelShape, device: Device) -> None:

@@ -158,7 +158,7 @@ def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -
 def memory_line(needs: StepMemory | None, device: Device | None) -> str:
     """What memory a training step will need, by kind; None: it is not known yet."""
     text = "not known before the model is here" if needs is None else memory_text(needs, device)
-    return _line("memory", text)
+    return f"{'memory':<10} {text}"  # numbers, and whole: what is cut off may be what matters
 
 
 def results_line(config: RunConfig) -> str:
