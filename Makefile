@@ -16,8 +16,11 @@ SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check insta
 TOOLS   := $(VENV)-tools
 LOCKS   := cpu-vllm cpu cuda
 DEPLOY_DIR ?= /var/tmp/asyncrl-deploy
-# Whole files per worker, long ones first (tests/conftest.py).
-PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
+# Whole files per worker, long ones first (tests/conftest.py). Three for two cores, which have nothing to do in a fifth of
+# the time of two: tests wait for processes to start, to be missed and to end.
+PARALLEL := -n 3 --dist loadgroup --no-loadscope-reorder
+# Some two hundred processes import them. With PYTHONDONTWRITEBYTECODE, as in containers, each would compile them again.
+COMPILED := $(VENV)/bin/python -m compileall -q -j 0 asyncrl benchmarks cache engine monitoring rollout scheduler trainer wire tests/support
 GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
 
 .DEFAULT_GOAL := help
@@ -36,12 +39,14 @@ run: $(VENV)/.core $(if $(filter launcher.kind=ray,$(SET)),$(VENV)/.ray) $(if $(
 	  --set run.name=$(RUN) $(if $(STEPS),--set run.steps=$(STEPS)) $(foreach s,$(SET),--set $(s))
 
 test: lint types $(VENV)/.ray $(VENV)/.vllm $(SGLANG_VENV)/.ready prometheus chromium ## lint, types, import contract and all tests, real vLLM and SGLang among them
+	$(COMPILED)
 	ASYNCRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(VENV)/bin/python -m pytest $(PARALLEL) --durations=20
 	@command -v prometheus >/dev/null || echo "NOT RUN: tests against a real Prometheus, which is not installed (Debian: apt-get install prometheus)"
 	@command -v chromium >/dev/null || echo "NOT RUN: the web page in a browser; Chromium is not installed (Debian: apt-get install chromium)"
 	@$(if $(GPU),,echo "NOT RUN: whatever needs a GPU; there is none here")
 
 check: lint types ## lint, types and the fast half of the tests, in two minutes
+	$(COMPILED)
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow and not vllm and not sglang and not ray"
 
 lint: $(VENV)/.dev ## ruff and the import contract

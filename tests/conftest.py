@@ -11,11 +11,13 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 from tiny_models import make_llama, make_qwen3, save
 
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 """How long an example takes says nothing on a machine that others use too."""
+torch.set_num_threads(1)  # a second one has a busy core, and the first one spins until it is there
 
 
 _ENDS_THE_ENGINE = "test_remote_process_death"

@@ -33,21 +33,21 @@ class CommandLine:
     runs: Path
     model: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
-    files_before: set[Path] = field(default_factory=lambda: _files_in_memory())
-    """What killed runs of others left in /dev/shm."""
+    name: str = "your-own"
+    """Of the run."""
 
     @property
     def folder(self) -> Path:
-        return self.runs / "your-own"
+        return self.runs / self.name
 
-    def files_in_memory(self) -> set[Path]:
-        """What runs of this name have in /dev/shm now."""
-        return _files_in_memory() - self.files_before
+    def files_in_memory(self, process: str = "") -> list[Path]:
+        """What runs of this name have in /dev/shm now, or the weights of one of their processes."""
+        which = f"-*-{process}-weights-*" if process else "-*"
+        return list(Path("/dev/shm").glob(f"asyncrl-{self.name}{which}"))  # noqa: S108
 
     def arguments(self, *more: str, **settings: object) -> list[str]:
-        values = {"model.path": self.model, "run.directory": self.runs} | {
-            key.replace("__", "."): value for key, value in settings.items()
-        }
+        own = {"model.path": self.model, "run.directory": self.runs, "run.name": self.name}
+        values = own | {key.replace("__", "."): value for key, value in settings.items()}
         pairs = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
         config = str(OWN / "run.yaml")
         return [sys.executable, "-m", "asyncrl", "run", config, *pairs, *more]
@@ -152,10 +152,6 @@ def call(arguments: list[str], timeout: float = 240) -> subprocess.CompletedProc
         timeout=timeout,
         check=False,
     )
-
-
-def _files_in_memory() -> set[Path]:
-    return set(Path("/dev/shm").glob("asyncrl-your-own-*"))  # noqa: S108
 
 
 def until(condition: Callable[[], Any], *, seconds: float, what: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from asyncrl_runs import CommandLine, call, until, worst_mismatch
 from hostile_frames import attack_without_a_key
+from served_sglang import sglang_python
 from trace_collector import Collector, collecting
 from whole_checkpoints import truncate
 
@@ -309,25 +310,35 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_nothing_but_a_run_to_resume(
 
 
 @pytest.mark.vllm
-def test_on_vllm_run_ahead_gives_way_and_what_is_verified_is_exact(
+@pytest.mark.sglang
+def test_on_vllm_and_sglang_run_ahead_gives_way_and_what_is_verified_is_exact(
     command_line: CommandLine, tmp_path: Path
 ) -> None:
     """Run-ahead holds the few slots when work becomes due; the model is tied."""
     process = command_line.start(
-        engine__kind="vllm", run__steps=8, model__path=tied(command_line.model, tmp_path),
+        engine__kinds="[vllm, sglang]", engine__sglang__python=sglang_python(),
+        launcher__generators=2, run__steps=8, model__path=tied(command_line.model, tmp_path),
         engine__slots=4, trainer__learning_rate=3e-3, sampling__max_tokens=40,
         scheduler__on_update="verify", scheduler__max_off_policy_steps=0,
     )  # fmt: skip
     preempted = largest_value(process, command_line.folder, "asyncrl_preempted_samples_total")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert command_line.result().engine == "vllm"
+    result = command_line.result()
+    assert (result.engine, result.steps) == ("vllm+sglang", 8)
+    assert result.exactly_on_policy
     steps = command_line.metrics()
     assert [step.staleness.max for step in steps] == [0] * 8
     assert worst_mismatch(steps) < 1e-3, "it does not follow the trainer's policy"
     assert steps[-1].tokens.verified > 0, "nothing was generated ahead"
     assert steps[-1].tokens.rejected > 0, "the policy hardly moved, so nothing was rejected"
     assert preempted > 0, "no run-ahead was preempted"
+    for name in ("generator-0", "generator-1"):
+        *_, last = (command_line.folder / "engine" / f"{name}.jsonl").read_bytes().splitlines()
+        engine = json.loads(last)["engine"]
+        assert engine["tokens"]["generated"] > 0, name
+        assert engine["policy_version"] == 8
+        assert "Traceback" not in (command_line.folder / "logs" / f"{name}.log").read_text()
 
 
 def tied(like: Path, folder: Path) -> Path:
@@ -345,7 +356,7 @@ def tied(like: Path, folder: Path) -> Path:
 
 
 def largest_value(process: subprocess.Popen[str], folder: Path, name: str) -> float:
-    """The largest value of one of the generator's metrics until the run ends."""
+    """The largest value of one of the first generator's metrics until the run ends."""
     largest = 0.0
 
     def ended() -> bool:
@@ -360,5 +371,5 @@ def largest_value(process: subprocess.Popen[str], folder: Path, name: str) -> fl
             )
         return process.poll() is not None
 
-    until(ended, seconds=200, what="the end of the run")
+    until(ended, seconds=400, what="the end of the run")
     return largest

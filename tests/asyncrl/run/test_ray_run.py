@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -33,14 +34,15 @@ def cluster() -> Iterator[RayNodes]:
         yield nodes
 
 
+@pytest.fixture(autouse=True)
+def _of_another_name_than_other_workers_runs(command_line: CommandLine) -> None:
+    """So that what is in /dev/shm under this name is theirs."""
+    command_line.name = f"on-ray-{secrets.token_hex(3)}"
+
+
 def processes_of(command_line: CommandLine) -> list[int]:
     roles = ("trainer", "generator", "relay")
     return [pid for role in roles for pid in command_line.children(role)]
-
-
-def files_in_memory(name: str) -> list[Path]:
-    """The weights of one process of the run."""
-    return list(Path("/dev/shm").glob(f"asyncrl-your-own-*-{name}-weights-*"))  # noqa: S108
 
 
 def metrics_of(command_line: CommandLine) -> dict[str, Callable[..., float]]:
@@ -111,7 +113,7 @@ def test_a_run_on_three_nodes_loses_a_child_an_actor_and_a_relay(
     until(lambda: command_line.steps() >= 2, seconds=PATIENCE, what="two steps")
     first, second = sorted(command_line.children("generator"))
     relays = ("relay-0", "relay-1", "relay-2")
-    files = {one: files_in_memory(one) for one in ("trainer", *relays)}
+    files = {one: command_line.files_in_memory(one) for one in ("trainer", *relays)}
     assert files["trainer"]
     assert sum(map(bool, files.values())) == 3, "two relays have weights of their own"
     raylets = set()

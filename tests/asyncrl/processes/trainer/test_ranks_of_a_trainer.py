@@ -11,6 +11,7 @@ from typing import Any
 
 from threaded_world import ThreadedWorld
 from trainer_harness import TrainerHarness
+from trainer_harness import play as play_one
 
 from asyncrl.processes.trainer.rank_parts import RankPart, lost_to_imbalance, mean_terms, part_of
 from trainer.sharding.lockstep import Lockstep
@@ -121,6 +122,30 @@ def test_a_checkpoint_is_of_the_same_step_on_all_ranks(tmp_path: Path) -> None:
     written = [one for one in ranks.both[0].control.sent if isinstance(one, CheckpointWritten)]
     assert [one.policy_version for one in written] == [1, 2]
     assert not [one for one in ranks.both[1].control.sent if isinstance(one, CheckpointWritten)]
+
+
+def test_a_request_to_end_that_comes_while_a_checkpoint_begins_is_heard(tmp_path: Path) -> None:
+    async def scenario(trainer: TrainerHarness) -> None:
+        begun, told, pending = threading.Event(), threading.Event(), trainer.learner.pending
+
+        def slowly(*, copied: bool) -> object:
+            begun.set()
+            assert told.wait(60)
+            return pending(copied=copied)
+
+        trainer.learner.pending = slowly  # type: ignore[method-assign]
+        trainer.deliver(0, step=0)
+        for message in (StepPlan(0, (0,)), WriteCheckpoint()):
+            trainer.control.inbox.put_nowait(message)
+        assert await asyncio.to_thread(begun.wait, 60)
+        trainer.control.inbox.put_nowait(Shutdown(checkpoint=False))
+        while not trainer.control.inbox.empty():  # noqa: ASYNC110 - it is read in this turn
+            await asyncio.sleep(0)
+        told.set()
+        await asyncio.wait({trainer.running}, timeout=30)
+        assert trainer.running.done(), "it waits for what does not come"
+
+    assert play_one(tmp_path, scenario, every=100).learner.attempts == [1]
 
 
 def test_parts_of_a_step_are_put_together() -> None:
