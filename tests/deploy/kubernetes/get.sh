@@ -52,11 +52,9 @@ cp -a "$dir"/x/usr/lib/go-1.19/{bin,VERSION} "$dir/goroot/"
 cp -a "$dir"/x/usr/lib/go-1.19/pkg/{linux_amd64,tool} "$dir/goroot/pkg/"
 
 cd "$dir/go/src/k8s.io/kubernetes"
-version=v1.20.2
-for file in staging/src/k8s.io/{component-base/version,client-go/pkg/version}/base.go; do
-  sed -i -e "s/gitMajor string = \".*\"/gitMajor string = \"1\"/" \
-    -e "s/gitMinor string = \".*\"/gitMinor string = \"20\"/" \
-    -e "s/gitVersion *= \".*\"/gitVersion = \"$version\"/" "$file"
+version=v1.20.2 flags="-s -w"
+for package in k8s.io/kubernetes/vendor/k8s.io/{component-base/version,client-go/pkg/version}; do
+  flags+=" -X $package.gitVersion=$version -X $package.gitMajor=1 -X $package.gitMinor=20"
 done
 export GOROOT=$dir/goroot PATH=$dir/goroot/bin:$PATH GOCACHE=$dir/gocache GOPATH=$dir/go HOME=$dir \
   CGO_ENABLED=0 GO111MODULE=off GOFLAGS= KUBE_GIT_VERSION=$version KUBE_GIT_COMMIT=0 \
@@ -65,7 +63,7 @@ say "building Kubernetes: its generated files"
 quietly make generated_files
 for program in kube-apiserver kube-controller-manager kube-scheduler kubelet; do
   say "building $program"
-  quietly go build -p "$GOMAXPROCS" -ldflags '-s -w' -o "$dir/x/k8s/" "k8s.io/kubernetes/cmd/$program"
+  quietly go build -p "$GOMAXPROCS" -ldflags "$flags" -o "$dir/x/k8s/" "k8s.io/kubernetes/cmd/$program"
 done
 rm -rf "$dir"/{gocache,goroot,go,debs,apt}
 rm -rf "$dir"/x/usr/share/{go-1.19,doc,man} "$dir"/x/usr/lib/go-1.19
