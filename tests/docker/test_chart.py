@@ -7,6 +7,7 @@ import base64
 import functools
 import importlib.util
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,26 @@ def test_probes_ask_what_the_containers_answer(chart: Chart) -> None:
             assert "--health-host=0.0.0.0" in words
             # What hangs neither leaves nor lets preStop end.
             assert container["livenessProbe"]["terminationGracePeriodSeconds"] == 60
+
+
+def test_the_oldest_kubernetes_gets_no_field_that_it_does_not_know(tmp_path: Path) -> None:
+    """Of Kubernetes 1.20 there are no schemas. Offline, Helm renders for the newest that it knows."""
+    shutil.copytree(CHART, tmp_path / "chart")
+    for path in (tmp_path / "chart/templates").iterdir():
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace(".Capabilities.KubeVersion.Version", '"v1.20.2"'), "utf-8")
+    with Chart.load(tmp_path / "chart") as chart:
+        objects = rendered(chart, EXAMPLES["monitoring"])
+    probes = [
+        probe
+        for pod in pods(objects).values()
+        for container in pod["containers"]
+        for name, probe in container.items()
+        if name.endswith("Probe")
+    ]
+    assert len(probes) >= 9
+    assert not [probe for probe in probes if "terminationGracePeriodSeconds" in probe]
+    assert "endPort" not in json.dumps(one_of(objects, "NetworkPolicy"))
 
 
 def test_pods_have_time_to_end(chart: Chart) -> None:

@@ -112,6 +112,14 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
+{{/* Of a liveness probe: whoever hangs does not leave either, so less time than after a deletion of the
+     pod. Kubernetes before 1.21 does not know it. */}}
+{{- define "asyncrl.hangs" -}}
+{{- if semverCompare ">=1.21.0-0" .Capabilities.KubeVersion.Version }}
+terminationGracePeriodSeconds: 60
+{{- end }}
+{{- end }}
+
 {{/* Resources of a container, with its GPUs. */}}
 {{- define "asyncrl.resources" -}}
 {{- $resources := deepCopy .resources -}}
