@@ -217,7 +217,7 @@ def test_probes_ask_what_the_containers_answer(chart: Chart) -> None:
 
 
 def test_the_oldest_kubernetes_gets_no_field_that_it_does_not_know(tmp_path: Path) -> None:
-    """Of Kubernetes 1.20 there are no schemas. Offline, Helm renders for the newest that it knows."""
+    """Of 1.20 there are no schemas, and offline Helm renders for the newest that it knows."""
     shutil.copytree(CHART, tmp_path / "chart")
     for path in (tmp_path / "chart/templates").iterdir():
         text = path.read_text(encoding="utf-8")
