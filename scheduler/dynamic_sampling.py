@@ -71,6 +71,8 @@ class DynamicSampling:
         while places.changed and state.finished is None and state.trainer_joined:
             places.changed = False
             self._move_groups()
+            if state.next_undeclared > state.last_step:
+                break  # nobody needs the groups that are left
             self._leave_out()
             if places.changed:
                 continue

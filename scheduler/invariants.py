@@ -136,7 +136,14 @@ def _check_ledger(state: SchedulerState) -> None:
 
 
 def _check_selection(state: SchedulerState, ledger: DynamicLedger) -> None:
-    """What the undecided step reaches is settled or delivered, and nothing else is."""
+    """What the undecided step reaches is settled or delivered, and nothing else is.
+
+    After the last step nothing more is.
+    """
+    if state.next_undeclared > state.last_step:
+        held = all(1 not in group.sent for group in state.groups.values())
+        _require(held, "a group is delivered after the last step")
+        return
     first = ledger.first_group_of(state.next_undeclared)
     with_signal, place = 0, 0
     for index in range(first, ledger.next_group):

@@ -1,11 +1,8 @@
 """Causal attention with capped scores or sinks, which torch's kernels do not compute.
 
-    score = scale * q . k                       capped: softcap * tanh(score / softcap)   (Gemma 2)
-    weight = exp(score) / (exp(sink) + sum of exp(score))      sink: one number a head    (gpt-oss)
-
-Scores exist for a block of queries at a time, and the backward pass computes them again, so memory
-grows with the sequence and not with its square. It costs about three times what a fused kernel
-does: use it for the models that need it.
+The formula is that of `rollout.attention`. Scores exist for a block of queries at a time, and the
+backward pass computes them again, so memory grows with the sequence and not with its square. It
+costs about three times what a fused kernel does: use it for the models that need it.
 """
 
 from __future__ import annotations
@@ -15,6 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from rollout.attention import capped, weights_of
 
 SCORE_BUDGET = 1 << 25
 """Scores (numbers) in memory at once."""
@@ -75,17 +74,12 @@ def _attend(
     """Queries from position `first` on, and the keys that they may see, from position `low` on."""
     scores = query @ key.transpose(2, 3)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = capped(scores, softcap)
     at = torch.arange(first, first + query.shape[2], device=query.device)[:, None]
     keys = torch.arange(low, low + key.shape[2], device=query.device)[None, :]
     hidden = keys > at
     if window is not None:
         hidden |= keys <= at - window
     scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is None:
-        weights = torch.softmax(scores, -1)
-    else:
-        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
-    return weights.to(value.dtype) @ value
+    by_head = None if sinks is None else sinks.view(1, -1, 1, 1)
+    return weights_of(scores, by_head).to(value.dtype) @ value

@@ -310,6 +310,11 @@ class TrainerConfig(BaseModel):
                 "sharding: full has no effect with ranks: 1, which holds all of the model; leave "
                 "it out, or set ranks to 2 or more"
             )
+        if self.sharding == "full" and self.critic.passes > 1:
+            raise ValueError(
+                f"critic.passes: {self.critic.passes} works with sharding: optimizer only; set "
+                "critic.passes to 1, or minibatches above 1, which fit policy and critic more often"
+            )
         return self
 
     @model_validator(mode="after")

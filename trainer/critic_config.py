@@ -39,6 +39,12 @@ class CriticConfig(BaseModel):
     """Learning rate of the value model and its head; constant after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps over which the critic's learning rate rises linearly."""
+    passes: int = Field(default=1, ge=1, le=100)
+    """Passes of the critic over the samples of a step; the policy has `trainer.ppo_epochs` of its
+    own. Each pass after the first costs a forward and a backward pass of the critic."""
+    minibatches: int = Field(default=1, ge=1, le=10_000)
+    """Optimizer steps of the critic in each of its passes after the first, on equal shares of the
+    step's groups."""
     head_start_steps: int = Field(default=0, ge=0, le=MAX_STEPS)
     """First steps in which only the critic learns, and the policy stays as it is."""
 
@@ -48,6 +54,17 @@ class CriticConfig(BaseModel):
             raise ValueError(
                 f"model: {self.model} has no effect with shared_trunk: true, where the policy "
                 "itself computes the values; leave one of them out"
+            )
+        if self.shared_trunk and self.passes > 1:
+            raise ValueError(
+                f"passes: {self.passes} does not fit shared_trunk: true, where each pass of the "
+                "critic changes the policy's weights; leave one of them out (trainer.ppo_epochs "
+                "has passes of both)"
+            )
+        if self.minibatches > 1 and self.passes == 1:
+            raise ValueError(
+                f"minibatches: {self.minibatches} has no effect with passes: 1, since the first "
+                "pass is made as groups arrive; set passes to 2 or more"
             )
         if self.shared_trunk and self.head_start_steps:
             raise ValueError(

@@ -11,6 +11,8 @@ With one minibatch, and advantages that need no mean over the step, the gradient
 epoch are accumulated as groups arrive. Otherwise groups are only scored then, and kept. Advantages,
 returns and the proximal and reference log-probabilities stay those of the step's start.
 
+After that come the critic's own passes over the kept groups, in which the policy stays as it is.
+
 The samples were drawn by the policy of the step's start or an older one. So only the first
 optimizer step sees the policy that they are exactly on-policy for, if they are so at all.
 
@@ -75,7 +77,8 @@ class Stepping:
         self._update = update
         self._world = world
         self._lockstep = lockstep
-        self._keeps = config.updates_per_step > 1 or config.gathers_first
+        self._has_passes = config.updates_per_step > 1 or config.gathers_first
+        self._keeps = self._has_passes or config.critic.passes > 1
         self.torn = False
         """Whether a step changed weights and then failed."""
 
@@ -110,7 +113,7 @@ class Stepping:
             RankLost: another rank did not take part.
         """
         groups = self._of_all_ranks(list(first.groups)) if self._keeps else []
-        if not groups:
+        if not groups or not self._has_passes:
             done = self._apply(first, version, rate)
             metrics = done.totals.metrics(done.denominator, grad_norm=done.norm, learning_rate=rate)
         else:
@@ -118,8 +121,20 @@ class Stepping:
             if self._config.gathers_first:
                 first.totals = of_all_ranks(first.totals, self._world)
             metrics = metrics_of(first.totals, updates, rate)
+        if groups:
+            self._fit_critic(first, groups, version)
         self.torn = False
         return metrics
+
+    def _fit_critic(self, first: Accumulation, groups: Sequence[int], version: int) -> None:
+        """The critic's passes after the first (`critic.passes`); the policy stays as it is."""
+        critic, kept = self._models.critic, first.groups
+        for _pass in range(1, self._config.critic.passes if critic else 1):
+            for share in minibatches_of(groups, self._config.critic.minibatches):
+                mine = [kept[group] for group in share if group in kept]
+                denominator = self.empty().replay_values(mine, self._world)
+                if critic is not None:
+                    critic.step(version, denominator)
 
     def _passes(
         self, first: Accumulation, groups: Sequence[int], version: int, rate: float

@@ -98,7 +98,7 @@ def mode_line(config: RunConfig) -> str:
 
 
 def training_line(config: RunConfig) -> str:
-    """What the gradient estimates, and what is done about tokens of older policies."""
+    """What the gradient estimates, of which groups, and what is done about stale tokens."""
     trainer, stale = config.trainer, config.scheduler.max_off_policy_steps > 0
     found = estimate_of(trainer, stale=stale)
     what = "an unbiased gradient"
@@ -114,7 +114,11 @@ def training_line(config: RunConfig) -> str:
         correction = f"correction: {'the ratio in the loss' if in_loss else trainer.correction}"
     elif config.cache.reuse == "lenient" or config.scheduler.sample_deadline_seconds is not None:
         correction = "no correction for what is not exact"
-    return f"{'training':<10} {trainer.algorithm}: {what}; {correction}"  # whole: words of ours
+    groups = ""
+    if (looked_at := config.scheduler.max_groups_of_step) is not None:
+        needed = config.scheduler.groups_per_step
+        groups = f"; steps of {needed:,} groups with signal, out of {looked_at:,} at most"
+    return f"{'training':<10} {trainer.algorithm}: {what}; {correction}{groups}"  # words of ours
 
 
 def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -> str:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.torch.attention import ScoreRule
 from engine.torch.jit import kernel
 from engine.torch.reach import Reach
 from rollout.trajectory import FloatArray
@@ -51,7 +52,7 @@ def attention_within(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scaling: float | None,
+    rule: ScoreRule,
 ) -> torch.Tensor:
     """Attend, on a CPU in float32.
 
@@ -60,18 +61,19 @@ def attention_within(
         query: `[H, T or more, D]`
         keys: `[S, J, L, D]` slots, or the packed tokens as one slot.
         values: `[S, J, L, E]`
-        scaling: of the scores; None: by the square root of D.
+        rule: of scores; its window is that of `reach`.
 
     Returns:
         `[T or more, H, E]`
     """
     queries = query.transpose(0, 1).contiguous()
     out = torch.zeros(*queries.shape[:2], values.shape[3])
-    scale = queries.shape[2] ** -0.5 if scaling is None else scaling
+    scale = queries.shape[2] ** -0.5 if rule.scaling is None else rule.scaling
+    sinks = np.empty(0, np.float32) if rule.sinks is None else rule.sinks.detach().numpy()
     attend(
         queries.numpy(), keys.contiguous().numpy(), values.contiguous().numpy(),
         reach.slot, reach.first, reach.last, reach.base, reach.hidden,
-        np.float32(scale), out.numpy(),
+        np.float32(scale), np.float32(rule.softcap or 0), sinks, out.numpy(),
     )  # fmt: skip
     return out
 
@@ -87,6 +89,8 @@ def attend(
     base: NDArray[np.int64],
     hidden: NDArray[np.bool_],
     scale: np.float32,
+    softcap: np.float32,
+    sinks: FloatArray,
     out: FloatArray,
 ) -> None:
     """Softmax attention of the first T queries, one after the other.
@@ -101,6 +105,8 @@ def attend(
         base: `[T]`
         hidden: `[T, Q]`
         scale: of the scores.
+        softcap: bound of the scores; 0: none.
+        sinks: `[H]` score of a key without a value, or `[0]`.
         out: `[T or more, H, E]`, zeros; receives the results.
     """
     heads, size, width = queries.shape[1], queries.shape[2], values.shape[3]
@@ -116,12 +122,17 @@ def attend(
                 for d in range(size):
                     score += queries[t, head, d] * keys[row, j, begin + i, d]
                 score *= scale
+                if softcap > 0:
+                    score = softcap * np.tanh(score / softcap)
                 column = begin + i - base[t]
                 if column >= 0 and column < hidden.shape[1] and hidden[t, column]:
                     score = np.float32(-np.inf)
                 scores[i] = score
                 top = max(top, score)
             total = 0.0
+            if len(sinks):
+                top = max(top, sinks[head])
+                total += np.exp(sinks[head] - top)
             for i in range(length):
                 mass = np.exp(scores[i] - top)
                 total += mass

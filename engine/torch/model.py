@@ -15,18 +15,12 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.errors import EngineError, EngineStartError
 from engine.torch.blas import sgemm_address
+from engine.torch.blocks import Block, causal_blocks, decode_block
 from engine.torch.feed import Feed
 from engine.torch.fused import FusedDecoder
 from engine.torch.invariant import filled_up, missing
 from engine.torch.reach import Reach
-from engine.torch.slots import (
-    Block,
-    SlotAttention,
-    SlotCache,
-    StepLayout,
-    causal_blocks,
-    decode_block,
-)
+from engine.torch.slots import SlotAttention, SlotCache, StepLayout
 from rollout.fused import why_not_fused
 from rollout.trajectory import IntArray
 
@@ -163,6 +157,7 @@ class SlotModel:
                     feed.decode_lengths,
                     feed.decode_counts,
                     feed.hidden,
+                    feed.decode_depths,
                     dtype=self.dtype,
                     device=self.device,
                 )
@@ -287,6 +282,7 @@ def _choose_forward(model: SlotModel, path: str, *, allowed: bool) -> None:
     why_not: str | None = "engine.torch.fused is false"
     if allowed:
         why_not = why_not_fused(model.module, threads=torch.get_num_threads())
+        why_not = why_not or _window_of(model)
         if sgemm_address() is None:
             why_not = "torch's BLAS does not export sgemm_"
     if why_not:
@@ -307,6 +303,16 @@ def _choose_forward(model: SlotModel, path: str, *, allowed: bool) -> None:
     _log.info("forward pass: fused (%s)", type(model.module).__name__)
 
 
+def _window_of(model: SlotModel) -> str | None:
+    """That its attention does not reach all places of a slot; None: it does."""
+    config = model.module.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if window is None or window >= model.cache.max_len or "sliding_attention" not in kinds:
+        return None
+    return f"it has a sliding window of {window} tokens"
+
+
 def _total_variation(one: torch.Tensor, other: torch.Tensor) -> float:
     """The largest over the rows of two `[N, V]` logits."""
     return (one.softmax(-1) - other.softmax(-1)).abs().sum(-1).max().item() / 2
@@ -318,6 +324,8 @@ def _check_against_plain_forward(model: SlotModel, path: str) -> None:
     lengths = [min(n, model.cache.max_len) for n in (6, 4)[: model.cache.slots]]
     rows = [rng.integers(0, model.vocab_size, n).astype(np.int32) for n in lengths]
     split = [max(1, n // 2) for n in lengths]
+    if getattr(model.module.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        model.module.set_attn_implementation("eager")  # transformers' other ones leave the cap out
     with torch.inference_mode():
         plain = [
             model.module(torch.from_numpy(row)[None].long().to(model.device)).logits[0]

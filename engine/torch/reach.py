@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,3 +69,22 @@ class Reach:
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths).astype(np.int64)
         hidden = np.zeros((len(tokens), 0), np.bool_)
         return cls(np.zeros_like(tokens), starts, tokens, starts, hidden, packed=True)
+
+    def within_window(self, positions: NDArray[np.int64], window: int) -> Reach:
+        """The same keys, without those that are `window` positions or more before their token.
+
+        Args:
+            positions: `[T]` of the tokens in their contexts.
+            window: keys that a token sees, its own among them.
+        """
+        oldest = positions - (window - 1)
+        first, hidden = np.maximum(self.first, self.first + oldest), self.hidden
+        in_tree = np.flatnonzero(self.base > 0) if hidden.shape[1] else np.empty(0, np.int64)
+        if len(in_tree):
+            # Places are positions up to `base` only. After it, what is too old is hidden.
+            first[in_tree] = np.clip(oldest[in_tree], 0, self.base[in_tree])
+            row = in_tree - (self.last[in_tree] - self.base[in_tree])
+            columns = np.minimum(row[:, None] + np.arange(hidden.shape[1]), len(positions) - 1)
+            hidden = hidden.copy()
+            hidden[in_tree] |= positions[columns] < oldest[in_tree, None]
+        return replace(self, first=first, hidden=hidden)

@@ -19,52 +19,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache
 
 from engine.errors import EngineError
+from engine.torch.attention import ScoreRule, attend, causal
+from engine.torch.blocks import Block
 from engine.torch.invariant import attention_within
-from engine.torch.reach import Hidden, Reach
-from rollout.trajectory import IntArray
-
-
-@dataclass(slots=True)
-class Block:
-    """Adjacent rows whose attention runs as one padded batch."""
-
-    first_row: int
-    rows: int
-    queries: int
-    """Q: the most tokens of a row in this block."""
-    first_token: int
-    tokens: int
-    scatter: torch.Tensor | None
-    """`[tokens]` index of each packed token in `[rows * Q]`; None where no row is shorter."""
-    mask: torch.Tensor | None
-    """`[rows, 1, Q, L]` additive; None: causal over the block's own tokens (a fresh context)."""
-    _grouped: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def grouped_mask(self, groups: int) -> torch.Tensor:
-        """`[rows, 1, G * Q, L]` for queries whose G heads per key head are folded into Q."""
-        if self.mask is None:
-            raise ValueError("a causal block has no mask")
-        if groups not in self._grouped:
-            m, _, q, length = self.mask.shape
-            wide = self.mask.unsqueeze(2).expand(m, 1, groups, q, length)
-            self._grouped[groups] = wide.reshape(m, 1, groups * q, length)
-        return self._grouped[groups]
-
-    def pad(self, packed: torch.Tensor) -> torch.Tensor:
-        """`[tokens, heads, D]` to `[rows, Q, heads, D]`."""
-        if self.scatter is not None:
-            padded = packed.new_zeros(self.rows * self.queries, *packed.shape[1:])
-            packed = padded.index_copy_(0, self.scatter, packed)
-        return packed.reshape(self.rows, self.queries, *packed.shape[1:])
-
-    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """`[rows, Q, heads, D]` to `[tokens, heads, D]`."""
-        flat = padded.reshape(self.rows * self.queries, *padded.shape[2:])
-        return flat if self.scatter is None else flat.index_select(0, self.scatter)
+from engine.torch.reach import Reach
 
 
 @dataclass(slots=True)
@@ -83,6 +44,17 @@ class StepLayout:
     """What attention runs, unless there is a `reach`."""
     reach: Reach | None = None
     """For batch-invariant attention; `input_ids` and `positions` are then padded."""
+    _within: dict[int, Reach] = field(default_factory=dict)
+
+    def reach_within(self, window: int | None) -> Reach:
+        """`reach`, of which each token sees the last `window` positions; None: all."""
+        assert self.reach is not None  # noqa: S101 - callers ask for it first
+        if window is None:
+            return self.reach
+        if window not in self._within:
+            positions = self.positions[0, : len(self.places)].numpy()
+            self._within[window] = self.reach.within_window(positions, window)
+        return self._within[window]
 
 
 class SlotCache(Cache):
@@ -182,6 +154,9 @@ class SlotAttention:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,  # noqa: ARG002  (the plan's masks are used instead)
         scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
         """Attend. `query` `[1, H, T, D]`, `key` and `value` `[1, J, T, D]`; gives `[1, T, H, D]`.
@@ -189,31 +164,37 @@ class SlotAttention:
         Raises:
             EngineError: the model asks for something that slots cannot represent.
         """
-        if self.plan is None:
+        plan = self.plan
+        if plan is None:
             raise EngineError(
                 "attention was called outside a step; run the model through SlotModel"
             )
-        _refuse_unsupported(module, kwargs, self._cache.max_len)
-        reach = self.plan.reach
-        if reach is not None:
-            if not reach.packed:
+        if kwargs.get("position_bias") is not None:
+            raise EngineError(f"{type(module).__name__} has a position bias, which KV slots lack")
+        window = sliding_window
+        if window is not None and window >= self._cache.max_len:
+            window = None
+        rule = ScoreRule(scaling, window, softcap, s_aux)
+        if plan.reach is not None:
+            if not plan.reach.packed:
                 layer = self._cache.current_layer
                 key, value = self._cache.keys[layer], self._cache.values[layer]
-            return attention_within(reach, query[0], key, value, scaling)[None], None
+            reach = plan.reach_within(window)
+            return attention_within(reach, query[0], key, value, rule)[None], None
         out = []
-        for block in self.plan.blocks:
+        for block in plan.blocks:
             span = slice(block.first_token, block.first_token + block.tokens)
             q = block.pad(query[0, :, span].transpose(0, 1))
             if block.mask is None:
                 k = block.pad(key[0, :, span].transpose(0, 1))
                 v = block.pad(value[0, :, span].transpose(0, 1))
-                attended = _causal(q, k, v, scaling)
+                attended = causal(q, k, v, rule)
             else:
-                attended = self._over_slots(block, q, scaling)
+                attended = self._over_slots(block, q, rule)
             out.append(block.unpad(attended))
         return (out[0] if len(out) == 1 else torch.cat(out)).unsqueeze(0), None
 
-    def _over_slots(self, block: Block, q: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    def _over_slots(self, block: Block, q: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
         """`[m, Q, H, D]` against the slots of the block's rows.
 
         Heads that share a key head are folded into the query axis, so that slots are read in place.
@@ -228,108 +209,12 @@ class SlotAttention:
         kv_heads = k.shape[1]
         groups = heads // kv_heads
         folded = q.view(m, queries, kv_heads, groups, size).permute(0, 2, 3, 1, 4)
-        out = scaled_dot_product_attention(
+        out = attend(
             folded.reshape(m, kv_heads, groups * queries, size),
             k,
             v,
-            attn_mask=block.grouped_mask(groups),
-            scale=scaling,
+            block.grouped_mask(groups, rule.window),
+            rule,
         )
         out = out.view(m, kv_heads, groups, queries, -1).permute(0, 3, 1, 2, 4)
         return out.reshape(m, queries, heads, -1)
-
-
-def _refuse_unsupported(module: torch.nn.Module, kwargs: dict[str, object], max_len: int) -> None:
-    """Raise EngineError for attention that slots of `max_len` places cannot represent.
-
-    Args:
-        module: the attention layer.
-        kwargs: what it passes to the attention backend.
-        max_len: places of a slot.
-    """
-    window = kwargs.get("sliding_window")
-    if isinstance(window, int) and window < max_len:
-        raise EngineError(
-            f"{type(module).__name__} attends to a window of {window} tokens, fewer than "
-            f"engine.max_model_len={max_len}, which KV slots do not support"
-        )
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise EngineError(
-                f"{type(module).__name__} needs attention with {name!r}, which is not supported"
-            )
-
-
-def _causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
-    """Rows `[m, Q, heads, D]` over themselves. Padding comes last, so no real query sees it."""
-    out = scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        is_causal=True,
-        scale=scaling,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.transpose(1, 2)
-
-
-def decode_block(
-    lengths: IntArray,
-    counts: IntArray,
-    hidden: Hidden | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Block:
-    """Rows `[0, m)` with `lengths` valid keys each and `counts` new tokens each.
-
-    Args:
-        lengths: `[m]`
-        counts: `[m]`
-        hidden: pairs of new tokens without attention; None: no such pairs.
-        dtype: of the mask.
-        device: of all tensors.
-    """
-    queries = int(counts.max())
-    last_key = torch.from_numpy(lengths[:, None] + np.arange(queries)).to(device)
-    keys = torch.arange(int((lengths + counts).max()), device=device)
-    mask = torch.zeros((len(lengths), 1, queries, len(keys)), dtype=dtype, device=device)
-    mask.masked_fill_(keys > last_key[:, None, :, None], float("-inf"))
-    if hidden is not None and len(hidden[0]):
-        row, query, key = hidden
-        flat = (row * queries + query) * len(keys) + lengths[row] + key
-        mask.view(-1).index_fill_(0, torch.from_numpy(flat).to(device), float("-inf"))
-    tokens = int(counts.sum())
-    return Block(0, len(lengths), queries, 0, tokens, _scatter(counts, queries, device), mask)
-
-
-def causal_blocks(
-    lengths: IntArray, *, first_row: int, first_token: int, device: torch.device
-) -> list[Block]:
-    """Blocks of fresh contexts in the order given, cut where padding would double a row's work.
-
-    Contexts sorted by length give few blocks and little padding.
-    """
-    blocks: list[Block] = []
-    start = 0
-    for end in range(1, len(lengths) + 1):
-        shortest, longest = lengths[start:end].min(), lengths[start : end + 1].max()
-        if end < len(lengths) and longest <= 2 * min(shortest, lengths[end]):
-            continue
-        counts = lengths[start:end]
-        queries, tokens = int(counts.max()), int(counts.sum())
-        scatter = _scatter(counts, queries, device)
-        row = first_row + start
-        blocks.append(Block(row, end - start, queries, first_token, tokens, scatter, None))
-        first_token += tokens
-        start = end
-    return blocks
-
-
-def _scatter(counts: IntArray, queries: int, device: torch.device) -> torch.Tensor | None:
-    if bool((counts == queries).all()):
-        return None
-    index: NDArray[np.int64] = np.flatnonzero(np.arange(queries) < counts[:, None])
-    return torch.from_numpy(index).to(device)

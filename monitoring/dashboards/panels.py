@@ -260,6 +260,19 @@ FLOW = (
         ),
     ),
     Panel(
+        "Dynamic sampling",
+        "Per second: groups that were left out because all of their rewards are equal, and groups "
+        "that a step did not need; and the share of groups with signal that is expected.",
+        "A small share with mostly zero rewards: easier prompts. With rewards that are equal and "
+        "not zero: harder ones. Empty without scheduler.dynamic_sampling.",
+        "short",
+        (
+            _query(C["groups_without_signal"].rate, "without signal, rewards {{rewards}}"),
+            _query(C["groups_left_over"].rate, "left over"),
+            Query(str(C["signal_share"]), "share with signal", "percentunit"),
+        ),
+    ),
+    Panel(
         "Requests and KV space",
         "Requests that hold a slot and that wait for one, and the share of the KV space in use.",
         "KV space near 100 % with requests waiting: fewer slots, a lower runahead_kv_limit, or "

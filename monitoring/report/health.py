@@ -75,7 +75,7 @@ _INDICATORS = (
 def health(data: RunData) -> Markup | None:
     """A plot of each indicator that was recorded; None if there is none."""
     plots = []
-    for indicator in (*_INDICATORS, *_signals(data)):
+    for indicator in (*_INDICATORS, *_left_out(data), *_signals(data)):
         values = data.column(indicator.value)
         if any(value is not None for value in values):
             plots.append(
@@ -96,6 +96,19 @@ def health(data: RunData) -> Markup | None:
         "compute the same policy.",
         element("div", plots, class_="grid"),
     )
+
+
+def _left_out(data: RunData) -> list[_Indicator]:
+    """What dynamic sampling left out; nothing without it."""
+    if not any(step.groups.without_signal for step in data.steps):
+        return []
+    note = "Share of the groups that each step looked at (dynamic sampling)."
+    return [_Indicator("Groups without signal", _share_without_signal, note, "c4")]
+
+
+def _share_without_signal(step: StepMetrics) -> Measured:
+    looked_at = len(step.groups.trained) + len(step.groups.without_signal)
+    return len(step.groups.without_signal) / looked_at if looked_at else None
 
 
 def _signals(data: RunData) -> list[_Indicator]:

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from asyncrl.cli.app import app
 from asyncrl.config import dump_config, load_config, parse_config
 from asyncrl.errors import ConfigError
+from trainer.algorithms.registry import known_algorithms
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
 
@@ -21,6 +24,17 @@ def write(path: Path, text: str) -> Path:
 def test_every_example_loads_and_survives_a_dump(path: Path) -> None:
     config = load_config(path)
     assert parse_config(yaml.safe_load(dump_config(config)), source="the dump") == config
+
+
+def test_each_algorithm_has_an_example_and_each_example_a_dry_run() -> None:
+    examples = [path for path in EXAMPLES if path.parent.name == "algorithms"]
+    shown = {load_config(path).trainer.algorithm for path in examples}
+    families = {name.removesuffix("_baseline") for name in known_algorithms()}
+    assert {name.removesuffix("_baseline") for name in shown} == families
+    for path in examples:
+        done = CliRunner().invoke(app, ["run", str(path), "--dry-run"])
+        assert done.exit_code == 0, done.output
+        assert f"asyncrl run examples/algorithms/{path.name} " in path.read_text()
 
 
 @pytest.mark.parametrize("kind", ["torch", "vllm"])

@@ -42,6 +42,10 @@ def mistakes(*overrides: str, values: dict[str, Any] | None = None) -> list[str]
         ("launcher.threads=100000", "launcher.threads: must be less than or equal to 1024"),
         ("monitoring.port=65535", "monitoring.port: 65535 leaves no port"),
         ("scheduler.group_size=1", "scheduler.group_size: 1 leaves trainer.algorithm: grpo"),
+        (
+            "scheduler.dynamic_sampling={enabled: true, max_batches: 0}",
+            "scheduler.dynamic_sampling.max_batches: must be greater than or equal to 1",
+        ),
         ("run.steps=yes", "run.steps: must be a number; YAML reads yes"),
         ("run.steps=1.5", "run.steps: must be a valid integer"),
         ("run.name=2026-01-01", "run.name: must be text; write it in quotes"),
@@ -125,3 +129,22 @@ def test_every_number_has_bounds_and_is_finite(
         assert is_refused(10**30) == (path not in UNBOUNDED)  # an int setting refuses any 1e30
         assert is_refused(-1e30)
         assert is_refused(float("inf")) == (path not in UNBOUNDED)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            ["scheduler.group_size=1", "trainer.algorithm=reinforce_plus_plus"],
+            "scheduler.dynamic_sampling.enabled: a group of one sample never carries signal",
+        ),
+        (["trainer.algorithm=ppo"], "trainer.algorithm: ppo does not compare a sample with"),
+        (["trainer.algorithm=reinforce_plus_plus"], "choose an algorithm that compares: dapo"),
+    ],
+)
+def test_dynamic_sampling_without_a_comparison_is_refused(
+    settings: list[str], expected: str
+) -> None:
+    (line,) = mistakes("scheduler.dynamic_sampling.enabled=true", *settings)
+    assert expected in line
+    assert load_config(None, ["scheduler.dynamic_sampling.enabled=true"])

@@ -152,7 +152,7 @@ def weights(version: int) -> WeightManifest:
 
 
 def started_fleet(
-    config: RunConfig, version: int = 0, launcher: FakeLauncher | None = None
+    config: RunConfig, version: int = 0, launcher: FakeLauncher | None = None, slots: int = 2
 ) -> tuple[Fleet, FakeHub]:
     """A fleet whose processes are all ready with these weights."""
     launcher = launcher or FakeLauncher()
@@ -161,7 +161,7 @@ def started_fleet(
     fleet = Fleet(config.launcher, launcher, trainer, hub, RunKey.new())  # type: ignore[arg-type]
     fleet.start_all()
     for worker in fleet.everyone():
-        worker.ready(version, 0 if worker.is_trainer else 2, None)
+        worker.ready(version, 0 if worker.is_trainer else slots, None)
     fleet.trainer.weights = weights(version)
     fleet.trainer.trainer_report = TrainerReport(version, 0, 0.0)
     return fleet, hub

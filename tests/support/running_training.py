@@ -51,16 +51,19 @@ class Run:
         steps: int = 1,
         max_restarts: int = 3,
         initial_weights: str | None = "",
+        ranks: int = 1,
+        slots: int = 2,
         **scheduler: object,
     ) -> None:
         sizes = {"group_size": 2, "groups_per_step": 1}
         self.config = run_config(
             run={"name": "mine", "directory": str(path), "steps": steps},
             scheduler=sizes | (scheduler or {"on_update": "keep"}),
+            trainer={"ranks": ranks},
             evaluation={"prompts": 3},
             launcher={"max_restarts": max_restarts},
         )
-        self.fleet, self.hub = started_fleet(self.config, version)
+        self.fleet, self.hub = started_fleet(self.config, version, slots=slots)
         self.progress: Any = FakeProgress()
         self.waiter = Waiter()
         parts: dict[str, Any] = {"fleet": self.fleet, "waiter": self.waiter}

@@ -48,6 +48,39 @@ def make_llama(seed: int = 0, *, scale: float = 6.0, **changes: Any) -> Any:
     return with_random_weights(LlamaForCausalLM, config, seed, scale)
 
 
+def make_special(name: str, seed: int = 0, *, window: int = 5) -> Any:
+    """A random model whose attention torch's kernels do not compute as it is.
+
+    `gemma2` has capped scores and logits and a window in every second layer, `gpt_oss` sinks,
+    experts and such windows, `mistral` a window in each layer.
+    """
+    import torch
+    import transformers
+
+    own: dict[str, dict[str, Any]] = {
+        "gemma2": {
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 4.0,
+            "query_pre_attn_scalar": 8,
+        },
+        "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "mistral": {},
+    }
+    kind = {"gemma2": "Gemma2", "gpt_oss": "GptOss", "mistral": "Mistral"}[name]
+    config = getattr(transformers, f"{kind}Config")(
+        **(sizes() | {"sliding_window": window} | own[name])
+    )
+    config._attn_implementation = "eager"  # transformers' others leave caps and sinks out
+    model = with_random_weights(getattr(transformers, f"{kind}ForCausalLM"), config, seed, 6.0)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(".sinks"):
+                parameter.normal_()
+            elif "experts" in parameter_name:
+                parameter.normal_(0.0, 0.3)
+    return model
+
+
 def with_random_weights(kind: Any, config: Any, seed: int, scale: float) -> Any:
     """A model of this class and configuration; matrices are scaled up."""
     import torch

@@ -51,6 +51,7 @@ STD = "loss_normalization: token, advantage_normalization: std"
 
 SEVERAL = "stale samples beyond importance_cap, samples seen before"
 
+UNBIASED = "rloo: an unbiased gradient; on-policy, nothing to correct"
 IN_LOSS = "correction: the ratio in the loss"
 
 
@@ -59,7 +60,7 @@ IN_LOSS = "correction: the ratio in the loss"
     [
         (
             {"trainer": {"algorithm": "rloo"}},
-            "rloo: an unbiased gradient; on-policy, nothing to correct",
+            UNBIASED,
         ),
         ({}, f"grpo: gradient biased by {STD}; on-policy, nothing to correct"),
         (
@@ -76,6 +77,13 @@ IN_LOSS = "correction: the ratio in the loss"
         (
             {"trainer": {"algorithm": "rloo"}, "cache": {"reuse": "lenient"}},
             "rloo: an unbiased gradient; no correction for what is not exact",
+        ),
+        (
+            {
+                "trainer": {"algorithm": "rloo"},
+                "scheduler": {"dynamic_sampling": {"enabled": True, "max_batches": 5}},
+            },
+            f"{UNBIASED}; steps of 16 groups with signal, out of 80 at most",
         ),
         (
             {"trainer": {"algorithm": "rloo", "ppo_epochs": 2, "minibatches": 4}},

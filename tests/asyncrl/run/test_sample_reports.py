@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.run.sample_reports import SampleReports
 from rollout.trajectory import SampleId
-from wire.messages.from_generator import SampleFinished
+from wire.messages.from_generator import SampleFinished, SampleRewarded
 from wire.messages.to_trainer import Expect, ExpectedSample
 
 
@@ -35,3 +35,17 @@ def test_reports_are_forgotten_when_refused_or_trained_on() -> None:
     assert sorted(reports._groups) == [0, 1, 2]
     reports.forget_before(2)
     assert sorted(reports._groups) == [2]
+
+
+def test_a_reward_is_of_the_contents_that_were_reported_last() -> None:
+    reports, sample = SampleReports(), SampleId(3, 0)
+    old, new = (SampleRewarded("g", sample, 1.0, digest) for digest in (b"old", b"new"))
+    assert not reports.is_about_last_report("g", old), "it was never reported"
+    reports.add("g", report(sample, b"old"))
+    assert reports.is_about_last_report("g", old)
+    assert not reports.is_about_last_report("h", old)
+    reports.add("g", report(sample, b"new", oldest=1))
+    assert not reports.is_about_last_report("g", old)
+    assert reports.is_about_last_report("g", new)
+    reports.drop("g", sample)
+    assert not reports.is_about_last_report("g", new)

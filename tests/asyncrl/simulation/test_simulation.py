@@ -299,3 +299,26 @@ def test_a_rejected_answer_gets_another_length_longer_than_what_stays():
     assert 7 <= kept < 30  # by the seed: so 7 is refused, and 30 is taken
     generator.advance(generator.next_end())
     assert generator.finish_next().generated == pytest.approx(30)
+
+
+def test_a_share_of_the_groups_carries_signal_and_the_others_are_left_out():
+    small = {"generators": 2, "slots": 16, "steps": 12, "groups_per_step": 4}
+    all_of_them = Cluster(**small).simulate("verify")
+    half = Cluster(**small, signal_share=0.5).simulate("verify")
+    assert all_of_them.without_signal == 0
+    assert half.without_signal == pytest.approx(0.5, abs=0.15)
+    assert half.step_seconds > 1.5 * all_of_them.step_seconds
+
+
+@pytest.mark.parametrize("share", ["0", "1.5", "half"])
+def test_impossible_shares_with_signal_are_refused(share):
+    done = CliRunner().invoke(app, ["simulate", "--signal-share", share])
+    assert done.exit_code == 2
+    assert "--signal-share" in done.output
+
+
+def test_the_command_says_which_share_carries_signal():
+    small = ["--generators", "2", "--slots", "8", "--steps", "4", "--signal-share", "0.5"]
+    done = CliRunner().invoke(app, ["simulate", *small])
+    assert done.exit_code == 0, done.output
+    assert "50% of the groups carry signal" in " ".join(done.output.split())

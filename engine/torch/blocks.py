@@ -1,0 +1,163 @@
+"""The attention of one forward pass in blocks of adjacent rows, each a padded batch.
+
+Shapes as in `engine.torch.slots`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.torch.reach import Hidden
+from rollout.trajectory import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """The m rows of a block that decode."""
+
+    lengths: IntArray
+    """`[m]` valid keys of each."""
+    counts: IntArray
+    """`[m]` new tokens of each."""
+    depths: IntArray | None
+    """`[sum(counts)]` positions of the new tokens after the row's first one; None: chains."""
+
+    def positions(self, queries: int, keys: int) -> tuple[IntArray, IntArray]:
+        """Positions of the queries `[m, Q]` and the keys `[m, L]` in their contexts."""
+        rows = len(self.lengths)
+        of_keys = np.tile(np.arange(keys), (rows, 1))
+        # Padding is given the last position: it sees a key, and nobody reads what it computes.
+        of_queries = np.minimum(self.lengths[:, None] + np.arange(queries), keys - 1)
+        if self.depths is not None:
+            row = np.repeat(np.arange(rows), self.counts)
+            column = np.arange(len(row)) - np.repeat(
+                np.cumsum(self.counts) - self.counts, self.counts
+            )
+            at = self.lengths[row] + self.depths
+            of_queries[row, column] = of_keys[row, self.lengths[row] + column] = at
+        return of_queries, of_keys
+
+
+@dataclass(slots=True)
+class Block:
+    """Adjacent rows whose attention runs as one padded batch."""
+
+    first_row: int
+    rows: int
+    queries: int
+    """Q: the most tokens of a row in this block."""
+    first_token: int
+    tokens: int
+    scatter: torch.Tensor | None
+    """`[tokens]` index of each packed token in `[rows * Q]`; None where no row is shorter."""
+    mask: torch.Tensor | None
+    """`[rows, 1, Q, L]` additive; None: causal over the block's own tokens (a fresh context)."""
+    decoding: Decoding | None = None
+    """Of a block with a mask."""
+    _grouped: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+
+    def grouped_mask(self, groups: int, window: int | None = None) -> torch.Tensor:
+        """`[rows, 1, G * Q, L]` for queries whose G heads per key head are folded into Q.
+
+        Args:
+            groups: G.
+            window: keys that a query sees, its own among them; None: all before it.
+        """
+        if self.mask is None:
+            raise ValueError("a causal block has no mask")
+        if (groups, window) not in self._grouped:
+            mask = self.mask if window is None else self._within(window)
+            m, _, q, length = mask.shape
+            wide = mask.unsqueeze(2).expand(m, 1, groups, q, length)
+            self._grouped[groups, window] = wide.reshape(m, 1, groups * q, length)
+        return self._grouped[groups, window]
+
+    def _within(self, window: int) -> torch.Tensor:
+        """The mask without keys that are `window` positions or more before their query."""
+        if self.mask is None or self.decoding is None:
+            raise ValueError("the positions of the block's keys are not known")
+        queries, keys = self.decoding.positions(*self.mask.shape[2:])
+        if not (queries.max(initial=0) >= window):
+            return self.mask
+        far = torch.from_numpy(keys[:, None, :] <= queries[:, :, None] - window)
+        return self.mask.masked_fill(far[:, None].to(self.mask.device), float("-inf"))
+
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+        """`[tokens, heads, D]` to `[rows, Q, heads, D]`."""
+        if self.scatter is not None:
+            padded = packed.new_zeros(self.rows * self.queries, *packed.shape[1:])
+            packed = padded.index_copy_(0, self.scatter, packed)
+        return packed.reshape(self.rows, self.queries, *packed.shape[1:])
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """`[rows, Q, heads, D]` to `[tokens, heads, D]`."""
+        flat = padded.reshape(self.rows * self.queries, *padded.shape[2:])
+        return flat if self.scatter is None else flat.index_select(0, self.scatter)
+
+
+def decode_block(
+    lengths: IntArray,
+    counts: IntArray,
+    hidden: Hidden | None,
+    depths: IntArray | None = None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Block:
+    """Rows `[0, m)` with `lengths` valid keys each and `counts` new tokens each.
+
+    Args:
+        lengths: `[m]`
+        counts: `[m]`
+        hidden: pairs of new tokens without attention; None: no such pairs.
+        depths: `[sum(counts)]` as in `Feed.decode_depths`.
+        dtype: of the mask.
+        device: of all tensors.
+    """
+    queries = int(counts.max())
+    last_key = torch.from_numpy(lengths[:, None] + np.arange(queries)).to(device)
+    keys = torch.arange(int((lengths + counts).max()), device=device)
+    mask = torch.zeros((len(lengths), 1, queries, len(keys)), dtype=dtype, device=device)
+    mask.masked_fill_(keys > last_key[:, None, :, None], float("-inf"))
+    if hidden is not None and len(hidden[0]):
+        row, query, key = hidden
+        flat = (row * queries + query) * len(keys) + lengths[row] + key
+        mask.view(-1).index_fill_(0, torch.from_numpy(flat).to(device), float("-inf"))
+    tokens = int(counts.sum())
+    scatter = _scatter(counts, queries, device)
+    decoding = Decoding(lengths, counts, depths)
+    return Block(0, len(lengths), queries, 0, tokens, scatter, mask, decoding)
+
+
+def causal_blocks(
+    lengths: IntArray, *, first_row: int, first_token: int, device: torch.device
+) -> list[Block]:
+    """Blocks of fresh contexts in the order given, cut where padding would double a row's work.
+
+    Contexts sorted by length give few blocks and little padding.
+    """
+    blocks: list[Block] = []
+    start = 0
+    for end in range(1, len(lengths) + 1):
+        shortest, longest = lengths[start:end].min(), lengths[start : end + 1].max()
+        if end < len(lengths) and longest <= 2 * min(shortest, lengths[end]):
+            continue
+        counts = lengths[start:end]
+        queries, tokens = int(counts.max()), int(counts.sum())
+        scatter = _scatter(counts, queries, device)
+        row = first_row + start
+        blocks.append(Block(row, end - start, queries, first_token, tokens, scatter, None))
+        first_token += tokens
+        start = end
+    return blocks
+
+
+def _scatter(counts: IntArray, queries: int, device: torch.device) -> torch.Tensor | None:
+    if bool((counts == queries).all()):
+        return None
+    index: NDArray[np.int64] = np.flatnonzero(np.arange(queries) < counts[:, None])
+    return torch.from_numpy(index).to(device)
