@@ -91,11 +91,18 @@ LEARNING = (
     Panel(
         "Samples without use",
         "Share of samples cut off by the token limit or a deadline, and of groups in which all "
-        "samples have the same reward.",
+        "samples have the same reward; and what dynamic sampling left out.",
         "Cut off: raise sampling.max_tokens. No signal: prompts of another difficulty, or a larger "
-        "group_size.",
+        "group_size. Many left out with rewards zero: easier prompts; with equal ones: harder.",
         "percentunit",
-        (_query(T["truncated"], "cut off"), _query(T["zero_variance"], "groups without signal")),
+        (
+            _query(T["truncated"], "cut off"),
+            _query(T["zero_variance"], "groups without signal"),
+            Query(
+                str(C["groups_without_signal"].rate), "left out per second, {{rewards}}", "short"
+            ),
+            Query(str(C["groups_left_over"].rate), "left over per second", "short"),
+        ),
     ),
     Panel(
         "Response length",
@@ -257,19 +264,6 @@ FLOW = (
         (
             _query(C["samples"], "{{state}}"),
             _query(_summed(G["samples_held"]), "held by generators"),
-        ),
-    ),
-    Panel(
-        "Dynamic sampling",
-        "Per second: groups that were left out because all of their rewards are equal, and groups "
-        "that a step did not need; and the share of groups with signal that is expected.",
-        "A small share with mostly zero rewards: easier prompts. With rewards that are equal and "
-        "not zero: harder ones. Empty without scheduler.dynamic_sampling.",
-        "short",
-        (
-            _query(C["groups_without_signal"].rate, "without signal, rewards {{rewards}}"),
-            _query(C["groups_left_over"].rate, "left over"),
-            Query(str(C["signal_share"]), "share with signal", "percentunit"),
         ),
     ),
     Panel(

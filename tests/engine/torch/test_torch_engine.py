@@ -355,19 +355,6 @@ def test_more_positions_than_the_model_has_are_refused(tiny_qwen3: str) -> None:
     assert "256 positions" in start_error(tiny_qwen3, max_model_len=300)
 
 
-def test_a_sliding_window_shorter_than_the_context_is_refused(tmp_path: Any) -> None:
-    sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
-    path = save(make_qwen3(**sliding), tmp_path)
-    assert "window of 16" in start_error(path)
-
-    async def main() -> None:
-        engine = engine_of(path, max_model_len=16)
-        await engine.start()
-        await engine.close()
-
-    run(main())
-
-
 def test_a_recurrent_model_is_refused(tmp_path: Any) -> None:
     from transformers import MambaConfig, MambaForCausalLM
 
