@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ from trainer.fixed import Fixed, fix
 from trainer.gradient_parts import GradientParts
 from trainer.head import TokenScores
 from trainer.micro_batches import Work
-from trainer.normalization import denominator, token_weights
 from trainer.objective import Objective
 from trainer.ranks import World
 from trainer.ranks.totals import of_all_ranks
@@ -142,35 +140,6 @@ class Accumulation:
         train = not self._config.gathers_first
         with self._lockstep.turn(is_empty=True), torch.set_grad_enabled(train):
             self._micro_batch(padding(version), version, train=train)
-
-    def replay_values(self, groups: Sequence[Kept], world: World) -> float:
-        """Forward and backward of a critic with its own trunk, and nothing else.
-
-        Returns the denominator of the loss. A collective of all ranks, which may raise RankLost.
-        """
-        critic, device = self._models.critic, self._models.policy.device
-        assert critic is not None  # noqa: S101 - for the type checker
-        work, kind = Work([], [], []), self._config.loss_normalization
-        for index, kept in enumerate(groups):
-            work.add(kept.new.trajectories, np.zeros(len(kept.new.trajectories)), index)
-        for part in work.split(self._config.micro_batch_tokens):
-            fixed = Fixed.of([groups[index].fixed[place] for index, place in part.owners])
-            assert fixed.values is not None and fixed.returns is not None  # noqa: S101, PT018
-            lengths = np.array([len(one.tokens) for one in part.trajectories])
-            weights = np.repeat(token_weights(kind, lengths), lengths)
-            found = value_loss(
-                critic.values(part.trajectories).tokens,
-                fixed.values,
-                fixed.returns,
-                to_device(weights, device, fixed.values.dtype),
-                critic.config.value_clip,
-            )
-            (critic.config.value_coefficient * found.loss).backward()
-        own = sum(len(one.tokens) for one in work.trajectories), len(work.trajectories)
-        ranks = world.gather(msgspec.msgpack.encode(own), "the size of the critic's minibatch")
-        sizes = [msgspec.msgpack.decode(one, type=tuple[int, int]) for one in ranks]
-        tokens, samples = (sum(column) for column in zip(*sizes, strict=True))
-        return denominator(kind, tokens=tokens, samples=samples)
 
     def finish(self, world: World) -> float:
         """Apply the factors that need the whole step; gives the loss's denominator.

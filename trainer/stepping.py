@@ -29,6 +29,7 @@ import msgspec
 
 from trainer.accumulation import Accumulation
 from trainer.config import TrainerConfig
+from trainer.critic_passes import take_pass
 from trainer.errors import TrainerError
 from trainer.objective import Objective
 from trainer.ranks import World
@@ -127,14 +128,13 @@ class Stepping:
         return metrics
 
     def _fit_critic(self, first: Accumulation, groups: Sequence[int], version: int) -> None:
-        """The critic's passes after the first (`critic.passes`); the policy stays as it is."""
-        critic, kept = self._models.critic, first.groups
-        for _pass in range(1, self._config.critic.passes if critic else 1):
-            for share in minibatches_of(groups, self._config.critic.minibatches):
-                mine = [kept[group] for group in share if group in kept]
-                denominator = self.empty().replay_values(mine, self._world)
-                if critic is not None:
-                    critic.step(version, denominator)
+        """The critic's passes after the first; the policy stays as it is."""
+        critic = self._models.critic
+        if critic is None:
+            return
+        shares = minibatches_of(groups, self._config.critic.minibatches)
+        for _pass in range(1, self._config.critic.passes):
+            take_pass(critic, shares, first.groups, self._config, self._world, version)
 
     def _passes(
         self, first: Accumulation, groups: Sequence[int], version: int, rate: float
