@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 import typing
@@ -32,24 +33,29 @@ NOT_SETTINGS = {"run.yaml", "trainer.log", "model.save_pretrained"}
 """Two files, and a method of transformers."""
 
 
-def messages() -> Iterator[tuple[str, str]]:
+@functools.cache
+def messages() -> list[tuple[str, str]]:
     """Every text of the packages that a user may read: place, and text with {} for values."""
+    return list(_messages())
+
+
+def _messages() -> Iterator[tuple[str, str]]:
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
-            tree = ast.parse(file.read_text(encoding="utf-8"))
+            nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
             docstrings = {
                 id(node.value)
-                for node in ast.walk(tree)
+                for node in nodes
                 if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             }
             inside = {
                 id(part)
-                for node in ast.walk(tree)
+                for node in nodes
                 if isinstance(node, ast.JoinedStr)
                 for part in ast.walk(node)
                 if part is not node
             }
-            for node in ast.walk(tree):
+            for node in nodes:
                 text = None
                 if isinstance(node, ast.JoinedStr):
                     parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
@@ -58,9 +64,6 @@ def messages() -> Iterator[tuple[str, str]]:
                     text = node.value
                 if text and " " in text and id(node) not in docstrings | inside:
                     yield f"{file.relative_to(ROOT)}:{node.lineno}", text
-
-
-MESSAGES = list(messages())
 
 
 def refused(section: str, rest: str, value: str | None) -> str | None:
@@ -82,7 +85,7 @@ def refused(section: str, rest: str, value: str | None) -> str | None:
 
 def test_messages_name_settings_and_values_that_exist() -> None:
     wrong, found = [], 0
-    for place, text in MESSAGES:
+    for place, text in messages():
         for match in SETTING.finditer(text):
             section, rest, value = match.groups()
             module = ROOT / f"{section}{rest}".replace(".", "/")
@@ -107,7 +110,7 @@ def test_messages_name_options_and_commands_that_exist() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     options = {option for command in commands.values() for p in command.params for option in p.opts}
     wrong = []
-    for place, text in MESSAGES:
+    for place, text in messages():
         if not place.startswith(("asyncrl/", "trainer/", "monitoring/")):
             continue
         named = OPTION.findall(OF_OTHERS.sub("", text))
