@@ -15,6 +15,7 @@ from asyncrl.evaluation.plan import EvaluationPlan, PlannedSet
 from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import EvaluationRound
 from asyncrl.run.progress import Progress
+from asyncrl.run.replies import status_reply
 from monitoring.config import MonitoringConfig
 from monitoring.live import LiveView
 from monitoring.metrics import ControllerMetrics, new_registry
@@ -46,7 +47,7 @@ def test_evaluations_are_shown_everywhere(tmp_path: Path) -> None:
     current = EvaluationRound(7, plan, threshold=0.5, version=6)
     trainer = SimpleNamespace(trainer_report=None, is_trainer=True)
     fleet: Any = SimpleNamespace(everyone=list, ranks=[trainer], trainer=trainer, all_ready=True)
-    status = progress.status(fleet, current).status
+    status = status_reply(RunConfig(), fleet, progress.view(fleet, current)).status
     assert (status["accuracy_before"], status["accuracy"]) == (0.25, 0.5)
     assert (status["accuracy_step"], status["evaluating"]) == (4, "step 6, 0/8")
     assert (status["best_accuracy"], status["best_step"]) == (0.75, 2)
