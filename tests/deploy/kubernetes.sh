@@ -44,6 +44,12 @@ mkdir "$dir/node"
 status=0
 unshare --net --mount --pid --fork --kill-child --mount-proc bash "$here/kubernetes/node.sh" "$dir" \
   timeout 3600 "${drive[@]}" docker.io/library/asyncrl:test --storage test 9>&- || status=$?
+# The kernel may still be ending processes.
+for _ in $(seq 50); do
+  [ -n "$(find /sys/fs/cgroup -depth -type d -path '/sys/fs/cgroup*/k8s.io*')" ] || break
+  find /sys/fs/cgroup -depth -type d -path '/sys/fs/cgroup*/k8s.io*' -exec rmdir {} + 2> /dev/null || true
+  sleep 0.1
+done
 [ "${KEEP:-}" ] || rm -rf "$dir"/node/{containerd,etcd,kubelet,volume,run}
 [ "$status" != 124 ] || echo "FAIL: not at its end after an hour"
 exit "$status"

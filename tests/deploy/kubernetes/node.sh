@@ -25,6 +25,12 @@ ip link add d0 type veth peer name d1         # the node's address, which outliv
 ip link set d1 up; ip addr add 10.250.0.1/24 dev d0; ip link set d0 up; ip route add default dev d0
 echo 1 > /proc/sys/net/ipv4/ip_forward
 
+# On cgroups v1 all pods together would weigh as much as one other process of the machine.
+if [ -e /sys/fs/cgroup/cpu/cpu.shares ]; then
+  mkdir -p /sys/fs/cgroup/cpu/k8s.io
+  echo 8192 > /sys/fs/cgroup/cpu/k8s.io/cpu.shares
+fi
+
 openssl genrsa -out "$W/sa.key" 2048 2> "$W/openssl.log"
 token=$(head -c 24 /dev/urandom | base64 | tr -d '+/=')
 (umask 077; echo "$token,admin,admin,system:masters" > "$W/tokens.csv")
