@@ -9,8 +9,10 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.adapters import Buffer
 from engine.errors import EngineStartError, WeightsError, WeightsSupersededError
 from wire import errors as wire
+from wire.weights.adapter import adapter_mistakes
 from wire.weights.layout import WeightManifest
 from wire.weights.reader import WeightBuffer
 
@@ -62,10 +64,17 @@ class ModelShapes:
         return cls.of_module(model)
 
     def check(self, manifest: WeightManifest) -> None:
-        """Raise WeightsError unless the manifest has every tensor once, in its shape."""
+        """Raise WeightsError unless the manifest has every tensor once, in its shape.
+
+        Of an adapter, unless each pair fits a matrix of the model.
+        """
         given = {spec.name: spec.shape for spec in manifest.tensors}
         times = Counter(spec.name for spec in manifest.tensors)
         _refuse("weights given twice", [name for name, n in times.items() if n > 1])
+        if manifest.lora is not None:
+            mistakes = adapter_mistakes(given, self.shapes, manifest.lora.rank)
+            _refuse("an adapter that does not fit the model", mistakes)
+            return
         _refuse("unexpected weights (not in the model)", [n for n in given if n not in self.shapes])
         _refuse(
             "weights of a wrong shape",
@@ -99,11 +108,9 @@ class StagedWeights:
         buffer: holds the copy, in the data types and on the device that installing needs.
     """
 
-    def __init__(
-        self, check: Callable[[NamedTensors], None], buffer: WeightBuffer | None = None
-    ) -> None:
+    def __init__(self, check: Callable[[NamedTensors], None], buffer: Buffer | None = None) -> None:
         self._check = check
-        self._buffer = buffer or WeightBuffer()
+        self._buffer: Buffer = buffer or WeightBuffer()
         self._version: int | None = None
         self._lock = threading.Lock()
 

@@ -7,6 +7,7 @@ the manifest, `trainer.checkpoint_files` finds them, `trainer.export` makes mode
 checkpoints/step-000012/
   state/            weights, optimizer and random states: safetensors files of each rank, and
                     index.json, which says where each tensor is
+  adapter/          adapter_config.json, if the weights are an adapter's (`trainer.lora`)
   model/            a Hugging Face directory without its weights: configuration, tokenizer
   steps.jsonl       what the trainer knows of the steps since the checkpoint before
   manifest.json     format, policy version (also the data cursor: steps trained), settings, and
@@ -27,7 +28,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from trainer.checkpoint_tensors import Box, Held, held_by, load_tensors, write_t
 from trainer.disk import check_space, unwritable
 from trainer.errors import CheckpointError, CheckpointUnwritable
 from trainer.fence import UNFENCED, Fence
+from trainer.lora.files import ADAPTER, write_settings
 from trainer.ranks.world import World
 from trainer.snapshot import Snapshot
 from trainer.training_state import TrainingState, random_targets, set_random_states
@@ -73,6 +75,8 @@ class Contents:
     """Digest of the weights that the run started from; empty if it is not known."""
     published: Published | None = None
     """Digest of this version's weights as they were published; None: they were not."""
+    adapter: Mapping[str, Any] | None = None
+    """What a PEFT directory says of the adapter that the weights are; None: they are a model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +230,8 @@ class Pending:
         if contents.model.generation_config is not None:
             contents.model.generation_config.save_pretrained(model)
         _copy_tokenizer(contents.model_path, model)
+        if contents.adapter is not None:
+            write_settings(temporary / ADAPTER, contents.adapter)
         lines = [msgspec.json.encode(step) + b"\n" for step in steps]
         (temporary / STEPS).write_bytes(b"".join(lines))
         write_manifest(

@@ -68,6 +68,7 @@ _FREE = frozenset(
         "sharding",
         "critic.learning_rate",
         "critic.warmup_steps",
+        "lora.serve",
     }
 )
 """Settings that may change when a run is resumed: those that affect only speed, memory and

@@ -14,6 +14,7 @@ from trainer.algorithms.registry import (
     only_values_of,
 )
 from trainer.critic_config import CriticConfig
+from trainer.lora.config import LoraConfig, refuse_conflicts
 from trainer.rank_network import LOOPBACK, network_of
 from wire.limits import MAX_STEPS, MAX_THREADS, MAX_TOKENS, WEEK_SECONDS
 
@@ -120,6 +121,9 @@ class TrainerConfig(BaseModel):
     are published once per step. More than 1: only the first minibatch is on-policy."""
     critic: CriticConfig = CriticConfig()
     """Of `algorithm: ppo`; without effect on others, and refused with them."""
+
+    lora: LoraConfig = LoraConfig()
+    """Train an adapter in place of all weights."""
 
     router_loss_coefficient: float = Field(default=0.0, ge=0, le=10)
     """Weight of a loss that keeps the experts of a mixture in use (docs/algorithms.md); 0: none.
@@ -343,6 +347,11 @@ class TrainerConfig(BaseModel):
                 "router_loss_coefficient does not work with compile: true, where what routers say "
                 "cannot be recorded; set one of them to its default"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _an_adapter_is_trained_alone(self) -> Self:
+        refuse_conflicts(self)
         return self
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,6 +23,14 @@ from trainer.checkpoint_tensors import Box, load_tensors, name_of
 from trainer.disk import check_space
 from trainer.errors import CheckpointError, CheckpointUnwritable
 from trainer.export_files import write_record
+from trainer.lora.export import (
+    adapter_tensors,
+    has_adapter,
+    merged_model,
+    settings_of_adapter,
+)
+from trainer.lora.files import ADAPTER
+from trainer.lora.tensors import converted, write_adapter
 from wire.atomic_files import sync
 from wire.weights.fingerprint import TensorSums, collect, sums_of
 
@@ -31,7 +40,7 @@ _POLICY = "weights/policy/"
 
 
 def export(checkpoint: Path, target: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the policy of a checkpoint to `target`.
+    """Write the policy of a checkpoint to `target`, with its adapter merged if it has one.
 
     Holds the model once in host memory, in the data type of the export. The weights are compared
     with the digest of those that the run's engines were given, if the checkpoint has it.
@@ -46,7 +55,7 @@ def export(checkpoint: Path, target: Path, dtype: torch.dtype | None = None) -> 
         CheckpointUnwritable: the disk does not take it; nothing of it is left.
     """
     manifest = read_manifest(checkpoint)
-    verify_files(checkpoint, manifest, only=WEIGHTS)
+    verify_files(checkpoint, manifest, only=(*WEIGHTS, ADAPTER))
     if target.exists():
         raise CheckpointError(f"{target} exists and is not replaced")
     try:
@@ -55,16 +64,52 @@ def export(checkpoint: Path, target: Path, dtype: torch.dtype | None = None) -> 
         raise CheckpointError(
             f"cannot make a model of {checkpoint}: {type(error).__name__}: {error}"
         ) from error
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}.writing")
     needed = sum(one.nbytes for one in model.parameters())
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        check_space(target.parent, needed)
+    with _written(target, needed) as temporary:
         model.save_pretrained(temporary, max_shard_size=_FILE_SIZE)
         for path in (checkpoint / "model").iterdir():
             if not (temporary / path.name).exists():
                 shutil.copyfile(path, temporary / path.name)
         write_record(temporary, checkpoint, manifest, dtype=name_of(next(model.parameters()).dtype))
+
+
+def export_adapter(checkpoint: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the adapter of a checkpoint to `target`, a PEFT directory.
+
+    Args:
+        checkpoint: a folder `step-NNNNNN` with an adapter; its optimizer may be damaged.
+        target: must not exist.
+        dtype: of A and B; None: as they are trained.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of another format, or `target` exists.
+        CheckpointUnwritable: the disk does not take it; nothing of it is left.
+    """
+    manifest = read_manifest(checkpoint)
+    verify_files(checkpoint, manifest, only=(*WEIGHTS, ADAPTER))
+    if target.exists():
+        raise CheckpointError(f"{target} exists and is not replaced")
+    try:
+        tensors = converted(adapter_tensors(checkpoint), dtype)
+        settings = settings_of_adapter(checkpoint)
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot make an adapter of {checkpoint}: {type(error).__name__}: {error}"
+        ) from error
+    with _written(target, sum(one.nbytes for one in tensors.values())) as temporary:
+        write_adapter(temporary, tensors, settings)
+        kind = name_of(next(iter(tensors.values())).dtype)
+        write_record(temporary, checkpoint, manifest, dtype=kind)
+
+
+@contextmanager
+def _written(target: Path, needed: int) -> Iterator[Path]:
+    """A folder to fill, which becomes `target` at the end. Raises CheckpointUnwritable."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}.writing")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        check_space(target.parent, needed)
+        yield temporary
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
         temporary.rename(target)
@@ -79,6 +124,8 @@ def export(checkpoint: Path, target: Path, dtype: torch.dtype | None = None) -> 
 
 
 def _load(checkpoint: Path, manifest: Manifest, dtype: torch.dtype | None) -> PreTrainedModel:
+    if has_adapter(checkpoint):
+        return merged_model(checkpoint, manifest, dtype)
     index = read_index(checkpoint)
     folder = checkpoint / "model"
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

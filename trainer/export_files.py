@@ -3,6 +3,7 @@
 ```
 RUN/exports/step-000012/            of RUN/checkpoints/step-000012
 RUN/exports/step-000012-bfloat16/   the same in another data type
+RUN/exports/step-000012-adapter/    a PEFT directory, of a run with LoRA
 ```
 """
 
@@ -44,7 +45,7 @@ def is_checkpoint(directory: Path) -> bool:
     return (directory / MANIFEST).exists() and not (directory / "config.json").exists()
 
 
-def default_place(checkpoint: Path, dtype: str | None = None) -> Path:
+def default_place(checkpoint: Path, dtype: str | None = None, *, adapter: bool = False) -> Path:
     """Where a checkpoint is exported to unless the user says so.
 
     Example:
@@ -53,7 +54,8 @@ def default_place(checkpoint: Path, dtype: str | None = None) -> Path:
     """
     folder = checkpoint.parent
     run = folder.parent if folder.name == "checkpoints" else folder
-    return run / "exports" / (checkpoint.name + (f"-{dtype}" if dtype else ""))
+    kind = "-adapter" if adapter else ""
+    return run / "exports" / (checkpoint.name + kind + (f"-{dtype}" if dtype else ""))
 
 
 def write_record(exported: Path, checkpoint: Path, manifest: Manifest, *, dtype: str) -> None:

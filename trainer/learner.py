@@ -34,12 +34,13 @@ from trainer.config import TrainerConfig
 from trainer.errors import BatchError, NonFiniteError
 from trainer.fence import UNFENCED, Fence
 from trainer.group_check import check_group, check_trajectory
+from trainer.lora.weights import weights_of
 from trainer.objective import Objective
 from trainer.optimizer import learning_rate
 from trainer.policy import Policy
 from trainer.ranks import ALONE, World
 from trainer.ranks.update import Update
-from trainer.saved_state import state_of
+from trainer.saved_state import adapter_settings, check_base, state_of
 from trainer.scoring import load_models
 from trainer.sharding.lockstep import Lockstep
 from trainer.sharding.weights import Weights
@@ -113,7 +114,7 @@ class Learner:
         self._policy = self._models.policy
         self._update = Update(self._policy.model, config, world)
         self.lockstep = Lockstep(world if self._policy.is_sharded else ALONE)
-        self._weights = Weights(self._policy, world)
+        self._weights = weights_of(self._policy, world)
         self._stepping = Stepping(
             config, self._objective, self._models, self._update, world, self.lockstep
         )
@@ -249,6 +250,7 @@ class Learner:
             settings=self._settings,
             initial_weights=self.initial_weights,
             published=self._published,
+            adapter=adapter_settings(self._policy, self._model_path),
         )
         return checkpoint.pending(contents, self._snapshot if copied else None, self.world)
 
@@ -290,6 +292,7 @@ class Learner:
         """
         self.settle()
         loaded = checkpoint.read(directory, self._state, self._settings, self.world.rank)
+        check_base(directory, self._state.values, loaded.values)
         self._version, self.initial_weights = loaded.policy_version, loaded.initial_weights
         self._published = None
         self._stepping.torn = False

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from trainer.config import TrainerConfig
+from trainer.lora.memory import adapter_parameters
 
 GIB = 2**30
 ACTIVATIONS_FACTOR = 1.5
@@ -77,7 +78,7 @@ class StepMemory:
 
     weights: int
     """Float32 masters, and what is computed with in bfloat16; with `sharding: full` this rank's
-    part."""
+    part. With LoRA the model as it is computed with, and the adapter."""
     gradients: int
     """Sums, one per part of the loss, and the newest of the largest matrix; or this rank's part of
     the sums."""
@@ -158,17 +159,22 @@ def step_memory(
     width = 8 if config.dtype == "float64" else 4
     head = shape.vocabulary * shape.hidden
     parts = 2 if config.algorithm == "reinforce_plus_plus" else 1
-    moments = int(2 * count // config.ranks * _bytes_of_a_moment(config, width))
+    adapter = adapter_parameters(shape, config.lora) if config.lora.enabled else 0
+    trained = adapter or count
+    moments = int(2 * trained // config.ranks * _bytes_of_a_moment(config, width))
     activations = _activations(shape, config, samples)
     full = config.sharding == "full"
     own = width / config.ranks if full else width
-    of_critic = int(shape.critic * (2 * own + moments / max(1, count))) + activations
-    copy = _copy(shape, config, count * width // config.ranks + moments)
+    of_critic = int(shape.critic * (2 * own + moments / max(1, trained))) + activations
+    weights = int(count * own) + (_low_copies(shape, config) if low and not full else 0)
+    if adapter:
+        weights = count * (2 if low else width) + adapter * width
+    copy = _copy(shape, config, trained * width // config.ranks + moments)
     return StepMemory(
-        weights=int(count * own) + (_low_copies(shape, config) if low and not full else 0),
-        gradients=int(parts * count * own) + (0 if full else head * width),
+        weights=weights,
+        gradients=int(parts * trained * own) + (0 if full or adapter else head * width),
         moments=0 if config.optimizer_offload else moments,
-        reference=int(count * own) if config.kl_coefficient > 0 else 0,
+        reference=int(count * own) if config.kl_coefficient > 0 and not adapter else 0,
         activations=activations,
         head=_head(shape, config, samples, on_gpu=on_gpu),
         process=_PROCESS,
@@ -177,7 +183,7 @@ def step_memory(
         copy=0 if on_gpu else copy,
         host_copy=copy if on_gpu else 0,
         host_moments=moments if config.optimizer_offload else 0,
-        published=2 * count * engine_bytes,
+        published=2 * adapter * 4 if adapter else 2 * count * engine_bytes,
     )
 
 
@@ -242,7 +248,7 @@ def remedies(
     ]
     if on_gpu:  # on a CPU the host's memory is the device's
         ways.append(("optimizer_offload", True))
-    if config.ranks > 1:
+    if config.ranks > 1 and not config.lora.enabled:
         ways.append(("sharding", "full"))
     ways = [(name, value) for name, value in ways if _saves(config, name, value)]
 

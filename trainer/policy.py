@@ -31,6 +31,8 @@ from trainer.cpu_layers import speed_up
 from trainer.errors import UnsupportedModelError
 from trainer.fused import MAX_LENGTH, FusedDecoder, why_not_trained_fused
 from trainer.head import LogitMap, Processing, TokenScores, process, score_tokens
+from trainer.lora.adapter import Adapter
+from trainer.lora.config import LoraConfig
 from trainer.model_loading import load_model
 from trainer.packing import ATTENTION_NAME, Family, Layout
 from trainer.router import routes_of
@@ -97,7 +99,7 @@ class PackedBatch:
 
 
 class Policy:
-    """A causal language model, packed. Attributes: `model`, `device`, `vocab_size`."""
+    """A causal language model, packed. Attributes: `model`, `device`, `vocab_size`, `adapter`."""
 
     is_sharded = False  # whether weights are in parts on ranks, which then compute together
     _speeds_up = True
@@ -113,6 +115,7 @@ class Policy:
         gradient_checkpointing: bool | Literal["selective"] = False,
         fused: bool = True,
         compiled: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Load the model and check on two short sequences that packing changes nothing.
 
@@ -125,11 +128,12 @@ class Policy:
         if (refusal := truncation.refusal()) is not None:
             raise UnsupportedModelError(refusal)
         self.device = device
-        self.temperature = temperature
-        self.truncation = truncation
-        self.model = load_model(model_path, torch.float64 if dtype == "float64" else torch.float32)
-        self.model.to(device)
+        self.temperature, self.truncation = temperature, truncation
         self._compute_dtype = _DTYPES[dtype]
+        wide = torch.promote_types(self._compute_dtype, torch.float32)
+        self.model = load_model(model_path, wide if lora is None else self._compute_dtype)
+        self.adapter = None if lora is None else Adapter(self.model, lora, wide)
+        self.model.to(device)
         output = self.model.get_output_embeddings()
         if output is None:
             raise UnsupportedModelError(
@@ -141,7 +145,8 @@ class Policy:
         if self._speeds_up:
             speed_up(self.model, norms_too=not compiled)
         self._recomputes = bool(gradient_checkpointing)
-        self._fused = self._fused_decoder(fused and not gradient_checkpointing and not compiled)
+        other = bool(gradient_checkpointing or compiled or lora)
+        self._fused = self._fused_decoder(fused and not other)
         self._check_packing(model_path)
         _set_modes(self.model, gradient_checkpointing=gradient_checkpointing)
         if compiled:
@@ -237,7 +242,7 @@ class Policy:
             own[name].copy_(tensor)
 
     def _fused_decoder(self, wanted: bool) -> FusedDecoder | None:
-        reason: str | None = "trainer.fused is off, or gradient_checkpointing or compile on"
+        reason: str | None = "trainer.fused is off, or gradient_checkpointing, compile or lora on"
         if wanted and self._compute_dtype != torch.float32:
             reason = f"trainer.dtype is {self._compute_dtype}"
         elif wanted:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from trainer.config import TrainerConfig
-from trainer.policy import Policy
+from trainer.policy import PackedBatch, Policy
 from trainer.sharding.rows import local
 
 
@@ -28,6 +28,10 @@ class Reference:
         self._every = config.reference_refresh_steps
         self._decay = config.reference_decay
         policy.model.requires_grad_(requires_grad=False)
+
+    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """`[N]` of the response tokens; the caller wants no gradients."""
+        return self.policy.score(batch).logprobs
 
     @property
     def moves(self) -> bool:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.errors import CheckpointError
+from trainer.policy import Policy
 from trainer.ranks.update import Update
 from trainer.scoring import Models
 from trainer.training_state import Shardings, TrainingState
 
+_BASE = "base_weights"
+"""Digest of the model that an adapter is of, among the state's values."""
+
 
 def state_of(models: Models, update: Update) -> TrainingState:
-    """The policy, a critic if there is one, and a reference that is not the initial model.
+    """The policy or its adapter, a critic if there is one, and a reference that moves.
 
     Args:
         models: of the learner.
         update: of the policy.
     """
-    modules: dict[str, nn.Module] = {"policy": models.policy.model}
+    adapter = models.policy.adapter
+    policy = models.policy.model if adapter is None else adapter.module()
+    modules: dict[str, nn.Module] = {"policy": policy}
     optimizers: dict[str, Optimizer] = {"policy": update.optimizer}
     shardings = [update.sharding]
     if models.critic is not None:
@@ -26,4 +37,16 @@ def state_of(models: Models, update: Update) -> TrainingState:
         shardings.append(models.critic.update.sharding)
     if models.reference is not None and models.reference.moves:
         modules["reference"] = models.reference.policy.model
-    return TrainingState(modules, optimizers, sharding=Shardings(shardings))
+    values = {} if adapter is None else {_BASE: adapter.base_digest()}
+    return TrainingState(modules, optimizers, values=values, sharding=Shardings(shardings))
+
+
+def adapter_settings(policy: Policy, model_path: str) -> dict[str, Any] | None:
+    """What a PEFT directory says of a policy's adapter; None: it has none."""
+    return None if policy.adapter is None else policy.adapter.settings(model_path)
+
+
+def check_base(directory: Path, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if an adapter was saved for another model than the one it is now."""
+    if saved.get(_BASE) != own.get(_BASE):
+        raise CheckpointError(f"{directory} has an adapter of another model than model.path is now")

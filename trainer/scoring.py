@@ -14,6 +14,7 @@ from rollout.truncation import Truncation
 from trainer.config import TrainerConfig
 from trainer.critic import Critic, Values, real_tokens
 from trainer.head import TokenScores
+from trainer.lora.reference import InitialAdapter
 from trainer.policy import PackedBatch, Policy
 from trainer.ranks import World
 from trainer.reference import Reference
@@ -64,7 +65,7 @@ class Models:
         """`[N]` under the reference; None: there is none."""
         if self.reference is None:
             return None
-        return self.reference.policy.score(self._packed(some)).logprobs
+        return self.reference.logprobs(self._packed(some))
 
     def _packed(self, some: Sequence[Trajectory]) -> PackedBatch:
         return PackedBatch.of([(t.prompt_tokens, t.tokens) for t in some], self.policy.device)
@@ -98,9 +99,13 @@ def load_models(
         compiled=config.compile,
     )
     train = partial(load, gradient_checkpointing=config.gradient_checkpointing)
-    policy = train(model_path)
+    policy = train(model_path, lora=config.lora if config.lora.enabled else None)
     check_routes(policy.model, config)
-    reference = Reference(config, load(model_path)) if with_reference else None
+    reference: Reference | None = None
+    if with_reference and policy.adapter is not None:
+        reference = InitialAdapter(policy, policy.adapter)
+    elif with_reference:
+        reference = Reference(config, load(model_path))
     critic = Critic(config, model_path, policy, train, world) if with_critic else None
     return Models(policy, reference, critic, with_routes=config.router_loss_coefficient > 0)
 

@@ -207,12 +207,19 @@ def export(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option("--dtype", help="Of the weights. Default: as they are trained."),
     ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option("--merge", help="Of a run with LoRA: the merged model, not the adapter."),
+    ] = False,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
-    """Write a checkpoint's model as a Hugging Face directory, for transformers and vLLM."""
+    """Write a checkpoint's model as a Hugging Face directory, for transformers and vLLM.
+
+    Of a run with LoRA, its adapter as a PEFT directory.
+    """
     from asyncrl.run.exporting import describe, export_run
 
-    place, is_new = export_run(run, runs, step, output, dtype)
+    place, is_new = export_run(run, runs, step, output, dtype, merge=merge)
     verb = "exported" if is_new else "already exported"
     typer.echo(f"{verb}: {place} ({describe(place)})")
 

@@ -11,10 +11,17 @@ from trainer.checkpoint_files import choose, path_of
 from trainer.checkpoint_manifest import read_manifest
 from trainer.errors import CheckpointError
 from trainer.export_files import RECORD, default_place, is_export_of
+from trainer.lora.files import ADAPTER
 
 
 def export_run(
-    run: str, runs: Path, step: int | None, output: Path | None, dtype: str | None
+    run: str,
+    runs: Path,
+    step: int | None,
+    output: Path | None,
+    dtype: str | None,
+    *,
+    merge: bool = False,
 ) -> tuple[Path, bool]:
     """Export a checkpoint of a run.
 
@@ -24,6 +31,7 @@ def export_run(
         step: which; None: the newest whole one.
         output: where to; None: RUN/exports/step-NNNNNN.
         dtype: of the weights; None: as they are trained.
+        merge: of a run with LoRA, write the merged model and not the adapter.
 
     Returns:
         The directory, and whether it is there only now.
@@ -44,10 +52,14 @@ def export_run(
                 choose(checkpoints, step)  # says which there are
         if output is not None and output.exists():
             raise UserError(f"{output} exists and is not replaced; give another --output")
-        place = output or default_place(checkpoint, dtype)
+        adapter = (checkpoint / ADAPTER).is_dir()
+        if merge and not adapter:
+            raise UserError(f"--merge: {checkpoint} has no adapter, it is a whole model already")
+        adapter = adapter and not merge
+        place = output or default_place(checkpoint, dtype, adapter=adapter)
         if is_export_of(place, checkpoint, dtype):
             return place, False
-        _export(checkpoint, place, dtype)
+        _export(checkpoint, place, dtype, adapter=adapter)
     except CheckpointError as error:
         raise UserError(str(error)) from error
     return place, True
@@ -84,10 +96,11 @@ def describe(exported: Path) -> str:
     return f"step {record.policy_version}, {record.dtype}, {size / 1e9:.2f} GB"
 
 
-def _export(checkpoint: Path, place: Path, dtype: str | None) -> None:
+def _export(checkpoint: Path, place: Path, dtype: str | None, *, adapter: bool = False) -> None:
     read_manifest(checkpoint)  # says that it is of another format before torch is imported
     import torch
 
-    from trainer.export import export
+    from trainer.export import export, export_adapter
 
-    export(checkpoint, place, getattr(torch, dtype) if dtype else None)
+    write = export_adapter if adapter else export
+    write(checkpoint, place, getattr(torch, dtype) if dtype else None)

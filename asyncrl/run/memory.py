@@ -10,7 +10,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
@@ -118,10 +118,18 @@ def parameters(model: Path) -> int | None:
 
 
 def _elements(file: Path) -> int:
+    return sum(math.prod(one["shape"]) for one in header_of(file).values())
+
+
+def header_of(file: Path) -> dict[str, Any]:
+    """What a safetensors file says of its tensors, by name.
+
+    Raises OSError, ValueError and others if it is damaged.
+    """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(min(length, _MAX_HEADER)))
-    return sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+        header: dict[str, Any] = json.loads(opened.read(min(length, _MAX_HEADER)))
+    return {name: one for name, one in header.items() if name != "__metadata__"}
 
 
 def memory_text(needs: StepMemory, device: Device | None) -> str:

@@ -19,6 +19,7 @@ from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.functions import BUILTIN
 from asyncrl.rewards.loading import load_function
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.run.lora_check import check_peft
 from asyncrl.run.machine_checks import compiler
 from asyncrl.tasks.map_messages import MAP
 from asyncrl.user_functions import check_name
@@ -34,6 +35,7 @@ def check_machine(config: RunConfig) -> None:
         UserError: the message names the setting and what this machine has.
     """
     _check_engine(config)
+    check_peft(config)
     if config.monitoring.tracing.enabled:
         _check_tracing()
     for sink in config.monitoring.sinks:

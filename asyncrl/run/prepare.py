@@ -16,6 +16,7 @@ from asyncrl.launch.placement import GpuPlan
 from asyncrl.run import overview
 from asyncrl.run.critic_check import with_critic
 from asyncrl.run.devices import place
+from asyncrl.run.lora_check import with_adapter
 from asyncrl.run.memory import (
     Device,
     device_of,
@@ -59,7 +60,7 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     say(overview.model_line(config, model_path))
     task = load_task(config.task, model_path, config.run.seed, config.evaluation.sets)
-    config = with_critic(config, model_path, task.tokenizer)
+    config = with_adapter(with_critic(config, model_path, task.tokenizer), Path(model_path))
     say(overview.data_line(config, task))
     for sentence in overview.shared_prompts(task):
         say(sentence)

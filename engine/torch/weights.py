@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
+from engine.adapters import MergingBuffer
 from engine.config import WeightStaging
 from engine.errors import WeightsError
 from engine.weights import ModelShapes, NamedTensors, StagedWeights
+from wire.errors import WeightsReadError
 from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import Fingerprint, WeightManifest
 from wire.weights.reader import WeightBuffer
@@ -28,15 +32,16 @@ class ModuleWeights:
         self._own = dict(module.state_dict(keep_vars=True))
         self._shapes = ModelShapes.of_module(module)
         self._device = next((one.device for one in self._own.values()), torch.device("cpu"))
-        on_gpu = self._device.type != "cpu"
+        self._staging = self._device if staging == "device" else torch.device("cpu")
+        self._pins = self._device.type != "cpu" and staging == "host"
         own = {name: tensor.dtype for name, tensor in self._own.items()}
-        buffer = WeightBuffer(
+        self._whole = WeightBuffer(
             lambda name, published: own.get(name, published),
-            device=self._device if staging == "device" else torch.device("cpu"),
-            pinned=on_gpu and staging == "host",
+            device=self._staging,
+            pinned=self._pins,
             engine_device=self._device,
         )
-        self._staged = StagedWeights(self._check_tied, buffer)
+        self._staged = StagedWeights(self._check_tied, MergingBuffer(self._whole, self._base))
         self._fingerprint: Fingerprint | None = None
 
     def stage(self, manifest: WeightManifest) -> None:
@@ -70,6 +75,16 @@ class ModuleWeights:
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self._module.state_dict(keep_vars=True).items())
         return self._fingerprint
+
+    def _base(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Copies of the weights that the module was loaded with, where versions are staged."""
+        if self._whole.policy_version is not None:
+            raise WeightsReadError(
+                "the module has had whole weights, so it is not known what an adapter is added to"
+            )
+        found = {name: self._own[name].detach() for name in names}
+        copies = {name: one.to(self._staging, copy=True) for name, one in found.items()}
+        return {n: one.pin_memory() for n, one in copies.items()} if self._pins else copies
 
     def _check_tied(self, tensors: NamedTensors) -> None:
         given = dict(tensors)

@@ -24,6 +24,7 @@ from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
 from trainer.config import TrainerConfig
 from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES
 from trainer.learner import Learner
+from trainer.lora.config import LoraConfig
 from wire.frames import decode_tokens, encode_floats
 from wire.messages.from_generator import Rescored
 from wire.messages.from_trainer import WrongPolicyFound
@@ -45,6 +46,7 @@ class PolicyLoop:
         groups: in each step.
         group_size: samples of each.
         learning_rate: large enough that a step can be seen in the log-probabilities.
+        lora: of the trainer.
     """
 
     def __init__(
@@ -57,11 +59,17 @@ class PolicyLoop:
         groups: int = 2,
         group_size: int = 4,
         learning_rate: float = 3e-3,
+        lora: LoraConfig | None = None,
     ) -> None:
         torch.set_num_threads(1)
-        config = TrainerConfig(learning_rate=learning_rate, device="cpu", warmup_steps=0)
+        config = TrainerConfig(
+            learning_rate=learning_rate, device="cpu", warmup_steps=0, lora=lora or LoraConfig()
+        )
         self.learner = Learner(config, model, group_size=group_size, seed=0)
-        self.publisher = WeightPublisher(published, "loop")
+        adapter = self.learner.policy.adapter
+        self.publisher = WeightPublisher(
+            published, "loop", lora=None if adapter is None else adapter.spec
+        )
         device = torch.device("cpu")
         self.core = core_of(
             load_model(model, slots=18, max_len=128, device=device, dtype=dtype),

@@ -93,8 +93,15 @@ class BroadcastPlace(msgspec.Struct, frozen=True):
     """Unlike any other sender that ever listened there."""
 
 
+class LoraSpec(msgspec.Struct, frozen=True):
+    """The tensors are those of a LoRA adapter (`wire.weights.adapter`), and no others."""
+
+    rank: int
+    scaling: float
+
+
 class WeightManifest(msgspec.Struct, frozen=True):
-    """One version of all weights."""
+    """One version of all weights, or of an adapter that is added to the model's own."""
 
     policy_version: int
     path: str
@@ -108,3 +115,6 @@ class WeightManifest(msgspec.Struct, frozen=True):
     broadcast: BroadcastPlace | None = None
     """The trainer broadcasts this version to those who ask there; the file has it too. None: the
     file only."""
+    lora: LoraSpec | None = None
+    """The tensors are an adapter's, and `fingerprint` is of the weights with the adapter merged
+    into them. None: they are all weights."""

@@ -32,6 +32,7 @@ from wire.weights.layout import (
     SHARED_MEMORY,
     WRITING,
     Fingerprint,
+    LoraSpec,
     TensorSpec,
     WeightManifest,
     laid_out,
@@ -68,13 +69,20 @@ class WeightPublisher:
         dtype: that floating-point tensors are converted to, once, while they are copied: what the
             engines decode with; None: they are published as they are.
         files: how many alternate. A version is overwritten by the one `files` later.
+        lora: of the adapter that is published; None: all weights are.
 
     Raises:
         PublishError: the run id cannot name a file.
     """
 
     def __init__(
-        self, directory: Path, run_id: str, *, dtype: torch.dtype | None = None, files: int = 2
+        self,
+        directory: Path,
+        run_id: str,
+        *,
+        dtype: torch.dtype | None = None,
+        files: int = 2,
+        lora: LoraSpec | None = None,
     ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", run_id):
             raise PublishError(
@@ -82,6 +90,7 @@ class WeightPublisher:
             )
         self._paths = [directory / f"asyncrl-{run_id}-weights-{i}" for i in range(files)]
         self._dtype = dtype
+        self._lora = lora
         self._slots: list[_Slot] = []
         self._specs: tuple[TensorSpec, ...] = ()
         self._nbytes = 0
@@ -123,7 +132,12 @@ class WeightPublisher:
         slot.mark(policy_version)
         self._published += 1
         return WeightManifest(
-            policy_version, str(slot.path), self._nbytes, self._specs, fingerprint
+            policy_version,
+            str(slot.path),
+            self._nbytes,
+            self._specs,
+            fingerprint,
+            lora=self._lora,
         )
 
     def tensors_of(self, policy_version: int) -> list[tuple[str, Tensor]]:

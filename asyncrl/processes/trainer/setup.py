@@ -71,9 +71,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         engines_on_cpu = _generates_on_cpu(spec, config)
         name = config.engine.weights_dtype(on_cpu=engines_on_cpu)
         engine_dtype: torch.dtype = getattr(torch, name)
-        publisher = WeightPublisher(
-            Path(spec.weights_directory), weights_id(spec.run_id, spec.name), dtype=engine_dtype
-        )
+        publisher = _publisher(child, learner, engine_dtype)
         child.closing.callback(publisher.close)
         on_cpus = engines_on_cpu and learner.policy.device.type == "cpu"
         limits = rounding_limits(config, engine_dtype, on_cpus=on_cpus)
@@ -131,6 +129,34 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             await process.run(
                 metrics_port=child.metrics_port, address=spec.reached_at(generators.address)
             )
+
+
+def _publisher(
+    child: Child[TrainerMetrics], learner: Learner, engine_dtype: torch.dtype
+) -> WeightPublisher:
+    """Of the weights in the engines' data type, or of an adapter as it is trained.
+
+    Raises:
+        UserError: engines hold the weights that an adapter is added to more finely than the trainer
+            does.
+    """
+    spec, adapter = child.spec, learner.policy.adapter
+    if (
+        adapter is not None
+        and engine_dtype == torch.float32
+        and child.config.trainer.dtype == ("bfloat16")
+    ):
+        raise UserError(
+            "trainer.lora with trainer.dtype: bfloat16 holds the model in bfloat16, and the "
+            "engines in float32: they would sample from another policy. Set engine.dtype: "
+            "bfloat16, or trainer.dtype: float32"
+        )
+    return WeightPublisher(
+        Path(spec.weights_directory),
+        weights_id(spec.run_id, spec.name),
+        dtype=engine_dtype if adapter is None else torch.float32,
+        lora=None if adapter is None else adapter.spec,
+    )
 
 
 def _sender(child: Child[TrainerMetrics], learner: Learner, address: str) -> WeightSender | None:

@@ -23,6 +23,7 @@ from typing import Protocol
 
 import torch
 
+from engine.adapters import MergingBuffer, weights_of_model
 from engine.errors import WeightsError, WeightsSupersededError
 from engine.remote.calls import StagingReport
 from engine.remote.worker.twin import Attributes, Twin, loaded_parts, unchanged
@@ -43,6 +44,10 @@ class Loader(Protocol):
     """Of the model."""
     dtype: torch.dtype
     """Of its floating-point parameters."""
+
+    @property
+    def model_path(self) -> str:
+        """The directory that it was loaded from."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -83,7 +88,8 @@ class WorkerWeights:
             lambda _, published: own if published.is_floating_point else published,
             engine_device=loader.device,
         )
-        self._staged = StagedWeights(self._receive, buffer)
+        merging = MergingBuffer(buffer, self._base, every=True)
+        self._staged = StagedWeights(self._receive, merging)
         self._thread = ThreadPoolExecutor(
             1, "asyncrl-staging", initializer=partial(_use_device, loader.device)
         )
@@ -91,6 +97,10 @@ class WorkerWeights:
         self._twin_device = loader.device if on_device else torch.device("cpu")
         self._twin: Twin | None = None
         self._why_reloads = ""
+
+    def _base(self, _names: Collection[str]) -> dict[str, torch.Tensor]:
+        """What adapters are added to; loaders need all weights, not only those that change."""
+        return weights_of_model(self._loader.model_path, self._loader.dtype)
 
     def begin(self, manifest: WeightManifest) -> None:
         """Begin to stage a published version."""

@@ -57,6 +57,11 @@ class SglangLoader:
         self.dtype: torch.dtype = runner.dtype
 
     @property
+    def model_path(self) -> str:
+        """As `Loader`."""
+        return str(self._runner.model_config.model_path)
+
+    @property
     def model(self) -> torch.nn.Module:
         """That decodes."""
         model: torch.nn.Module = self._runner.model

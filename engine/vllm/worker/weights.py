@@ -31,6 +31,11 @@ class VllmLoader:
         model: torch.nn.Module = self._worker.model_runner.get_model()
         return model
 
+    @property
+    def model_path(self) -> str:
+        """As `Loader`."""
+        return str(self._worker.model_config.model)
+
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors, named as in the HF state dict, into the model or its twin, in place."""
         load(self._worker, model, tensors)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -85,14 +86,7 @@ class WeightSender:
             The manifest for those who may receive it.
         """
         self._newest = manifest
-        return WeightManifest(
-            manifest.policy_version,
-            manifest.path,
-            manifest.nbytes,
-            manifest.tensors,
-            manifest.fingerprint,
-            self._desk.place,
-        )
+        return msgspec.structs.replace(manifest, broadcast=self._desk.place)
 
     def close(self) -> None:
         """Stop, and wait until the thread has ended. Idempotent.

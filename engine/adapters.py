@@ -1,0 +1,107 @@
+"""Published adapters in an engine: read, and merged into a copy of the model's own weights.
+
+    base (kept) + adapter (read) ─► merged, in the engine's data type ─► installed as any weights
+
+An engine that serves merged weights decodes, caches, verifies and compares fingerprints as it does
+with whole weights: only what is published is smaller. It needs one more copy of the matrices that
+have an adapter, since merging one version into the one before would add up roundings. The copy is
+of the weights that the engine was started with, which are those of the trainer's `model.path`. If
+they are not, the fingerprint of the first version tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from wire.errors import WeightsReadError
+from wire.weights.adapter import merge, pairs_of
+from wire.weights.layout import WeightManifest
+from wire.weights.reader import WeightBuffer
+
+Base = Callable[[Collection[str]], Mapping[str, Tensor]]
+"""The weights without adapter in the engine's data types, at least those of these names of the HF
+state dict. Called once; what it gives must stay as it is. Raises WeightsReadError."""
+
+
+def weights_of_model(model_path: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All weights of a model directory, on the CPU, a tied one once.
+
+    Raises:
+        WeightsReadError: transformers cannot load it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise WeightsReadError(f"the model {model_path}: {error}") from error
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor.detach()
+    return found
+
+
+class Buffer(Protocol):
+    """A private copy of one published version, as `WeightBuffer`."""
+
+    def read(self, manifest: WeightManifest) -> None:
+        """Replace the version before. Raises WeightsReadError, WeightsSupersededError."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """By name of the HF state dict, valid until the next `read`. Raises WeightsReadError."""
+
+
+class MergingBuffer:
+    """Whole weights as they are published; of an adapter, the matrices that it changes, merged.
+
+    Args:
+        whole: holds versions of all weights.
+        base: of the model.
+        every: also give the weights without adapter, for engines that load all or nothing.
+    """
+
+    def __init__(self, whole: WeightBuffer, base: Base, *, every: bool = False) -> None:
+        self._whole = whole
+        self._adapter = WeightBuffer()
+        self._make_base = base
+        self._every = every
+        self._base: Mapping[str, Tensor] | None = None
+        self._merged: dict[str, Tensor] = {}
+        self._is_merged = False
+
+    def read(self, manifest: WeightManifest) -> None:
+        """As `WeightBuffer.read`."""
+        self._is_merged = False
+        if manifest.lora is None:
+            self._whole.read(manifest)
+            return
+        self._adapter.read(manifest)
+        pairs = pairs_of(self._adapter.tensors())
+        if self._base is None:
+            self._base = self._make_base(pairs.keys())
+        unknown = sorted(pairs.keys() - self._base.keys())
+        if unknown:
+            raise WeightsReadError(f"the model has no weights {unknown[:3]} to add an adapter to")
+        for name, pair in pairs.items():
+            base = self._base[name]
+            if name not in self._merged:
+                self._merged[name] = torch.empty_like(base, pin_memory=base.is_pinned())
+            merge(base, pair, manifest.lora.scaling, self._merged[name])
+        self._is_merged = True
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """As `WeightBuffer.tensors`."""
+        if not self._is_merged or self._base is None:
+            yield from self._whole.tensors()
+        elif self._every:
+            for name, base in self._base.items():
+                yield name, self._merged.get(name, base)
+        else:
+            yield from self._merged.items()

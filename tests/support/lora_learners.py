@@ -1,0 +1,30 @@
+"""Learners that train an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rollout.trajectory import Trajectory
+from trainer.config import TrainerConfig
+from trainer.learner import Learner
+from trainer.lora.config import LoraConfig
+
+Groups = Callable[..., list[Trajectory]]
+"""The fixture `group_of`."""
+LORA = LoraConfig(rank=3, alpha=12)
+
+
+def learner_of(model: str, **settings: Any) -> Learner:
+    values: dict[str, Any] = {"device": "cpu", "learning_rate": 0.02, "lora": LORA}
+    return Learner(TrainerConfig(**(values | settings)), model, group_size=4, seed=1)
+
+
+def trained(learner: Learner, group_of: Groups, steps: int = 1) -> Learner:
+    for step in range(learner.policy_version, learner.policy_version + steps):
+        group = group_of(step, np.random.default_rng(step), version=step)
+        learner.add_group(group, np.arange(4, dtype=np.float32))
+        learner.step()
+    return learner

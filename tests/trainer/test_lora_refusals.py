@@ -1,0 +1,139 @@
+"""LoRA: what cannot be trained, served or started from is named. And what it needs in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_learners import LORA, Groups, learner_of, trained
+from pydantic import ValidationError
+from tiny_models import make_llama
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.run.lora_check import with_adapter
+from engine.errors import WeightsError
+from engine.torch.weights import ModuleWeights
+from trainer.checkpoint_files import path_of
+from trainer.config import TrainerConfig
+from trainer.errors import UnsupportedModelError
+from trainer.export import export_adapter
+from trainer.lora.config import LoraConfig
+from trainer.memory import ModelShape, Samples, step_memory
+from wire.weights import adapter as arithmetic
+from wire.weights.fingerprint import fingerprint
+from wire.weights.layout import LoraSpec
+from wire.weights.writer import WeightPublisher
+
+ModelPath = Callable[[str], str]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 4, "dropout": 0.1}, "engines sample from. It must be 0"),
+        ({"rank": 4, "modules_to_save": ["lm_head"]}, "lm_head: only adapters"),
+        ({"alpha": 8}, "alpha has no effect with rank: 0"),
+        ({"rank": 4, "targets": "q_proj"}, "must be all-linear or a list"),
+        ({"rank": 4, "targets": []}, "has no name"),
+        ({"rank": 4, "serve": "adapter"}, "is not built"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainerConfig(lora=settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reference_decay": 0.9, "kl_coefficient": 0.1}, "reference_decay does not work with"),
+        ({"sharding": "full", "ranks": 2}, "sharding: full does not work with lora"),
+        ({"compile": True}, "compile: true does not work with lora"),
+        ({"algorithm": "ppo", "critic": {"shared_trunk": True}}, "shared_trunk: true does not"),
+    ],
+)
+def test_what_does_not_go_with_lora_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainerConfig(lora=LORA, **settings)
+
+
+def test_layers_and_adapters_that_do_not_fit_are_named(
+    model_path: ModelPath, group_of: Groups, tmp_path: Path
+) -> None:
+    path = model_path("qwen3")
+    for target, message in [
+        ("query", "query is no layer of .* down_proj, gate_proj"),
+        ("lm_head", "lm_head is not a linear layer of a block"),
+        ("embed_tokens", "embed_tokens is not a linear layer of a block"),
+    ]:
+        lora = LORA.model_copy(update={"targets": (target, "q_proj")})
+        with pytest.raises(UnsupportedModelError, match=message):
+            learner_of(path, lora=lora)
+    config = RunConfig.model_validate({"trainer": {"lora": {"rank": 3, "targets": ["query"]}}})
+    with pytest.raises(UserError, match=r"query is no layer of .* give some of down_proj, "):
+        with_adapter(config, Path(path))
+    trained(learner_of(path), group_of).save(path_of(tmp_path / "checkpoints", 1))
+    adapter = tmp_path / "adapter"
+    export_adapter(path_of(tmp_path / "checkpoints", 1), adapter)
+    for changes, message in [
+        ({"r": 4}, "has r 4, and the run 3"),
+        ({"use_dora": True}, "uses use_dora, which is not trained here"),
+        ({"peft_type": "IA3"}, "is no LoRA adapter"),
+    ]:
+        text = json.loads((adapter / "adapter_config.json").read_text())
+        (adapter / "adapter_config.json").write_text(json.dumps(text | changes))
+        config = RunConfig.model_validate(
+            {"trainer": {"lora": {"rank": 3, "alpha": 12, "adapter": str(adapter)}}}
+        )
+        with pytest.raises(UserError, match=message):
+            with_adapter(config, Path(path))
+        (adapter / "adapter_config.json").write_text(json.dumps(text))
+    fewer = LORA.model_copy(update={"targets": ("q_proj",), "adapter": str(adapter)})
+    with pytest.raises(UnsupportedModelError, match="does not fit"):
+        learner_of(path, lora=fewer)
+
+
+def test_an_adapter_that_does_not_fit_the_engines_model_changes_nothing(tmp_path: Path) -> None:
+    module = make_llama(seed=2)
+    weights, before = ModuleWeights(module), fingerprint(module.state_dict().items())
+    layer = "model.layers.0.mlp.up_proj"
+    for pair, message in [
+        ((torch.ones(2, 32), torch.ones(48, 3)), r"lora_B.* \(48, 3\) given, \(48, 2\) needed"),
+        ((torch.ones(2, 32), None), "None given"),
+    ]:
+        names = arithmetic.names_of(layer)
+        tensors = [(n, one) for n, one in zip(names, pair, strict=True) if one is not None]
+        with (
+            WeightPublisher(tmp_path, "run", lora=LoraSpec(2, 1.0)) as publisher,
+            pytest.raises(WeightsError, match=message),
+        ):
+            weights.stage(publisher.publish(tensors, 1))
+    assert fingerprint(module.state_dict().items()) == before
+
+
+def test_a_7b_model_with_an_adapter_fits_one_gpu() -> None:
+    """24 GiB with bfloat16 and checkpointed activations; all weights need more than 100."""
+    shape = ModelShape.of(
+        {
+            "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+            "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
+        }
+    )  # fmt: skip
+    assert shape is not None
+    config = TrainerConfig(
+        dtype="bfloat16", gradient_checkpointing=True, lora=LoraConfig(rank=16), kl_coefficient=0.1
+    )
+    samples = Samples(longest=4096, group_size=8)
+    needs = step_memory(shape, config, samples, on_gpu=True)
+    assert needs.device < 24 * 2**30
+    assert needs.reference == 0
+    assert needs.published == 2 * 40_370_176 * 4
+    whole = step_memory(
+        shape, config.model_copy(update={"lora": LoraConfig()}), samples, on_gpu=True
+    )
+    assert whole.device > 100 * 2**30

@@ -1,0 +1,244 @@
+"""The adapter of a policy: layers that peft puts around the model's, and what others need of them.
+
+```
+x ─┬─► W (stays as it is) ─────────────► + ─► y
+   └─► A ─► B ─► times alpha / rank ──────┘
+```
+
+The trainer computes both branches. What it publishes are A and B; `fingerprint` is that of the
+merged weights, which engines compute from them (`wire.weights.adapter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trainer.errors import UnsupportedModelError
+from trainer.lora.config import LoraConfig
+from trainer.lora.files import adapter_settings
+from trainer.lora.tensors import read_adapter
+from wire.weights.adapter import Pair, layer_of, merged, names_of
+from wire.weights.fingerprint import TensorSums, collect, fingerprint, sums_of
+from wire.weights.layout import Fingerprint, LoraSpec
+
+_NAME = "default"
+_BASE = ".base_layer."
+"""What peft puts into the names of an adapted layer's own parameters."""
+_LINEAR = {"Linear", "OnednnLinear"}
+
+
+class Adapter:
+    """Attributes: `config`, `layers` by name.
+
+    Args:
+        model: whose linear layers get adapters, in place; all other parameters stay as they are.
+        config: with a rank.
+        dtype: of A and B.
+
+    Raises:
+        UnsupportedModelError: the targets are not linear layers of the model, or the adapter to
+            start from does not fit.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: LoraConfig, dtype: torch.dtype) -> None:
+        self.config = config
+        self._model = model
+        _check_targets(model, config)
+        _inject(model, config)
+        self.layers: dict[str, Any] = {
+            name: module
+            for name, module in model.named_modules()
+            if hasattr(module, "lora_A") and hasattr(module, "base_layer")
+        }
+        odd = {type(one.base_layer).__name__ for one in self.layers.values()} - _LINEAR
+        if odd:
+            raise UnsupportedModelError(
+                f"trainer.lora: {type(model).__name__} has layers of kind "
+                f"{', '.join(sorted(odd))}, and only linear layers can have an adapter here; set "
+                "trainer.lora.targets"
+            )
+        for parameter in self._parameters().values():
+            parameter.data = parameter.data.to(dtype)
+        self._initial: dict[str, Tensor] | None = None
+        if config.adapter is not None:
+            self._start_from(Path(config.adapter))
+        self._constant: dict[tuple[int, torch.dtype | None], TensorSums] = {}
+
+    @property
+    def spec(self) -> LoraSpec:
+        """What a manifest says of it."""
+        return LoraSpec(self.config.rank, self.config.scaling)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """A and B of each layer, as they are published; alive."""
+        for name, parameter in self._parameters().items():
+            yield name, parameter.detach()
+
+    def settings(self, model_path: str) -> dict[str, Any]:
+        """What a PEFT directory of it says."""
+        return adapter_settings(self.layers, self.config, model_path)
+
+    def module(self) -> nn.Module:
+        """A module of A and B alone: what a checkpoint holds of the policy."""
+        return _AdapterModule(self._parameters())
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's own weights by name of the HF state dict, tied ones by each name."""
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if layer_of(name) is None:
+                yield name.replace(_BASE, "."), tensor
+
+    def base_digest(self) -> str:
+        """Of the model's own weights."""
+        return fingerprint(self.base()).whole
+
+    def own(self) -> Fingerprint:
+        """Of the model's own weights and the adapter's, as they are."""
+        return fingerprint([*self.base(), *self.tensors()])
+
+    def fingerprint(self, dtype: torch.dtype) -> Fingerprint:
+        """Of the merged weights, as engines of this data type hold them.
+
+        A merged matrix exists one at a time. Digests of weights without adapter are kept.
+        """
+        pairs = self._pairs()
+        named: list[tuple[str, TensorSums]] = []
+        for name, tensor in self.base():
+            if name in pairs:
+                own = merged(tensor, pairs[name], self.config.scaling, dtype)
+                named.append((name, sums_of(own)))
+                continue
+            key = id(tensor), dtype
+            if key not in self._constant:
+                self._constant[key] = sums_of(tensor, dtype)
+            named.append((name, self._constant[key]))
+        return collect(named)
+
+    @contextmanager
+    def initial(self) -> Iterator[None]:
+        """Compute as the initial policy inside the block; without gradients only."""
+        if self._initial is None:
+            _switch(self.layers, off=True)
+            try:
+                yield
+            finally:
+                _switch(self.layers, off=False)
+            return
+        trained = {name: one.data for name, one in self._parameters().items()}
+        self._set(self._initial)
+        try:
+            yield
+        finally:
+            self._set(trained)
+
+    def _set(self, tensors: Mapping[str, Tensor]) -> None:
+        # As `.data`, so that tensors that a backward pass has kept are not taken for changed.
+        for name, parameter in self._parameters().items():
+            parameter.data = tensors[name].to(parameter.device)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        found: dict[str, nn.Parameter] = {}
+        for name, layer in self.layers.items():
+            a, b = names_of(name)
+            found[a], found[b] = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+        return found
+
+    def _pairs(self) -> dict[str, Pair]:
+        return {
+            f"{name}.weight": Pair(
+                layer.lora_A[_NAME].weight.detach(), layer.lora_B[_NAME].weight.detach()
+            )
+            for name, layer in self.layers.items()
+        }
+
+    @torch.no_grad()
+    def _start_from(self, directory: Path) -> None:
+        own = self._parameters()
+        given = read_adapter(directory, self.config)
+        wrong = sorted(given.keys() ^ own.keys())
+        wrong += [n for n in given.keys() & own.keys() if given[n].shape != own[n].shape]
+        if wrong:
+            raise UnsupportedModelError(
+                f"trainer.lora.adapter: {directory} does not fit: {', '.join(wrong[:3])} differ; "
+                "it must have trainer.lora.targets, and be of this model"
+            )
+        for name, parameter in own.items():
+            parameter.copy_(given[name])
+        self._initial = {name: one.detach().clone() for name, one in own.items()}
+
+
+class _AdapterModule(nn.Module):
+    """Parameters by names with dots, which `register_parameter` does not take."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._named = dict(parameters)
+
+    def state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """As of any module."""
+        return dict(self._named)
+
+    def named_parameters(self, *_args: Any, **_kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module."""
+        yield from self._named.items()
+
+
+def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
+    try:
+        import peft
+    except ImportError as error:
+        raise UnsupportedModelError(
+            "trainer.lora needs peft, which is not installed: pip install 'asyncrl[lora]'"
+        ) from error
+    targets = config.targets if isinstance(config.targets, str) else list(config.targets)
+    settings = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=targets, bias="none"
+    )
+    try:
+        peft.inject_adapter_in_model(settings, model)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"trainer.lora.targets: {targets} cannot be adapted in {type(model).__name__}: {error}"
+        ) from error
+
+
+def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Refuse targets that are no linear layers inside the blocks."""
+    if isinstance(config.targets, str):
+        return
+    outer = (model.get_output_embeddings(), model.get_input_embeddings())
+    modules = dict(model.named_modules())
+    for target in config.targets:
+        meant = [n for n in modules if n == target or n.endswith(f".{target}")]
+        for name in meant:
+            if not isinstance(modules[name], nn.Linear) or modules[name] in outer:
+                raise UnsupportedModelError(
+                    f"trainer.lora.targets: {name} is not a linear layer of a block "
+                    f"({type(modules[name]).__name__}), and only those can have an adapter"
+                )
+        if not meant:
+            inner = {
+                name.rpartition(".")[2]
+                for name, module in modules.items()
+                if isinstance(module, nn.Linear) and module not in outer
+            }
+            raise UnsupportedModelError(
+                f"trainer.lora.targets: {target} is no layer of {type(model).__name__}; its linear "
+                f"layers are {', '.join(sorted(inner))}"
+            )
+
+
+def _switch(layers: Mapping[str, Any], *, off: bool) -> None:
+    """Use the layers without or with their adapters.
+
+    Not by peft's `enable_adapters`, which also changes what has gradients.
+    """
+    for layer in layers.values():
+        layer._disable_adapters = off  # noqa: SLF001

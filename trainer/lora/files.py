@@ -1,0 +1,82 @@
+"""PEFT directories: an adapter's settings. Light: no torch.
+
+```
+adapter_config.json         what it is, and which model it is of
+adapter_model.safetensors   base_model.model.LAYER.lora_A.weight and lora_B, of each layer
+```
+
+`trainer.lora.tensors` has the tensors. Nothing is unpickled: `adapter_model.bin` is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.lora.config import LoraConfig
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER = "adapter"
+"""Folder of a checkpoint with the settings of its adapter; others have none."""
+_PLAIN: dict[str, Any] = {
+    "use_dora": False,
+    "use_rslora": False,
+    "bias": "none",
+    "lora_bias": False,
+    "fan_in_fan_out": False,
+}
+"""What other values of these mean is not trained here."""
+_EMPTY = ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform",
+          "target_parameters", "trainable_token_indices", "layer_replication")  # fmt: skip
+
+
+def adapter_settings(layers: Iterable[str], config: LoraConfig, base: str) -> dict[str, Any]:
+    """The contents of adapter_config.json.
+
+    Args:
+        layers: full names of those that have an adapter.
+        config: of the run.
+        base: the model that the adapter is of: a directory or hub id.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(base).resolve()) if Path(base).is_dir() else base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+        "inference_mode": True,
+        **_PLAIN,
+    }
+
+
+def why_not_started_from(directory: Path, config: LoraConfig) -> str | None:
+    """Why an adapter cannot be started from, by its settings; None: it can, if it fits the model.
+
+    Light: reads adapter_config.json only.
+    """
+    if not (directory / CONFIG).is_file():
+        return f"{directory} has no {CONFIG}"
+    if not (directory / TENSORS).is_file():
+        return f"{directory} has no {TENSORS} (pickled adapters are not read)"
+    try:
+        found = json.loads((directory / CONFIG).read_bytes())
+    except (OSError, ValueError) as error:
+        return f"{directory / CONFIG} cannot be read: {error}"
+    if not isinstance(found, dict) or found.get("peft_type") != "LORA":
+        return f"{directory} is no LoRA adapter"
+    for name, value in (("r", config.rank), ("lora_alpha", config.alpha)):
+        if found.get(name) != value:
+            return f"{directory} has {name} {found.get(name)}, and the run {value:g}"
+    odd = [name for name, plain in _PLAIN.items() if found.get(name, plain) not in (plain, None)]
+    odd += [name for name in _EMPTY if found.get(name)]
+    return f"{directory} uses {', '.join(odd)}, which is not trained here" if odd else None
+
+
+def write_settings(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Write adapter_config.json. Raises OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / CONFIG).write_text(json.dumps(dict(settings), indent=1), encoding="utf-8")

@@ -1,0 +1,131 @@
+"""LoRA: what is published of an adapter, and the one arithmetic that merges it into a matrix.
+
+An adapter of a matrix W `[O, I]` is A `[R, I]` and B `[O, R]`. The merged matrix is
+
+    D = 0;  D = D + b[:, k] a[k, :]  for k = 0 .. R - 1
+    merged = W in the engine's data type + scaling * D, rounded to that data type
+
+where each product and each sum is rounded to float32.
+
+Products and sums are separate operations on single elements, so IEEE arithmetic fixes every bit: a
+CPU and a GPU, any number of threads and any partition of W give the same matrix. A matrix product
+would not, as each library adds in an order of its own. So the trainer and every engine merge for
+themselves, and fingerprints compare what came of it.
+
+Cost: 2 R operations an element, on blocks that stay in a core's or a GPU's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wire.errors import WeightsReadError
+
+_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+"""What peft puts behind the name of an adapted layer; "default" is the adapter's name."""
+_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""Of a block, by kind of device."""
+
+
+class Pair(NamedTuple):
+    """The adapter of one matrix."""
+
+    a: Tensor
+    """`[R, I]`"""
+    b: Tensor
+    """`[O, R]`"""
+
+
+def names_of(layer: str) -> tuple[str, str]:
+    """What the two tensors of a layer's adapter are published as.
+
+    Example:
+        >>> names_of("model.layers.0.mlp.up_proj")[0]
+        'model.layers.0.mlp.up_proj.lora_A.default.weight'
+    """
+    return layer + _A, layer + _B
+
+
+def layer_of(name: str) -> str | None:
+    """The layer of a published tensor; None: it is not of an adapter."""
+    for ending in (_A, _B):
+        if name.endswith(ending):
+            return name.removesuffix(ending)
+    return None
+
+
+def pairs_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Pair]:
+    """The adapters of all layers, by the name of the layer's weight in the HF state dict.
+
+    Raises:
+        WeightsReadError: one of a pair is missing, or something else is among them.
+    """
+    given = dict(tensors)
+    pairs: dict[str, Pair] = {}
+    for layer in dict.fromkeys(layer_of(name) for name in given):
+        a, b = (None, None) if layer is None else map(given.get, names_of(layer))
+        if a is None or b is None:
+            raise WeightsReadError(f"the adapter of {layer or sorted(given)[:3]} is not whole")
+        pairs[f"{layer}.weight"] = Pair(a, b)
+    return pairs
+
+
+@torch.no_grad()
+def merge(base: Tensor, pair: Pair, scaling: float, out: Tensor) -> None:
+    """Write the merged matrix to `out`, whose data type is the engine's; all on one device.
+
+    Args:
+        base: `[O, I]` of the model without adapter.
+        pair: converted to float32 first.
+        scaling: of the adapter.
+        out: `[O, I]`
+    """
+    a, b = (one.detach().to(out.device, torch.float32) for one in pair)
+    factor = torch.tensor(scaling, dtype=torch.float32, device=out.device)
+    rows = max(1, _ELEMENTS.get(out.device.type, 1 << 22) // max(1, out.shape[1]))
+    total = torch.empty(min(rows, len(out)), out.shape[1], device=out.device)
+    product = torch.empty_like(total)
+    for start in range(0, len(out), rows):
+        part = slice(start, min(start + rows, len(out)))
+        own, one = total[: part.stop - start], product[: part.stop - start]
+        own.zero_()
+        for k in range(len(a)):
+            torch.mul(b[part, k, None], a[k], out=one)
+            own.add_(one)
+        own.mul_(factor)
+        own.add_(base[part].to(out.device, out.dtype).to(torch.float32))
+        out[part].copy_(own)
+
+
+def merged(base: Tensor, pair: Pair, scaling: float, dtype: torch.dtype) -> Tensor:
+    """`[O, I]`: the merged matrix in the engine's data type, on the device of `base`."""
+    out = torch.empty(base.shape, dtype=dtype, device=base.device)
+    merge(base.detach(), pair, scaling, out)
+    return out
+
+
+def adapter_mistakes(
+    given: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], rank: int
+) -> list[str]:
+    """What does not fit the model, a line each.
+
+    Args:
+        given: published shapes by name.
+        shapes: of the HF state dict.
+        rank: R.
+    """
+    wrong = [f"{name} is not of an adapter" for name in given if layer_of(name) is None]
+    for layer in dict.fromkeys(one for name in given if (one := layer_of(name)) is not None):
+        shape = shapes.get(f"{layer}.weight")
+        if shape is None or len(shape) != 2:
+            wrong.append(f"{layer} is no layer with a matrix")
+            continue
+        a, b = names_of(layer)
+        for name, expected in ((a, (rank, shape[1])), (b, (shape[0], rank))):
+            if given.get(name) != expected:
+                wrong.append(f"{name}: {given.get(name)} given, {expected} needed")
+    return wrong
