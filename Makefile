@@ -96,7 +96,7 @@ sbom: $(TOOLS)/.ready ## list of the Python packages of each image (CycloneDX, d
 	for name in $(LOCKS); do $(TOOLS)/bin/python -W ignore -m cyclonedx_py requirements requirements/$$name.lock --pyproject pyproject.toml \
 	  --output-reproducible --output-file dist/sbom/asyncrl-$$name.cdx.json || exit 1; done
 
-test-deploy: $(VENV)/.dev ## Docker Compose and Kubernetes for real, each in a verdict: root on Linux, nothing else prepared (half an hour)
+test-deploy: $(VENV)/.dev ## Docker Compose and Kubernetes for real, each in a verdict: root on Debian 12, nothing else prepared (an hour, 20 GB)
 	SAVE=$(DEPLOY_DIR)/asyncrl.tar DEPLOY_DIR=$(DEPLOY_DIR) bash tests/deploy/compose.sh
 	IMAGE_ARCHIVE=$(DEPLOY_DIR)/asyncrl.tar DEPLOY_DIR= PYTHON=$(abspath $(VENV))/bin/python bash tests/deploy/kubernetes.sh || [ $$? = 3 ]
 
