@@ -331,6 +331,17 @@ class TrainerConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _selective_recomputation_happens_once(self) -> Self:
+        has_parts = self.normalises_over_step and not self.gathers_first
+        if self.gradient_checkpointing == "selective" and has_parts:
+            raise ValueError(
+                "gradient_checkpointing: selective keeps what it chose for one backward pass, and "
+                f"algorithm: {self.algorithm} needs two while groups arrive, because advantages are "
+                "normalised over the step; choose gradient_checkpointing: true or false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _what_is_compiled_is_one_operation(self) -> Self:
         if self.compile and self.gradient_checkpointing == "selective":
             raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from rollout.trajectory import Trajectory
 from trainer.config import TrainerConfig
@@ -98,3 +99,19 @@ def test_groups_of_one_and_endless_schedules_are_refused(model_path: ModelPath) 
         Learner(TrainerConfig(), model_path("qwen3"), group_size=1, seed=0)
     with pytest.raises(TrainerError, match="schedule_steps"):
         _learner(model_path("qwen3"), learning_rate_schedule="cosine")
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce_plus_plus", "ppo"])
+def test_what_is_kept_for_one_backward_pass_is_refused_where_there_are_two(algorithm: str) -> None:
+    settings: dict[str, Any] = {
+        "algorithm": algorithm,
+        "gradient_checkpointing": "selective",
+        "advantage_normalization": "std",
+    }
+    if algorithm == "ppo":
+        settings["proximal_policy"] = "current"
+    with pytest.raises(ValidationError, match=f"algorithm: {algorithm} needs two while groups"):
+        TrainerConfig(**settings)
+    TrainerConfig(**settings | {"gradient_checkpointing": True})
+    TrainerConfig(**settings | {"minibatches": 2})
+    TrainerConfig(gradient_checkpointing="selective")
