@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from engine.torch.reach import Hidden
 from rollout.trajectory import IntArray
 
+LongArray = NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
@@ -26,12 +28,13 @@ class Decoding:
     depths: IntArray | None
     """`[sum(counts)]` positions of the new tokens after the row's first one; None: chains."""
 
-    def positions(self, queries: int, keys: int) -> tuple[IntArray, IntArray]:
+    def positions(self, queries: int, keys: int) -> tuple[LongArray, LongArray]:
         """Positions of the queries `[m, Q]` and the keys `[m, L]` in their contexts."""
         rows = len(self.lengths)
-        of_keys = np.tile(np.arange(keys), (rows, 1))
+        of_keys: LongArray = np.tile(np.arange(keys, dtype=np.int64), (rows, 1))
         # Padding is given the last position: it sees a key, and nobody reads what it computes.
-        of_queries = np.minimum(self.lengths[:, None] + np.arange(queries), keys - 1)
+        ends = self.lengths[:, None].astype(np.int64)
+        of_queries: LongArray = np.minimum(ends + np.arange(queries), keys - 1)
         if self.depths is not None:
             row = np.repeat(np.arange(rows), self.counts)
             column = np.arange(len(row)) - np.repeat(
