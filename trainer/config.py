@@ -336,8 +336,8 @@ class TrainerConfig(BaseModel):
         if self.gradient_checkpointing == "selective" and has_parts:
             raise ValueError(
                 "gradient_checkpointing: selective keeps what it chose for one backward pass, and "
-                f"algorithm: {self.algorithm} needs two while groups arrive, to normalise advantages "
-                "over the step; choose gradient_checkpointing: true or false"
+                f"algorithm: {self.algorithm} needs two while groups arrive, to normalise "
+                "advantages over the step; choose gradient_checkpointing: true or false"
             )
         return self
 
