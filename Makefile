@@ -16,9 +16,8 @@ SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check insta
 TOOLS   := $(VENV)-tools
 LOCKS   := cpu-vllm cpu cuda
 DEPLOY_DIR ?= /var/tmp/asyncrl-deploy
-# Whole files per worker, long ones first (tests/conftest.py). Three for two cores, which have nothing to do in a fifth of
-# the time of two: tests wait for processes to start, to be missed and to end.
-PARALLEL := -n 3 --dist loadgroup --no-loadscope-reorder
+# Whole files per worker, long ones first (tests/conftest.py). Three workers on two cores were not faster.
+PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 # Some two hundred processes import them. With PYTHONDONTWRITEBYTECODE, as in containers, each would compile them again.
 COMPILED := $(VENV)/bin/python -m compileall -q -j 0 asyncrl benchmarks cache engine monitoring rollout scheduler trainer wire tests/support
 GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)

@@ -76,6 +76,12 @@ class MergingBuffer:
         self._merged: dict[str, Tensor] = {}
         self._is_merged = False
 
+    @property
+    def nbytes(self) -> int:
+        """Of the copies of published versions; the model's own weights are not counted."""
+        merged = sum(one.nbytes for one in self._merged.values())
+        return self._whole.nbytes + self._adapter.nbytes + merged
+
     def read(self, manifest: WeightManifest) -> None:
         """As `WeightBuffer.read`."""
         self._is_merged = False

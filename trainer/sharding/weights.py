@@ -53,10 +53,13 @@ class Weights:
         return whole(tensor, dtype, self._world)
 
     def fingerprint(self, dtype: torch.dtype | None = None) -> Fingerprint:
-        """Of all of them, as an engine of this data type holds them; tied ones by each name."""
+        """Of all of them, as an engine of this data type holds them; tied ones by each name.
+
+        Without a data type, as they are, a tied one once.
+        """
+        given = list(self.tensors()) if dtype is None else self._named()
         if not self._policy.is_sharded:
-            return fingerprint(self._named(), dtype)
-        given = self._named()
+            return fingerprint(given, dtype)
         known = {id(tensor): tensor for _, tensor in given}
         own = np.stack([self._sums(one, dtype).cpu().numpy() for one in known.values()])
         found = self._world.gather(own.astype("<i8").tobytes(), "the digests of the weights")

@@ -49,6 +49,9 @@ logger = logging.getLogger("asyncrl.ray")
 TICK_SECONDS = 0.1
 WATCH_SECONDS = 5.0
 """Time that an actor waits for the end of its child before it reports the log all the same."""
+SILENT_SECONDS = 20.0
+"""Without an answer from an actor it is lost, once no head can tell that it is. It is asked every
+WATCH_SECONDS."""
 AGAIN_SECONDS = 1.0
 """Between questions to an actor that is not reached and that Ray does not call dead."""
 KILL_SECONDS = 3.0
@@ -76,6 +79,8 @@ class _Process:
     """When its actor is killed, because the process was to be killed and has not ended."""
     begin_by: float | None = None
     """When it is given up, because no node had room for it or its node was silent."""
+    heard: float = 0.0
+    """When its actor last answered, in monotonic seconds."""
     again: tuple[float, str] | None = None
     """When its actor is asked again, after a connection to it broke, and what."""
 
@@ -228,11 +233,17 @@ class Broker:
             if process.again is not None and now > process.again[0]:
                 self._ask(name, process.again[1])
                 process.again = None
-            if process.begin_by is not None and now > process.begin_by:
+            if self._head_is_lost and process.heard and now > process.heard + SILENT_SECONDS:
+                self._forget_calls(name)
+                self._tell(process.status(_KILLED, "its actor and the Ray head are silent"))
+            elif process.begin_by is not None and now > process.begin_by:
                 ray.kill(process.actor)
-                self._calls = {one: call for one, call in self._calls.items() if call[0] != name}
+                self._forget_calls(name)
                 end = process.status(_KILLED, _late(self._asked.place_seconds))
                 self._tell(replace(end, node_lost=process.node is None))
+
+    def _forget_calls(self, name: str) -> None:
+        self._calls = {one: call for one, call in self._calls.items() if call[0] != name}
 
     def _ask(self, name: str, method: str) -> None:
         """A question that can be asked again."""
@@ -255,7 +266,7 @@ class Broker:
                 return
             self._ended(name, _KILLED, f"its Ray actor was lost: {one_line(error)}", "")
             return
-        order = process.order
+        order, process.heard = process.order, time.monotonic()
         if method == "describe":
             if process.is_ending:
                 self._ended(name, _TERMINATED, "", "")

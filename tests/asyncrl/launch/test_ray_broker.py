@@ -208,6 +208,21 @@ def test_processes_have_ended_where_the_node_has_left(broker: Any) -> None:
     assert not broker._calls
 
 
+def test_an_actor_that_is_silent_while_no_head_can_tell_its_end_is_lost(runs: Any) -> None:
+    later = time.monotonic() + broker_of_ray.SILENT_SECONDS + 1
+    runs._keep_time(later)
+    assert [status.code for status in said(runs)] == [None], "the head would tell"
+    runs._head_is_lost = True
+    runs._keep_time(time.monotonic())
+    assert [status.code for status in said(runs)] == [None], "it has answered"
+    runs._keep_time(later)
+    assert (said(runs)[-1].code, said(runs)[-1].cause) == (
+        -9,
+        "its actor and the Ray head are silent",
+    )
+    assert not runs._calls
+
+
 def test_a_node_that_is_not_reached_at_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [ActorUnavailableError("reset by peer", None), "the node"]
 
