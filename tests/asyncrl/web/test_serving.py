@@ -38,5 +38,5 @@ def test_a_killed_controller_takes_its_page_along(tmp_path: Path) -> None:
         controller.kill()
         controller.communicate()
     until(lambda: not is_running(record.process), seconds=60, what="the page's process to end")
-    with pytest.raises(OSError, match="refused|reset"):
+    with pytest.raises(OSError, match=r"refused|reset"):
         urllib.request.urlopen(url, timeout=60)  # noqa: S310
