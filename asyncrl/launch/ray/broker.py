@@ -234,16 +234,11 @@ class Broker:
                 self._ask(name, process.again[1])
                 process.again = None
             if self._head_is_lost and process.heard and now > process.heard + SILENT_SECONDS:
-                self._forget_calls(name)
                 self._tell(process.status(_KILLED, "its actor and the Ray head are silent"))
             elif process.begin_by is not None and now > process.begin_by:
                 ray.kill(process.actor)
-                self._forget_calls(name)
                 end = process.status(_KILLED, _late(self._asked.place_seconds))
                 self._tell(replace(end, node_lost=process.node is None))
-
-    def _forget_calls(self, name: str) -> None:
-        self._calls = {one: call for one, call in self._calls.items() if call[0] != name}
 
     def _ask(self, name: str, method: str) -> None:
         """A question that can be asked again."""
@@ -308,6 +303,7 @@ class Broker:
     def _tell(self, end: messages.Status) -> None:
         self._say(end)
         self._losses.release(end.name)
+        self._calls = {one: call for one, call in self._calls.items() if call[0] != end.name}
         if self._running.pop(end.name).order.slot is None:
             self._cluster.drop(end.name)
 
