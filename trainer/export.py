@@ -54,16 +54,9 @@ def export(checkpoint: Path, target: Path, dtype: torch.dtype | None = None) -> 
         CheckpointError: the checkpoint is damaged or of another format, or `target` exists.
         CheckpointUnwritable: the disk does not take it; nothing of it is left.
     """
-    manifest = read_manifest(checkpoint)
-    verify_files(checkpoint, manifest, only=(*WEIGHTS, ADAPTER))
-    if target.exists():
-        raise CheckpointError(f"{target} exists and is not replaced")
-    try:
+    manifest = _verified(checkpoint, target)
+    with _made_of(checkpoint, "a model"):
         model = _load(checkpoint, manifest, dtype)
-    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot make a model of {checkpoint}: {type(error).__name__}: {error}"
-        ) from error
     needed = sum(one.nbytes for one in model.parameters())
     with _written(target, needed) as temporary:
         model.save_pretrained(temporary, max_shard_size=_FILE_SIZE)
@@ -85,21 +78,34 @@ def export_adapter(checkpoint: Path, target: Path, dtype: torch.dtype | None = N
         CheckpointError: the checkpoint is damaged or of another format, or `target` exists.
         CheckpointUnwritable: the disk does not take it; nothing of it is left.
     """
-    manifest = read_manifest(checkpoint)
-    verify_files(checkpoint, manifest, only=(*WEIGHTS, ADAPTER))
-    if target.exists():
-        raise CheckpointError(f"{target} exists and is not replaced")
-    try:
+    manifest = _verified(checkpoint, target)
+    with _made_of(checkpoint, "an adapter"):
         tensors = converted(adapter_tensors(checkpoint), dtype)
         settings = settings_of_adapter(checkpoint)
-    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot make an adapter of {checkpoint}: {type(error).__name__}: {error}"
-        ) from error
     with _written(target, sum(one.nbytes for one in tensors.values())) as temporary:
         write_adapter(temporary, tensors, settings)
         kind = name_of(next(iter(tensors.values())).dtype)
         write_record(temporary, checkpoint, manifest, dtype=kind)
+
+
+def _verified(checkpoint: Path, target: Path) -> Manifest:
+    """The manifest of a checkpoint whose weights are whole. Raises CheckpointError."""
+    manifest = read_manifest(checkpoint)
+    verify_files(checkpoint, manifest, only=(*WEIGHTS, ADAPTER))
+    if target.exists():
+        raise CheckpointError(f"{target} exists and is not replaced")
+    return manifest
+
+
+@contextmanager
+def _made_of(checkpoint: Path, what: str) -> Iterator[None]:
+    """Name what could not be made. Raises CheckpointError."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot make {what} of {checkpoint}: {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextmanager
