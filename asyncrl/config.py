@@ -9,90 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from asyncrl.changes import Changes, refuse_unknown, values_at
+from asyncrl.changes import refuse_unknown, values_at
 from asyncrl.config_errors import mistakes
+from asyncrl.environments.config import EnvironmentConfig
+from asyncrl.environments.defaults import refuse_contradictions, with_default_functions
+from asyncrl.environments.protocol import LABEL
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.config import EvaluationConfig
 from asyncrl.launch.config import LauncherConfig
 from asyncrl.repeatable import clock_dependencies
 from asyncrl.rewards.config import RewardConfig
+from asyncrl.run_section import RunSection
 from asyncrl.suggestions import nearest, shortened
 from asyncrl.tasks.config import ModelConfig, TaskConfig
 from asyncrl.yaml_text import parse_yaml, read_yaml
 from cache.config import CacheConfig
 from engine.config import EngineConfig, SamplingConfig
-from monitoring.config import MAX_PORT, MonitoringConfig, unquoted_off
+from monitoring.config import MAX_PORT, MonitoringConfig
 from scheduler.config import SchedulerConfig
 from trainer.algorithms.registry import smallest_group
 from trainer.config import TrainerConfig
 from trainer.rank_network import is_loopback
-from wire.limits import MAX_STEPS
-from wire.paths import LocalPath
-
-OnWrongPolicy = Literal["stop", "warn"]
-
-
-class RunSection(BaseModel):
-    """Name, length, seed and folder of the run."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """Name of the run and of its folder: letters, digits, dot, dash, underscore."""
-    steps: int = Field(default=100, ge=1, le=MAX_STEPS)
-    """Optimizer steps."""
-    seed: int = Field(default=0, ge=-(10**18), le=10**18)
-    """Seed of the data order, the sampling and the trainer. Data order and sampling also depend on
-    the weights that the run starts from, so a run from another run's model draws anew. The split
-    into training and held-out examples depends on the seed only."""
-    directory: LocalPath = "runs"
-    """Folder in which the run's own folder is created. `~` and `${NAME}` are expanded."""
-    repeatable: bool = False
-    """Whether a second run with the same settings on the same machine must train on the same
-    samples and end with the same weights, bit for bit. Works for synchronous training
-    (`scheduler.on_update: keep`, `max_off_policy_steps: 0`) with the torch engine on a CPU in
-    float32. The engine is then slower when few rows decode, and the trainer takes groups in the
-    order of their numbers (docs/reliability.md)."""
-    on_wrong_policy: OnWrongPolicy = "stop"
-    """What happens when a generator is found to sample from another policy than the trainer has for
-    that version: other weights, another temperature, another tokenizer, KV of older weights.
-    `stop`: the run ends before it trains on such tokens. `warn`: it continues and says so in the
-    terminal, metrics.jsonl, result.json and the report."""
-    changes: Changes = {}
-    """Settings that change during the run, by the first step that has them:
-    `{100: {trainer.learning_rate: 1.0e-6}}`. `asyncrl set` adds to them. Possible are
-    trainer.learning_rate, trainer.checkpoint_every, scheduler.max_off_policy_steps,
-    scheduler.max_runahead_groups, scheduler.on_update and scheduler.sample_deadline_seconds."""
-    log_samples: Annotated[Literal["off", "jsonl"], BeforeValidator(unquoted_off)] = "off"
-    """`jsonl`: write every trained sample with its text to RUN/samples/000001.jsonl and following
-    files of up to 64 MB."""
-    log_samples_mb: int = Field(default=10_000, ge=1, le=10**9)
-    """Most megabytes of RUN/samples. Beyond it the oldest file is removed."""
-    log_sample_tokens: bool = False
-    """Add the token ids of prompt and response to each logged sample."""
-
-    @field_validator("log_samples", mode="before")
-    @classmethod
-    def _known_log(cls, value: object) -> object:
-        if value == "parquet":
-            raise ValueError(
-                "parquet is not written, because a file without its end cannot be read after a "
-                "crash; use jsonl, and convert RUN/samples/*.jsonl with pandas or datasets"
-            )
-        return value
 
 
 class RunConfig(BaseModel):
@@ -104,6 +46,7 @@ class RunConfig(BaseModel):
     task: TaskConfig = TaskConfig()
     model: ModelConfig = ModelConfig()
     rewards: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     cache: CacheConfig = CacheConfig()
@@ -112,6 +55,16 @@ class RunConfig(BaseModel):
     evaluation: EvaluationConfig = EvaluationConfig()
     launcher: LauncherConfig = LauncherConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _an_environment_has_its_own_reward(cls, values: Any) -> Any:
+        return with_default_functions(values)
+
+    @model_validator(mode="after")
+    def _the_environment_fits(self) -> Self:
+        refuse_contradictions(self.environment, self.rewards, self.cache)
+        return self
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Self:
@@ -154,14 +107,15 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _minibatches_divide_the_step(self) -> Self:
-        groups, count = self.scheduler.groups_per_step, self.trainer.minibatches
-        if groups % count:
-            fitting = [one for one in range(1, groups + 1) if groups % one == 0]
-            raise ValueError(
-                f"trainer.minibatches: {count} does not divide the step: "
-                f"scheduler.groups_per_step is {groups}. It must be one of "
-                f"{', '.join(map(str, fitting))}"
-            )
+        groups, trainer = self.scheduler.groups_per_step, self.trainer
+        for key, count in (("", trainer.minibatches), ("critic.", trainer.critic.minibatches)):
+            if groups % count:
+                fitting = [one for one in range(1, groups + 1) if groups % one == 0]
+                raise ValueError(
+                    f"trainer.{key}minibatches: {count} does not divide the step: "
+                    f"scheduler.groups_per_step is {groups}. It must be one of "
+                    f"{', '.join(map(str, fitting))}"
+                )
         return self
 
     @property
@@ -235,7 +189,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _repeatable_runs_do_not_depend_on_the_clock(self) -> Self:
-        sections = self.scheduler, self.engine, self.cache, self.trainer
+        sections = self.scheduler, self.engine, self.cache, self.trainer, self.environment
         found = list(clock_dependencies(*sections)) if self.run.repeatable else []
         if found:
             listed = ". Nor does it work with ".join(found)
@@ -270,6 +224,12 @@ class RunConfig(BaseModel):
             return self
         values = self.model_dump(mode="json")
         return RunConfig.model_validate(values_at(values, self.run.changes, step))
+
+    @property
+    def reward_labels(self) -> tuple[str, ...]:
+        """A name for each term of the reward: the functions', and `environment` if there is one."""
+        labels = self.rewards.labels
+        return (*labels, LABEL) if self.environment.name else labels
 
     @property
     def samples_follow_policy(self) -> bool:

@@ -5,6 +5,7 @@ AsyncrlError                  exit code 1: the run failed
 │   ├── ConfigError           a configuration key or value
 │   ├── DataError             a dataset: a missing file, an example without the field, no example
 │   ├── ModelError            a model directory or id that cannot be used
+│   ├── RenderingError        messages that the model's chat template refuses
 │   └── RewardError           a reward function, named with the prompt that it was scoring
 │       └── RewardFailed      it raised, lost its process, or returned no finite number
 │           └── RewardTimeout it did not return in time
@@ -48,6 +49,10 @@ class ModelError(UserError):
     """A model cannot be used; the message names the path and what it lacks."""
 
 
+class RenderingError(UserError):
+    """The chat template of the model refuses a conversation."""
+
+
 class RewardError(UserError):
     """A reward function cannot be used or failed."""
 
@@ -55,19 +60,24 @@ class RewardError(UserError):
 class RewardFailed(RewardError):  # noqa: N818 - says what happened
     """A reward function gave no reward for a response."""
 
-    def __init__(self, message: str, *, function: str = "", reason: str = "raised") -> None:
+    def __init__(
+        self, message: str, *, function: str = "", reason: str = "raised", unscored: bool = False
+    ) -> None:
         super().__init__(message)
         self.function = function
         """Label of the function (`RewardConfig.labels`)."""
         self.reason = reason
         """One of `asyncrl.rewards.protocol.FailureReason`."""
+        self.unscored = unscored
+        """It says nothing about the response, such as a server that is down: a held-out sample is
+        left out of the accuracy (docs/decisions/0086)."""
 
 
 class RewardTimeout(RewardFailed):
     """A reward function did not return in time."""
 
-    def __init__(self, message: str, *, function: str = "") -> None:
-        super().__init__(message, function=function, reason="timeout")
+    def __init__(self, message: str, *, function: str = "", unscored: bool = False) -> None:
+        super().__init__(message, function=function, reason="timeout", unscored=unscored)
 
 
 class RunFailed(AsyncrlError):  # noqa: N818 - says what happened

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from asyncrl.environments.config import EnvironmentConfig
 from cache.config import CacheConfig
 from engine.config import EngineConfig
 from scheduler.config import SchedulerConfig
@@ -11,7 +12,11 @@ from trainer.config import TrainerConfig
 
 
 def clock_dependencies(
-    scheduler: SchedulerConfig, engine: EngineConfig, cache: CacheConfig, trainer: TrainerConfig
+    scheduler: SchedulerConfig,
+    engine: EngineConfig,
+    cache: CacheConfig,
+    trainer: TrainerConfig,
+    environment: EnvironmentConfig,
 ) -> Iterator[str]:
     """Each setting with which a run depends on the clock: the setting, why, and what works."""
     if scheduler.on_update == "verify":
@@ -46,6 +51,7 @@ def clock_dependencies(
             f"engine.kind: {kind}, because its log-probabilities depend on what else is in "
             "the batch; set engine.kind: torch"
         )
+    yield from _environments(environment)
     if trainer.ranks > 1:
         yield (
             f"trainer.ranks: {trainer.ranks}, because the order in which groups finish decides "
@@ -58,3 +64,19 @@ def clock_dependencies(
     ):
         if value not in ("auto", works):
             yield f"{key}: {value}, because only a CPU in float32 repeats; set {key}: {works}"
+
+
+def _environments(environment: EnvironmentConfig) -> Iterator[str]:
+    """Those whose time or state is not the run's."""
+    name = environment.name or ""
+    if name.startswith("agent:"):
+        yield (
+            f"environment.name: {name}, because a program runs by its own clock, which decides "
+            "what it asks and in which order; use an environment with `reset` and `step`"
+        )
+    if name.startswith("openenv:") and environment.args.get("replay") != "deterministic":
+        yield (
+            f"environment.name: {name}, because the state of its server is not the run's; if the "
+            "server answers the same seed and actions with the same, say so with "
+            "environment.args.replay: deterministic"
+        )

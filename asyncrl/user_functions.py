@@ -9,14 +9,19 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from asyncrl.errors import UserError
 from asyncrl.suggestions import nearest
+
+_LOADED: dict[str, ModuleType] = {}
+"""Modules that were loaded from files, by path. A process loads each once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +47,9 @@ def check_name(kind: FunctionKind, name: str) -> None:
     """
     source, separator, function = name.rpartition(":")
     if not separator or not source or not function.isidentifier():
+        what = kind.signature.partition("(")[0]
         raise kind.error(
-            f"{kind.noun} {name!r} must be written my.module:function or path/to/file.py:function"
+            f"{kind.noun} {name!r} must be written my.module:{what} or path/to/file.py:{what}"
         )
     if source.endswith(".py"):
         if not Path(source).is_file():
@@ -69,24 +75,38 @@ def load_function(kind: FunctionKind, name: str, args: Mapping[str, Any]) -> Cal
         UserError: of the kind's type; there is no such module or function, or it does not take
             these arguments.
     """
+    checked: Callable[..., Any] = load_object(kind, name)
+    check_signature(kind, name, checked, args)
+    return checked
+
+
+def load_object(kind: FunctionKind, name: str) -> Any:
+    """Import what the name says, whatever it is.
+
+    Exceptions that the user's module raises while it is imported pass through.
+
+    Raises:
+        UserError: of the kind's type; there is no such module, or nothing of this name in it.
+    """
     check_name(kind, name)
     source, _, attribute = name.rpartition(":")
     module = _module(kind, name, source)
-    function = getattr(module, attribute, None)
-    if function is None:
+    found = getattr(module, attribute, None)
+    if found is None:
         public = [n for n, _ in inspect.getmembers(module, callable) if not n.startswith("_")]
         raise kind.error(
             f"{kind.noun} {name!r}: {source} has no {attribute!r}.{nearest(attribute, public)}"
         )
-    check_signature(kind, name, function, args)
-    checked: Callable[..., Any] = function
-    return checked
+    return found
 
 
 def check_signature(kind: FunctionKind, name: str, function: Any, args: Mapping[str, Any]) -> None:
     """Refuse what cannot be called as the kind says. Raises the kind's UserError."""
     if not callable(function):
-        raise kind.error(f"{kind.noun} {name!r} is a {type(function).__name__}, not a function")
+        raise kind.error(
+            f"{kind.noun} {name!r} cannot be called as {kind.signature}: it is an object of the "
+            f"type {type(function).__name__}"
+        )
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have no signature
@@ -97,8 +117,13 @@ def check_signature(kind: FunctionKind, name: str, function: Any, args: Mapping[
         given = f" with args {sorted(args)}" if args else ""
         raise kind.error(
             f"{kind.noun} {name!r} cannot be called as {kind.signature}{given}: {error}; its "
-            f"signature is {signature}"
+            f"signature is {_in_words(signature)}"
         ) from error
+
+
+def _in_words(signature: inspect.Signature) -> str:
+    """A signature as it is written; annotations that are texts would be shown in quotes."""
+    return re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", str(signature))
 
 
 def _module(kind: FunctionKind, name: str, source: str) -> Any:
@@ -113,10 +138,14 @@ def _module(kind: FunctionKind, name: str, source: str) -> Any:
                 f"{kind.noun} {name!r}: there is no module {error.name!r}; it must be importable "
                 f"from the folder that the run is started in ({Path.cwd()}) or be installed"
             ) from error
+    path = str(Path(source).resolve())
+    if path in _LOADED:  # functions of one file share what it holds
+        return _LOADED[path]
     spec = importlib.util.spec_from_file_location(f"asyncrl_user_{Path(source).stem}", source)
     if spec is None or spec.loader is None:
         raise kind.error(f"{kind.noun} {name!r}: {source} cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up while it is executed
     spec.loader.exec_module(module)
+    _LOADED[path] = module
     return module

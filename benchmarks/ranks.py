@@ -4,9 +4,11 @@
 
 Each mode of `trainer.sharding` trains a random model on the same random tokens, every rank in a
 process of its own, connected by gloo over loopback. Memory is each rank's peak, of pages that it
-has used, next to the estimate of `trainer.memory`. Bytes are those of the loopback interface, next
-to the least that `full` can do with: weights are brought together twice in a micro-batch, and
-gradients summed once.
+uses at a time, next to the estimate of `trainer.memory`. It has a run of its own, in which freed
+memory goes back to the system at once: what malloc keeps is no need of the step. Bytes of weights,
+gradients and moments are those of the rank's tensors, next to the arithmetic. Bytes sent are those
+of the loopback interface, next to the least that `full` can do with: weights are brought together
+twice in a micro-batch, and gradients summed once.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +35,13 @@ from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuild
 VOCABULARY, GROUP_SIZE, MODES = 8192, 4, ("optimizer", "full")
 LENGTH = 256
 """Tokens of each sample, of which a quarter are the prompt."""
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
+"""glibc's: blocks from this size on go back to the system when they are freed."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="28M parameters instead of 82M")
+    parser.add_argument("--quick", action="store_true", help="34M parameters instead of 82M")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
         "--groups", type=int, default=2, help="micro-batches of each rank in a step"
@@ -84,17 +89,25 @@ def _mode(folder: Path, args: argparse.Namespace, mode: str) -> dict[str, Any]:
             "async_checkpoints": False,
         },
     }
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    timed = _ranks(plan, {})[0]
+    found = _ranks(plan | {"steps": 2}, GIVEN_BACK)
+    memory = {name: max(one[name] for one in found) for name in ("peak", "at_start")}
+    return timed | memory
+
+
+def _ranks(plan: dict[str, Any], environment: dict[str, str]) -> list[dict[str, Any]]:
+    """What each rank measured."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    ranks = plan["settings"]["ranks"]
     children = [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.ranks", "--rank", json.dumps(plan | {"rank": rank})],
             env=environment,
             stdout=subprocess.PIPE,
         )
-        for rank in range(args.ranks)
+        for rank in range(ranks)
     ]
-    found = [json.loads(child.communicate(timeout=3000)[0]) for child in children]
-    return found[0] | {"peak": max(one["peak"] for one in found)}
+    return [json.loads(child.communicate(timeout=3000)[0]) for child in children]
 
 
 def _model(folder: Path, hidden: int, layers: int) -> str:
@@ -130,7 +143,7 @@ def _rank(plan: dict[str, Any]) -> None:
     learner = Learner(config, plan["model"], group_size=GROUP_SIZE, seed=0, world=world)
     world.barrier("the start")
     before_model = _forget_peak()
-    seconds, sent = [], []
+    seconds, sent, gradients = [], [], 0
     for step in range(plan["steps"]):
         mine = range(plan["rank"], plan["groups"] * config.ranks, config.ranks)
         groups = [_group(1000 * step + one, step) for one in mine]
@@ -140,6 +153,7 @@ def _rank(plan: dict[str, Any]) -> None:
             learner.add_group(group, np.random.default_rng(1).normal(size=GROUP_SIZE))
         while learner.lockstep.said(Word(Has.DONE)) is Act.COMPUTE:
             learner.pad()
+        gradients = _bytes_of(one.grad for one in learner.policy.model.parameters())
         learner.step()
         world.barrier("the end of the step")
         seconds.append(time.perf_counter() - began)
@@ -147,6 +161,7 @@ def _rank(plan: dict[str, Any]) -> None:
     shape = ModelShape.of(json.loads((Path(plan["model"]) / "config.json").read_text()))
     assert shape is not None
     needs = step_memory(shape, config, Samples(LENGTH, GROUP_SIZE), on_gpu=False)
+    full = config.sharding == "full"
     low = 2 if config.dtype == "bfloat16" else 4
     others = shape.parameters * (config.ranks - 1)
     least = plan["groups"] * others * (2 * low + 4)
@@ -154,9 +169,23 @@ def _rank(plan: dict[str, Any]) -> None:
         "parameters": shape.parameters,
         "seconds": statistics.median(seconds[1:] or seconds),
         "sent": statistics.median(sent[1:] or sent),
-        "least": least if config.sharding == "full" else 2 * 4 * others,
+        "least": least if full else 2 * 4 * others,
         "peak": _peak(),
         "at_start": before_model,
+        "held": {
+            "weights": _bytes_of(learner.policy.model.parameters()),
+            "gradients": gradients,
+            "moments": _bytes_of(
+                one
+                for state in learner._update.optimizer.state.values()  # noqa: SLF001
+                for one in state.values()
+            ),
+        },
+        "share": {  # of the arithmetic
+            "weights": shape.parameters * 4 // (config.ranks if full else 1),
+            "gradients": shape.parameters * 4 // (config.ranks if full else 1),
+            "moments": shape.parameters * 8 // config.ranks,
+        },
         "estimate": needs.device,
         "kinds": dict(needs.kinds()),
     }))  # fmt: skip
@@ -184,6 +213,14 @@ def _group(number: int, version: int) -> list[Trajectory]:
     return out
 
 
+def _bytes_of(tensors: Iterable[Any]) -> int:
+    """Of this rank's parts, each memory once."""
+    from trainer.sharding.rows import local
+
+    parts = [local(one) for one in tensors if one is not None]
+    return sum({one.data_ptr(): one.nbytes for one in parts if one.ndim}.values())
+
+
 def _forget_peak() -> int:
     """Forget the peak of loading, which holds the whole model; gives the bytes that are held."""
     Path("/proc/self/clear_refs").write_text("5")
@@ -208,14 +245,19 @@ def _loopback() -> int:
 
 def _print(raw: dict[str, Any], args: argparse.Namespace) -> None:
     count = raw["full"]["parameters"] / 1e6
-    table = Table(title=f"{count:.0f}M parameters, {args.ranks} ranks, {args.dtype}")
-    for name in ("sharding", "s a step", "MB of a rank", "estimate", "MB sent", "least"):
+    table = Table(
+        title=f"{count:.0f}M parameters, {args.ranks} ranks, {args.dtype}; (by arithmetic)"
+    )
+    kinds = ("weights", "gradients", "moments")
+    for name in ("sharding", "s a step", "MB of a rank", "estimate", *kinds, "MB sent", "least"):
         table.add_column(name, justify="right")
     for mode, one in raw.items():
         table.add_row(
             mode,
             f"{one['seconds']:.2f}",
-            *(f"{one[name] / 1e6:,.0f}" for name in ("peak", "estimate", "sent", "least")),
+            *(f"{one[name] / 1e6:,.0f}" for name in ("peak", "estimate")),
+            *(f"{one['held'][k] / 1e6:,.0f} ({one['share'][k] / 1e6:,.0f})" for k in kinds),
+            *(f"{one[name] / 1e6:,.0f}" for name in ("sent", "least")),
         )
     Console().print(table)
 

@@ -1,6 +1,6 @@
 """Whether an engine's precision sends tokens to the experts that the trainer sends them to.
 
-    python -m benchmarks.routing [--quick] [--model PATH] [--json FILE]
+    python -m benchmarks.routing [--quick] [--model PATH] [--sglang] [--json FILE]
 
 A mixture of experts is not continuous: a rounding error near a tie sends a token to another expert,
 and its log-probability jumps. The trainer computes in float32, or in bfloat16 by autocast over
@@ -8,25 +8,35 @@ float32 weights; engines compute in bfloat16 with rounded weights. Here one set 
 computed in each way, and compared: the share of (token, layer) whose set
 of experts differs, and how far log-probabilities are off where all layers agree and where not.
 Without --model: a random Qwen3-MoE, 4 layers, 16 experts, 2 a token. Floats of another order of
-summation (kernels of engines) come on top.
+summation (kernels of engines) come on top. With --sglang the choices and log-probabilities of a
+running SGLang, on a CPU, are compared as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.policy import PackedBatch, Policy
+from benchmarks.sglang_interpreter import sglang_python
+from engine.sglang.worker.plugin import MARK_VARIABLE
+from trainer.packed_batch import PackedBatch
+from trainer.policy import Policy
 from trainer.router import why_no_routes
 
 CPU = torch.device("cpu")
+PROMPT = 16
+SGLANG_SECONDS = 600.0
+ROOT = Path(__file__).parents[1]
 
 
 def random_mixture(folder: str) -> str:
@@ -62,15 +72,42 @@ def computed(policy: Policy, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     return scores.logprobs.float(), torch.stack(chosen, 1)
 
 
-def measure(path: str, samples: int, tokens: int) -> dict[str, Any]:
+def of_sglang(path: str, texts: NDArray[np.int32], dtype: str) -> tuple[Tensor, Tensor]:
+    """As `computed`, by a running SGLang."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answered = Path(folder) / "tokens.npy", Path(folder) / "out.npz"
+        np.save(asked, texts)
+        variables = os.environ | {
+            MARK_VARIABLE: "1",
+            "SGLANG_PLUGINS": "none",  # of ours only the platform
+            "SGLANG_PLATFORM": "asyncrl_cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        }
+        arguments = [path, dtype, str(asked), str(answered)]
+        subprocess.run(
+            [sglang_python(), "-m", "benchmarks.routing_sglang", *arguments],
+            env=variables,
+            cwd=ROOT,
+            check=True,
+            timeout=SGLANG_SECONDS,
+        )
+        found = np.load(answered)
+        routes, logprobs = found["routes"][:, PROMPT - 1 : -1], found["logprobs"][:, PROMPT:]
+    chosen = torch.from_numpy(routes).flatten(0, 1).long().sort(-1).values
+    return torch.from_numpy(logprobs).flatten(), chosen
+
+
+def measure(path: str, samples: int, tokens: int, *, sglang: bool = False) -> dict[str, Any]:
     """The comparison for responses of random tokens."""
     policy = Policy(path, dtype="float32", device=CPU)
     reason = why_no_routes(policy.model)
     if reason is not None:
         raise SystemExit(f"{path}: {reason}")
     rng = np.random.default_rng(2)
-    texts = rng.integers(0, policy.vocab_size, (samples, tokens + 16)).astype(np.int32)
-    batch = PackedBatch.of([(one[:16], one[16:]) for one in texts], CPU)
+    texts = rng.integers(0, policy.vocab_size, (samples, tokens + PROMPT)).astype(np.int32)
+    batch = PackedBatch.of([(one[:PROMPT], one[PROMPT:]) for one in texts], CPU)
     want, experts = computed(policy, batch)
     ways = {"trainer bfloat16 (autocast)": Policy(path, dtype="bfloat16", device=CPU)}
     rounded = Policy(path, dtype="bfloat16", device=CPU)
@@ -84,6 +121,15 @@ def measure(path: str, samples: int, tokens: int) -> dict[str, Any]:
         "float32, engine bfloat16 (rounded weights)": compared((want, experts), engine),
         "trainer bfloat16, engine bfloat16": compared(trainer, engine),
     }
+    if sglang:
+        ways_found |= {
+            "trainer float32, SGLang float32": compared(
+                (want, experts), of_sglang(path, texts, "float32")
+            ),
+            "trainer bfloat16, SGLang bfloat16": compared(
+                trainer, of_sglang(path, texts, "bfloat16")
+            ),
+        }
     return {"tokens": len(want), "layers": experts.shape[1], "pairs": ways_found}
 
 
@@ -109,11 +155,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
     parser.add_argument("--model", help="a model directory or hub id; default: a random mixture")
+    parser.add_argument("--sglang", action="store_true", help="also a running SGLang")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     samples, tokens = (8, 112) if arguments.quick else (32, 240)
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(arguments.model or random_mixture(folder), samples, tokens)
+        model = arguments.model or random_mixture(folder)
+        found = measure(model, samples, tokens, sglang=arguments.sglang)
     text = json.dumps(found, indent=1)
     print(text)
     if arguments.json is not None:

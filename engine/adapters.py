@@ -88,6 +88,8 @@ class MergingBuffer:
         if manifest.lora is None:
             self._whole.read(manifest)
             return
+        if manifest.lora.serve != "merged":
+            raise WeightsReadError("the adapter was published to be served apart from the model")
         self._adapter.read(manifest)
         pairs = pairs_of(self._adapter.tensors())
         if self._base is None:

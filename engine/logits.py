@@ -143,7 +143,7 @@ class FusedRows:
         named = tail & (names >= 0)
         name_logprobs[tail] = -np.inf
         name_logprobs[named] = found.name_values.cpu().numpy()[named]
-        return Reading(own, values[:, 1:], names, name_logprobs)
+        return Reading(own, values[:, 1:], names, name_logprobs).given(columns)
 
     def name_tokens(
         self,

@@ -81,12 +81,21 @@ class GenerateRequest:
     on. They are scored under the current policy. Accepted ones are reported first (provenance
     VERIFIED, with the current policy's log-probabilities), then the token drawn in the place of the
     first rejected one, then new tokens. Rejected ones are drafted from. Nothing but acceptance may
-    depend on kept tokens: `sampling.seed` must not be the seed that drew them."""
+    depend on kept tokens: `sampling.seed` must not be the seed that drew them. Observed ones are
+    accepted with the token before them, are reported with provenance OBSERVED, and separate turns:
+    a stop before them ends nothing."""
     priority: int = 0
     """Requests with lower values are served first. Primary work is 0; run-ahead is greater."""
     order: int = 0
     """Among requests of one priority, lower values are served first, then in order of arrival; 0 to
     2**32 - 1."""
+    turn_start: int = 0
+    """So many of the prefix's first tokens are of earlier turns, observed ones included. The stop
+    tokens and stop strings that they contain have ended those turns, not this one."""
+    session: str = ""
+    """Names the response that this is a turn of, the same for all of its turns; "": the only one.
+    An engine may keep the KV of a turn until the next one comes, or `Engine.end_session`. It
+    changes speed only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +199,12 @@ class Engine(Protocol):
         Unlike closing the stream, this loses no token of a finished step. So the place of the cut
         does not depend on the tokens after it. A cut at the last *report* would: it tells that the
         unreported tokens hold no stop token.
+        """
+
+    def end_session(self, session: str) -> None:
+        """No turn of this response follows: free what is kept for its next one.
+
+        Returns at once. Nothing happens when nothing is kept, or when the engine has ended.
         """
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:

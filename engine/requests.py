@@ -52,14 +52,24 @@ class Limits:
                 f"request {name!r}: its prefix of {prefix} tokens leaves nothing to generate in "
                 f"max_tokens={sampling.max_tokens}"
             )
-        rule = sampling.stop_rule
-        if rule is not None and rule.follow(rule.start, request.prefix_tokens)[0] is not None:
+        self._check_turn(request)
+        if request.kept is not None:
+            self._check_kept(name, request.kept, sampling.max_tokens - prefix)
+
+    def _check_turn(self, request: GenerateRequest) -> None:
+        """Of the prefix, only what belongs to this turn may not have ended."""
+        name, prefix, begin = request.request_id, request.prefix_tokens, request.turn_start
+        if not 0 <= begin <= len(prefix):
+            raise RequestError(
+                f"request {name!r}: turn_start={begin} must be from 0 to the {len(prefix)} tokens "
+                "of its prefix"
+            )
+        rule = request.sampling.stop_rule
+        if rule is not None and rule.follow(rule.start, prefix[begin:])[0] is not None:
             raise RequestError(
                 f"request {name!r}: its prefix contains a stop string {rule.strings}, so it has "
                 "ended already"
             )
-        if request.kept is not None:
-            self._check_kept(name, request.kept, sampling.max_tokens - prefix)
 
     def check_score(self, request: ScoreRequest) -> None:
         """Raise RequestError, naming the request, when it cannot be scored."""
@@ -133,6 +143,7 @@ class Limits:
             raise RequestError(
                 f"request {name!r}: kept.lenience={kept.lenience} must be greater than 0, or None"
             )
+        _check_observed(name, kept)
 
     def _check_tokens(self, name: str, what: str, tokens: IntArray) -> None:
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.vocab_size):
@@ -140,6 +151,30 @@ class Limits:
                 f"request {name!r}: {what} has ids from {tokens.min()} to {tokens.max()}, but the "
                 f"model's vocabulary is 0 to {self.vocab_size - 1}"
             )
+
+
+def _check_observed(name: str, kept: KeptTokens) -> None:
+    """Observed tokens are certain, and no lenient rule may stop in front of one."""
+    if kept.observed.shape != (len(kept),):
+        raise RequestError(
+            f"request {name!r}: kept.observed says of {kept.observed.shape} tokens whether they "
+            f"were observed, and there are {len(kept)}"
+        )
+    at = np.flatnonzero(kept.observed)
+    if not len(at):
+        return
+    if kept.lenience is not None:
+        raise RequestError(
+            f"request {name!r}: kept.lenience={kept.lenience} with {len(at)} observed tokens: only "
+            "the exact rule keeps an observation with the turn before it, so lenience must be None"
+        )
+    own = kept.topk_ids[at] == kept.tokens[at, None]
+    sure = np.where(own, kept.topk_logprobs[at] == 0, kept.topk_ids[at] == -1)
+    if not sure.all() or (kept.topk_ids.shape[1] and not own.any(axis=1).all()):
+        raise RequestError(
+            f"request {name!r}: an observed kept token must be the only one of its list, with "
+            f"log-probability 0; that at position {at[~sure.all(axis=1)][:1]} is not"
+        )
 
 
 class SeedStream:

@@ -8,6 +8,9 @@ from the distribution at its position.
 The whole current distribution is at hand: tokens of the old lists are looked up in it, and a token
 that was drawn outside its list is named again, by the same noise.
 
+Observed tokens were drawn by no policy, old or new. Both distributions have all mass on the token
+there, whatever the model says, so a rule always accepts them with the token before them.
+
 Random numbers are a function of (seed of the request, policy version, position), from streams of
 their own. What follows a fully accepted row, or `lenient` tokens, is drawn freely by the engine
 from the request's own stream, which the protocol demands to be new.
@@ -45,6 +48,8 @@ class KeptColumns(NamedTuple):
     """`[N]` of the noise that named tokens outside their lists."""
     exact: NDArray[np.bool_]
     """`[N]` whether the exact rule judges it. If not, its list and its noise are not used."""
+    observed: NDArray[np.bool_]
+    """`[N]` whether it was observed, as in `KeptTokens`."""
 
     @classmethod
     def only_tokens(cls, tokens: IntArray, k: int) -> Self:
@@ -56,17 +61,20 @@ class KeptColumns(NamedTuple):
             positions=np.zeros(n, np.int64),
             noise_seeds=np.zeros(n, np.uint64),
             exact=np.zeros(n, np.bool_),
+            observed=np.zeros(n, np.bool_),
         )
 
     def outside(self) -> NDArray[np.bool_]:
-        """`[N]` whether the exact rule judges a token that lies outside its list."""
+        """`[N]` whether the exact rule judges a token that was drawn outside its list."""
         outside: NDArray[np.bool_] = symbols_of(self.tokens, self.ids) == self.ids.shape[1]
-        return self.exact & outside
+        return self.exact & ~self.observed & outside
 
     def part(self, part: slice) -> KeptColumns:
         """Some of them; views."""
-        tokens, ids, positions, seeds, exact = self
-        return KeptColumns(tokens[part], ids[part], positions[part], seeds[part], exact[part])
+        tokens, ids, positions, seeds, exact, observed = self
+        return KeptColumns(
+            tokens[part], ids[part], positions[part], seeds[part], exact[part], observed[part]
+        )
 
     @classmethod
     def concatenated(cls, parts: Sequence[KeptColumns]) -> KeptColumns:
@@ -77,6 +85,7 @@ class KeptColumns(NamedTuple):
             np.concatenate([part.positions for part in parts]),
             np.concatenate([part.noise_seeds for part in parts]),
             np.concatenate([part.exact for part in parts]),
+            np.concatenate([part.observed for part in parts]),
         )
 
 
@@ -120,6 +129,16 @@ class Reading(NamedTuple):
             np.concatenate([part.names for part in parts]),
             np.concatenate([part.name_logprobs for part in parts]),
         )
+
+    def given(self, columns: KeptColumns) -> Reading:
+        """The same, with all mass on each observed token; changes these arrays."""
+        at = np.flatnonzero(columns.observed)
+        if len(at):
+            tokens, ids = columns.tokens[at], columns.ids[at]
+            self.own[at] = self.name_logprobs[at] = 0.0
+            self.names[at] = tokens
+            self.listed[at] = np.where(ids == tokens[:, None], np.float32(0), np.float32(-np.inf))
+        return self
 
     def not_finite(self) -> NDArray[np.bool_]:
         """`[N]` where the distribution is not finite."""
@@ -171,6 +190,7 @@ class KeptBatch:
             positions=np.arange(len(row)) - offsets[row] + first[row],
             noise_seeds=np.concatenate([one.noise_seeds for one in kept]).astype(np.uint64),
             exact=exact[row],
+            observed=np.concatenate([one.observed for one in kept]),
         )
         return cls(kept, seeds, first, row, offsets, columns, behaviour)
 
@@ -216,6 +236,7 @@ class Verdict:
             columns.positions[at],
             self.noise_seed[unnamed],
             columns.exact[at],
+            columns.observed[at],
         )
 
     def set_names(
@@ -227,7 +248,7 @@ class Verdict:
 
 
 def read(logprobs: torch.Tensor, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
-    """Look up what the verdict needs.
+    """Look up what the verdict needs. Of observed tokens, nothing in `logprobs` is used.
 
     Args:
         logprobs: `[R, V]` processed current distributions.
@@ -245,7 +266,7 @@ def read(logprobs: torch.Tensor, rows: NDArray[np.int64], columns: KeptColumns) 
         )
         names[tail] = named
         name_logprobs[tail] = _at(logprobs, rows[tail], named[:, None])[:, 0]
-    return Reading(own, listed, names, name_logprobs)
+    return Reading(own, listed, names, name_logprobs).given(columns)
 
 
 def judge(batch: KeptBatch, reading: Reading, policy_version: int) -> Verdict:

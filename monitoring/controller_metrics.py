@@ -112,13 +112,15 @@ class ControllerMetrics(ProcessMetrics):
     )
     accuracy: By[Gauge] = gauge(
         "asyncrl_evaluation_accuracy_ratio",
-        "Share of right samples on held-out prompts, sampled as in training; `during`: the newest.",
+        "Share of right samples on held-out prompts, sampled as in training; `during`: the newest. "
+        "NaN if that is incomplete.",
         label="when",
         values=("before", "during", "after"),
     )
     set_accuracy: By[Gauge] = gauge(
         "asyncrl_evaluation_set_accuracy_ratio",
-        "Share of right samples on each held-out set, of the newest evaluation.",
+        "Share of right samples on each held-out set, of the newest evaluation. NaN if that is "
+        "incomplete.",
         label="set",
     )
     evaluated_step: Gauge = gauge(
@@ -128,7 +130,7 @@ class ControllerMetrics(ProcessMetrics):
         "asyncrl_evaluations_total",
         "Evaluations, by whether they have a result.",
         label="outcome",
-        values=("complete", "given_up"),
+        values=("complete", "incomplete", "given_up"),
     )
     samples: By[Gauge] = gauge(
         "asyncrl_samples_in_flight",
@@ -206,12 +208,11 @@ class ControllerMetrics(ProcessMetrics):
 
     def evaluated(self, record: EvaluationRecord) -> None:
         """Count an evaluation, and set its gauges."""
-        self.evaluations.of("complete").inc()
-        value = accuracy_of(record)
-        self.accuracy.of(record.when).set(0.0 if value is None else value)
+        self.evaluations.of("complete" if record.is_complete else "incomplete").inc()
+        self.accuracy.of(record.when).set(_or_unknown(accuracy_of(record)))
         self.evaluated_step.set(record.step)
         for name, one in record.sets.items():
-            self.set_accuracy.of(name).set(one.accuracy)
+            self.set_accuracy.of(name).set(_or_unknown(one.accuracy))
 
     def publish(self, step: StepMetrics) -> None:
         """Set the gauges of a step; one whose value is None keeps its last."""
@@ -222,3 +223,8 @@ class ControllerMetrics(ProcessMetrics):
         for function, mean in step.rewards.items():
             if mean is not None:
                 self.reward_terms.of(function).set(mean)
+
+
+def _or_unknown(accuracy: float | None) -> float:
+    """What a gauge shows of an accuracy that is not known must not be an earlier one."""
+    return math.nan if accuracy is None else accuracy

@@ -27,9 +27,38 @@ def evaluation_lines(record: EvaluationRecord, *, is_best: bool = False) -> list
 
 
 def estimates(one: SetEvaluation) -> str:
-    """`0.664 ± 0.058 (256 samples, drawn as in training), pass@4 0.902`."""
-    text = f"{one.accuracy:.3f} ± {one.margin:.3f} ({one.samples:,} samples, drawn as in training)"
+    """`0.664 ± 0.058 (256 samples, drawn as in training), pass@4 0.902`, or why there is none."""
+    if one.accuracy is None:
+        return f"incomplete, {_too_few(one)}"
+    about = [f"{one.samples:,} samples, drawn as in training"]
+    if one.unscored:
+        about.append(f"{one.unscored:,} more without a reward are left out")
+    if one.failed:
+        about.append(f"the rewards of {one.failed:,} failed and count as 0")
+    text = f"{one.accuracy:.3f} ± {one.margin:.3f} ({'; '.join(about)})"
     return ", ".join([text, *_passes(one)])
+
+
+def incomplete(record: EvaluationRecord | None) -> str | None:
+    """What an evaluation lacks; None if it is complete, or None.
+
+    evaluation of step 40 is incomplete: 120 of 256 samples have no reward
+    """
+    if record is None or record.is_complete:
+        return None
+    when = f"of step {record.step}" if record.when == "during" else f"{record.when} training"
+    lacks = [
+        f"{_too_few(one)}{'' if name == HELD_OUT else f' on {name}'}"
+        for name, one in record.sets.items()
+        if not one.is_complete
+    ]
+    return f"evaluation {when} is incomplete: {'; '.join(lacks)}"
+
+
+def _too_few(one: SetEvaluation) -> str:
+    if one.unscored:
+        return f"{one.unscored:,} of {one.unscored + one.samples:,} samples have no reward"
+    return f"the rewards of all {one.samples:,} samples failed"
 
 
 def _passes(one: SetEvaluation) -> Iterator[str]:

@@ -20,7 +20,7 @@ from monitoring.wording import (
     sparkline,
     without_controls,
 )
-from wire.evaluations import accuracy_of
+from wire.evaluations import EvaluationRecord, accuracy_of
 
 HIGH_IDLE_SHARE = 0.3
 """Idle shares from here on are shown in a warning colour."""
@@ -84,9 +84,15 @@ def _accuracy(view: RunView) -> tuple[str, Text]:
     """That of the newest step, or before training."""
     newest = view.evaluation
     if newest is None or not newest.step:
-        return "accuracy before", Text(percent(view.accuracy_before, 1))
+        return "accuracy before", _share(view.accuracy_before, newest)
     best = "" if view.best_step in (None, newest.step) else f", best {percent(view.best_accuracy)}"
-    return f"accuracy {newest.step}", Text(percent(accuracy_of(newest), 1) + best)
+    return f"accuracy {newest.step}", _share(accuracy_of(newest), newest) + Text(best)
+
+
+def _share(accuracy: float | None, of: EvaluationRecord | None) -> Text:
+    if accuracy is None and of is not None and not of.is_complete:
+        return Text("incomplete", style="yellow")
+    return Text(percent(accuracy, 1))
 
 
 def _numbers(view: RunView, wide: bool) -> RenderableType:
@@ -150,6 +156,7 @@ def _drafts(view: RunView) -> Text:
 def _samples(view: RunView) -> Text:
     parts = (
         (view.samples_running, "running"),
+        (view.samples_in_environments or None, "of them in environments"),
         (view.samples_held, "held"),
         (view.samples_queued, "queued"),
     )

@@ -164,8 +164,77 @@ class GeneratorMetrics(ProcessMetrics):
         "asyncrl_reward_retries_total",
         "Reward calls that were repeated because their process had died.",
     )
+    service_requests: By[Total] = counter(
+        "asyncrl_reward_requests_total",
+        "Requests of `reward_model` and `judge` to their servers, repeated ones included.",
+        label="function",
+    )
+    service_retries: By[Total] = counter(
+        "asyncrl_reward_request_retries_total",
+        "Requests that were repeated, by function and what was wrong: throttled, server_error, "
+        "connection or timeout.",
+        label="function",
+        second_label="reason",
+    )
+    service_seconds: By[Total] = counter(
+        "asyncrl_reward_request_seconds_total",
+        "Seconds in calls to a server, waiting between attempts included, all calls added up.",
+        label="function",
+    )
+    service_opened: By[Total] = counter(
+        "asyncrl_reward_breaker_opened_total",
+        "How often calls to a server were suspended because several in a row had failed.",
+        label="function",
+    )
     reward_time: Histogram = histogram(
         "asyncrl_reward_seconds", "One reward call, queueing included."
+    )
+
+    environment_waiting: Gauge = gauge(
+        "asyncrl_environment_waiting_samples",
+        "Samples whose environment has to answer before they need a slot.",
+    )
+    environment_queued: Gauge = gauge(
+        "asyncrl_environment_queued_samples",
+        "Of the samples that wait for their environment, those for which none may be opened yet "
+        "(environment.sessions).",
+    )
+    environment_time: By[Histogram] = histogram(
+        "asyncrl_environment_seconds",
+        "One call of an environment, by method (reset, step or restore), failed ones included.",
+        label="method",
+    )
+    environment_turns: Total = counter(
+        "asyncrl_environment_turns_total",
+        "Turns that environments have answered, replayed ones included.",
+    )
+    environment_replayed: Total = counter(
+        "asyncrl_environment_replays_total",
+        "Environments that were made again and given the accepted turns once more.",
+    )
+    environment_restored: Total = counter(
+        "asyncrl_environment_restores_total",
+        "Environments that went back to before a turn by their restore.",
+    )
+    environment_started_over: Total = counter(
+        "asyncrl_environment_started_over_samples_total",
+        "Samples that began again because their environment cannot go back.",
+    )
+    environment_lost: Total = counter(
+        "asyncrl_environment_lost_samples_total",
+        "Of the samples that began again, those whose worker process had ended.",
+    )
+    environment_hanging: Total = counter(
+        "asyncrl_environment_hanging_threads_total",
+        "Threads of environments and agents that were left behind because they hang.",
+    )
+    environment_replaced: Total = counter(
+        "asyncrl_environment_replaced_workers_total",
+        "Worker processes of environments that ended, or were ended, and were replaced.",
+    )
+    environment_wrong_calls: Total = counter(
+        "asyncrl_environment_wrong_calls_total",
+        "Calls of tools that could not be read, named no tool or had wrong arguments.",
     )
 
     def observe_slots(self, piece: SlotPiece) -> None:

@@ -39,8 +39,14 @@ class SlotUse(StrEnum):
     """Generating a held-out sample."""
     STOPPED = "stopped"
     """None: weights are being swapped, or a user paused the run."""
+    ENVIRONMENT = "environment"
+    """None: it would hold a sample that waits for its environment's answer."""
     IDLE = "idle"
     """None: no request holds the slot."""
+
+
+EMPTY = (SlotUse.ENVIRONMENT.value, SlotUse.IDLE.value)
+"""Uses in which no request holds the slot and nothing keeps the engine from taking one."""
 
 
 class SlotPiece(msgspec.Struct, frozen=True):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from monitoring.evaluation_text import incomplete
 from wire.evaluations import EvaluationRecord, accuracy_of
 from wire.records import GroupTotals, StepMetrics, TokenCounts
+from wire.reward_counts import RewardCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class RunView:
     """Of these: whole in the trainer, so that no loss of a generator can take them away."""
     samples_running: int | None = None
     """Samples that generators are generating."""
+    samples_in_environments: int | None = None
+    """Of these: those whose environment has to answer before they need a slot."""
     samples_held: int | None = None
     """Finished samples that generators hold."""
     samples_queued: int | None = None
@@ -82,8 +86,14 @@ class RunView:
             "groups_in_flight": self.groups_in_flight,
             "groups_delivered": self.groups_delivered,
             "samples_running": self.samples_running,
+            "samples_in_environments": self.samples_in_environments,
             "samples_held": self.samples_held,
             "samples_queued": self.samples_queued,
+            "environment_turns": None if last is None else last.environments.turns or None,
+            "environment_seconds": None if last is None else last.environments.mean_seconds,
+            "started_over": None if last is None else last.environments.started_over or None,
+            "rewards_failed": None if last is None else _failed(last).failures or None,
+            "reward_failures": {} if last is None else last.reward_failures,
             "generator_idle": None if last is None else last.idle.generator,
             "trainer_idle": None if last is None else last.idle.trainer,
             "eta_seconds": self.eta_seconds,
@@ -91,8 +101,14 @@ class RunView:
             "accuracy": accuracy_of(self.evaluation),
             "accuracy_step": None if self.evaluation is None else self.evaluation.step,
             "accuracies": {name: one.accuracy for name, one in sets.items()},
+            "evaluation_incomplete": incomplete(self.evaluation),
             "evaluating": self.evaluating,
             "best_step": self.best_step,
             "best_accuracy": self.best_accuracy,
             "waiting_for": self.waiting_for,
         }
+
+
+def _failed(step: StepMetrics) -> RewardCounts:
+    """Rewards and environments that failed and counted as 0."""
+    return RewardCounts(failed=step.reward_failures)

@@ -37,12 +37,13 @@ TIMES = frozenset(
         "idle",
         "times",
         "reward_failures",
+        "environments",
     }
 )
 """Fields of `StepMetrics` that depend on the clock.
 
-`tokens`, `noise_floor` and `reward_failures` are among them: generators report their counters twice
-a second, and how much is drafted follows measured step times.
+`tokens`, `noise_floor`, `reward_failures` and `environments` are among them: generators report
+their counters twice a second, and how much is drafted follows measured step times.
 """
 
 

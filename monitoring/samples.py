@@ -19,7 +19,7 @@ import msgspec
 
 from monitoring.jsonl import RetryingJsonlWriter, read_jsonl
 
-TokenProvenance = Literal["sampled", "drafted", "verified"]
+TokenProvenance = Literal["sampled", "drafted", "verified", "observed"]
 """Where a token came from: the names of `rollout.trajectory.Provenance` in lower case."""
 
 
@@ -35,7 +35,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
     """One trajectory with its text; L is the number of response tokens."""
 
     step: int
-    """The optimizer step that trained on it."""
+    """The optimizer step that trained on it; of an evaluation, the policy version."""
     prompt: str
     tokens: list[str]
     """`[L]` text of each response token."""
@@ -44,12 +44,21 @@ class SampleRecord(msgspec.Struct, frozen=True):
     segments: list[SampleSegment]
     """In order, covering `[0, L)`."""
     reward: float | None
+    """The one that is trained on."""
     answer: str | None = None
     """The reference answer, where the task has one."""
     logprobs: list[float | None] | None = None
     """`[L]` behaviour log-probabilities; None where not finite."""
     sample_id: str = ""
     finish_reason: str = ""
+    contexts: list[int] = []
+    """Tokens at which the model's context begins anew: nothing before them is read after them."""
+    rewards: dict[str, float] = {}
+    """What it is made of: what each reward function returned, and the environment's part, without
+    their weights. Empty if one of them failed, which counts as 0."""
+    evaluation: str = ""
+    """The held-out set of a sample that was drawn for an evaluation, of the policy after `step`
+    steps; empty: it was trained on."""
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -63,6 +72,12 @@ class SampleRecord(msgspec.Struct, frozen=True):
     def count(self, provenance: TokenProvenance) -> int:
         """How many tokens have this provenance."""
         return self.provenance.count(provenance)
+
+    @property
+    def turns(self) -> int:
+        """Turns of the policy: rows of tokens with none of an environment among them."""
+        own = [one != "observed" for one in self.provenance]
+        return sum(one and not before for one, before in zip(own, [False, *own], strict=False))
 
     def version_at(self, position: int) -> int | None:
         """Policy version of the token at `position`; None outside all segments."""
@@ -112,6 +127,11 @@ def read_samples(path: Path) -> list[SampleRecord]:
         return read_jsonl(path, SampleRecord)
     except FileNotFoundError:
         return []
+
+
+def trained_on(records: Iterable[SampleRecord]) -> list[SampleRecord]:
+    """Those that are not of an evaluation."""
+    return [one for one in records if not one.evaluation]
 
 
 def choose_samples(records: Iterable[SampleRecord], max_samples: int) -> list[SampleRecord]:

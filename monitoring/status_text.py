@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from monitoring.wording import ON_POLICY, duration
+from monitoring.wording import ON_POLICY, brief, duration
+from wire.reward_counts import RewardCounts
 
 _LINES: tuple[tuple[str, ...], ...] = (
     ("{run}: {phase}", "step {step} of {steps}", "{engine} engine", "{left} left"),
@@ -25,6 +26,7 @@ _LINES: tuple[tuple[str, ...], ...] = (
     ("reward {reward_mean:.3f}", "accuracy before training {accuracy_before:.3f}"),
     (
         "accuracy of step {accuracy_later} {accuracy:.3f}",
+        "{evaluation_incomplete}",
         "best {best_accuracy:.3f} at step {best_step}",
         "evaluating {evaluating}",
     ),
@@ -43,9 +45,16 @@ _LINES: tuple[tuple[str, ...], ...] = (
     ),
     (
         "samples: {samples_running:,} running",
+        "{in_environments:,} of them wait for environments",
         "{samples_held:,} held",
         "{samples_queued:,} queued",
     ),
+    (
+        "environments: {environment_turns:,} turns answered",
+        "{answered} each",
+        "{started_over:,} samples started over",
+    ),
+    ("rewards: {rewards_failed:,} failed and counted as 0 ({failures})",),
     ("idle: generators {generator_idle:.0%}", "trainer {trainer_idle:.0%}"),
 )
 _PROCESS = ("{state}", "policy version {policy_version}", "metrics on port {metrics_port}")
@@ -55,10 +64,15 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
     """The lines for the answer to a status request; values that are not known are left out."""
     eta = status.get("eta_seconds")
     on_policy = status.get("exactly_on_policy")
+    answered = status.get("environment_seconds")
+    failed = RewardCounts(failed=status.get("reward_failures") or {})
     known = {
         **status,
         "accuracy_later": status.get("accuracy_step") or None,  # step 0 is in the line before
         "left": None if eta is None else duration(eta),
+        "in_environments": status.get("samples_in_environments") or None,
+        "answered": None if answered is None else brief(answered),
+        "failures": failed.describe_failures(),
         "on_policy": None if on_policy is None else ON_POLICY[on_policy],
     }
     lines = [_filled(parts, known) for parts in _LINES]

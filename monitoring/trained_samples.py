@@ -53,6 +53,7 @@ class TrainedSample(msgspec.Struct, frozen=True, omit_defaults=True):
     response: str
     """Text of the response tokens without special tokens, as reward functions get it."""
     reward: float
+    """The one that is trained on."""
     finish_reason: str
     """`stop`, `length` or `deadline`: `rollout.trajectory.FinishReason`."""
     generator: str
@@ -60,7 +61,7 @@ class TrainedSample(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_length: int
     """Tokens of the prompt."""
     response_length: int
-    """Tokens of the response; the sum of the three counts below."""
+    """Tokens of the response; the sum of the counts of tokens below."""
     segments: list[SampleSegment]
     """The policy versions that its tokens follow; in order, covering the response."""
     sampled: int
@@ -69,10 +70,23 @@ class TrainedSample(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens drafted and accepted."""
     verified: int
     """Tokens drawn under an older version and accepted again."""
+    observed: int = 0
+    """Tokens of an environment, which are not trained on."""
+    observed_at: list[tuple[int, int]] = []
+    """Where these are in the response: tokens `[start, end)`, ascending."""
+    contexts: list[int] = []
+    """Tokens of the response at which the model's context begins anew."""
+    rewards: dict[str, float] = {}
+    """What the reward is made of: what each reward function returned, and the environment's part,
+    without their weights. Empty if one of them failed, which counts as 0."""
     prompt_tokens: list[int] | None = None
     """Ids, with `run.log_sample_tokens`."""
     response_tokens: list[int] | None = None
     """Ids, with `run.log_sample_tokens`."""
+    provenance: str | None = None
+    """With them, a digit for each token of the response: `rollout.trajectory.Provenance`."""
+    behaviour_logprobs: list[float] | None = None
+    """With them, the log-probability with which each was drawn; 0 for observed ones."""
 
 
 class SampleFiles:

@@ -39,6 +39,24 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}"
 
 
+def counted(number_of: int, what: str) -> str:
+    """`1 turn`, `3 turns`."""
+    return f"{number_of:,} {what}{'' if number_of == 1 else 's'}"
+
+
+def ended(finish_reason: str, *, several_turns: bool) -> str:
+    """How a sample was cut off; empty if it was not.
+
+    Args:
+        finish_reason: `rollout.trajectory.FinishReason`.
+        several_turns: the limit may have been that of turns.
+    """
+    limit = "limit of tokens or turns" if several_turns else "token limit"
+    return {"length": f"cut at the {limit}", "deadline": "cut at its deadline"}.get(
+        finish_reason, ""
+    )
+
+
 def duration(seconds: float | None) -> str:
     """`0.4 s`, `42 s`, `3 min 20 s`, `5 h 07 min`, `2 d 3 h`."""
     if seconds is None or seconds != seconds:
@@ -53,6 +71,11 @@ def duration(seconds: float | None) -> str:
     if whole < 86_400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
+
+
+def brief(seconds: float) -> str:
+    """`3.2 ms`; from a second on as `duration`."""
+    return f"{1000 * seconds:,.1f} ms" if seconds < 1 else duration(seconds)
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 ByteArray = NDArray[np.uint8]
+BoolArray = NDArray[np.bool_]
 SeedArray = NDArray[np.uint64]
 
 UNKNOWN_VERSION = -1
@@ -62,7 +63,7 @@ class SampleId(msgspec.Struct, frozen=True, order=True):
 
 
 class Provenance(IntEnum):
-    """How a token was generated. Every token has one."""
+    """Where a token comes from. Every token has one."""
 
     SAMPLED = 0
     """Drawn without a draft for its position, or after the draft was rejected."""
@@ -70,6 +71,9 @@ class Provenance(IntEnum):
     """Drafted by the cache and accepted under the policy version of its segment."""
     VERIFIED = 2
     """Drawn under an older policy version and accepted again under that of its segment."""
+    OBSERVED = 3
+    """Not drawn by a policy: an environment's answer, and what the chat template puts around it. It
+    is conditioned on, never trained on or judged. Its log-probability is 0."""
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -99,17 +103,32 @@ class KeptTokens:
     """`[L, K]` their log-probabilities in that distribution, padded with -inf."""
     noise_seeds: SeedArray
     """`[L]` seeds of the noise that chose among the tokens outside the list."""
+    observed: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
+    """`[L]` tokens that no policy has drawn (`Provenance.OBSERVED`); left out: none of them."""
     lenience: float | None = None
     """None: the exact rule. A number l: SPEC-RL's rule, which accepts with min(1, l p/q) and draws
     no residual. That rule is biased; see docs/exactness.md."""
+    contexts: tuple[int, ...] = ()
+    """As `Trajectory.contexts`. A request to an engine has tokens of one context."""
+
+    def __post_init__(self) -> None:
+        if not len(self.observed):
+            object.__setattr__(self, "observed", np.zeros(len(self.tokens), np.bool_))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def after(self, count: int) -> KeptTokens:
         """All but the first `count` tokens."""
-        arrays = [one.name for one in fields(self) if one.name != "lenience"]
-        return replace(self, **{name: getattr(self, name)[count:] for name in arrays})
+        return self.part(count, len(self))
+
+    def part(self, start: int, end: int) -> KeptTokens:
+        """The tokens `[start, end)`, as of a context of their own if one begins before `start`."""
+        arrays = [one.name for one in fields(self) if one.name not in ("lenience", "contexts")]
+        inside = tuple(place - start for place in self.contexts if start < place < end)
+        return replace(
+            self, contexts=inside, **{name: getattr(self, name)[start:end] for name in arrays}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +149,9 @@ class Trajectory:
     segments: tuple[Segment, ...]
     """In order, covering `[0, L)` without gaps; neighbours differ in version."""
     finish_reason: FinishReason
+    contexts: tuple[int, ...] = field(default=(), kw_only=True)
+    """Where in `[0, L)` the model's context begins anew, ascending. The observed tokens from there
+    on are the whole prompt of what follows (`rollout.contexts`)."""
 
     def versions(self) -> IntArray:
         """`[L]` policy version that each token's distribution follows."""
@@ -147,6 +169,17 @@ class Trajectory:
         if self.segments[-1].policy_version <= version:
             return self
         return replace(self, segments=(Segment(UNKNOWN_VERSION, 0, len(self.tokens)),))
+
+    @property
+    def trained(self) -> BoolArray:
+        """`[L]` the tokens that the policy has drawn: all but the observed ones."""
+        mask: BoolArray = self.provenance != Provenance.OBSERVED
+        return mask
+
+    @property
+    def trained_count(self) -> int:
+        """How many tokens are trained on: its length in every mean and denominator."""
+        return int(np.count_nonzero(self.provenance != Provenance.OBSERVED))
 
     @property
     def oldest_version(self) -> int:
@@ -181,6 +214,8 @@ class VerifiableTrajectory(Trajectory):
             self.topk_ids,
             self.topk_logprobs,
             self.noise_seeds,
+            ~self.trained,
+            contexts=self.contexts,
         )
 
 
@@ -199,6 +234,12 @@ class TrajectoryBuilder:
     _provenance: list[ByteArray] = field(default_factory=list)
     _segments: list[Segment] = field(default_factory=list)
     _length: int = 0
+    turn_start: int = 0
+    """Tokens of earlier turns: up to the last observed one."""
+    contexts: tuple[int, ...] = ()
+    """As `Trajectory.contexts`."""
+    context_start: int = 0
+    """Where the response of the present context begins: after its prompt."""
 
     def __len__(self) -> int:
         return self._length
@@ -241,6 +282,70 @@ class TrajectoryBuilder:
             start = self._segments.pop().start
         self._segments.append(Segment(policy_version, start, end))
         self._length = end
+        observed = np.flatnonzero(provenance == Provenance.OBSERVED)
+        if len(observed):
+            self.turn_start = end - n + int(observed[-1]) + 1
+
+    def append_observed(self, tokens: IntArray) -> None:
+        """Append n tokens that no policy has drawn: they end a turn, and the next one begins.
+
+        They count as of the version of the token before them.
+
+        Raises:
+            ValueError: there is no token before them.
+        """
+        if not self._segments:
+            raise ValueError(f"trajectory {self.id}: observed tokens follow no turn of the policy")
+        n, k = len(tokens), self._topk_ids[-1].shape[1]
+        ids = np.full((n, k), -1, np.int32)
+        values = np.full((n, k), -np.inf, np.float32)
+        ids[:, :1], values[:, :1] = tokens[:, None], 0.0
+        self.append(
+            tokens=tokens,
+            logprobs=np.zeros(n, np.float32),
+            topk_ids=ids,
+            topk_logprobs=values,
+            noise_seeds=np.zeros(n, np.uint64),
+            provenance=np.full(n, Provenance.OBSERVED, np.uint8),
+            policy_version=self._segments[-1].policy_version,
+        )
+
+    def begin_context(self, prompt_tokens: IntArray) -> None:
+        """A new context: what follows is generated after these tokens alone, at least one.
+
+        They are observed tokens of the trajectory, in which tokens before them stay.
+
+        Raises:
+            ValueError: there is no token before them, or none of them.
+        """
+        if not len(prompt_tokens):
+            raise ValueError(f"trajectory {self.id}: a context begins with an empty prompt")
+        place = self._length
+        self.append_observed(prompt_tokens)
+        self.contexts, self.context_start = (*self.contexts, place), self._length
+
+    @property
+    def context_prompt(self) -> IntArray:
+        """`[P]` the prompt of the present context."""
+        if not self.contexts:
+            return self.prompt_tokens
+        return self.tokens()[self.contexts[-1] : self.context_start]
+
+    @property
+    def used_tokens(self) -> int:
+        """What of `sampling.max_tokens` is used: the present context beyond the first prompt."""
+        beyond = 0
+        if self.contexts:
+            beyond = self.context_start - self.contexts[-1] - len(self.prompt_tokens)
+        return max(0, beyond) + self._length - self.context_start
+
+    def observed(self) -> BoolArray:
+        """`[L]` whether each token so far was observed."""
+        if len(self._provenance) > 1:  # joined once, as the tokens
+            self._provenance = [np.concatenate(self._provenance)]
+        found = self._provenance[0] if self._provenance else np.empty(0, np.uint8)
+        observed: BoolArray = found == Provenance.OBSERVED
+        return observed
 
     @property
     def oldest_version(self) -> int | None:
@@ -249,8 +354,9 @@ class TrajectoryBuilder:
 
     def tokens(self) -> IntArray:
         """`[L]` the tokens appended so far."""
-        out: IntArray = np.concatenate([np.empty(0, np.int32), *self._tokens])
-        return out
+        if len(self._tokens) > 1:  # joined once, whatever the number of turns
+            self._tokens = [np.concatenate(self._tokens)]
+        return self._tokens[0].copy() if self._tokens else np.empty(0, np.int32)
 
     def forget_versions_after(self, version: int) -> None:
         """As `Trajectory.without_versions_after`, in place."""
@@ -281,6 +387,7 @@ class TrajectoryBuilder:
             provenance=_frozen(np.concatenate(self._provenance), np.uint8),
             segments=tuple(self._segments),
             finish_reason=reason,
+            contexts=self.contexts,
         )
 
 

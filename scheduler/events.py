@@ -105,6 +105,16 @@ class KvUsed(msgspec.Struct, frozen=True, gc=False):
     """The share in use, 0 to 1."""
 
 
+class EnvironmentWaits(msgspec.Struct, frozen=True, gc=False):
+    """How many samples of a generator wait for their environment; reported periodically.
+
+    They are RUNNING and take no slot.
+    """
+
+    generator: str
+    samples: int
+
+
 class SpeedMeasured(msgspec.Struct, frozen=True, gc=False):
     """How fast a generator is, averaged over some time in which it was busy; told now and then."""
 
@@ -192,6 +202,7 @@ Event = (
     | SampleDelivered
     | WeightsInstalled
     | KvUsed
+    | EnvironmentWaits
     | SpeedMeasured
     | WeightsPublished
     | StepFinished

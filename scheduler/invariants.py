@@ -98,7 +98,7 @@ def _check_owner(state: SchedulerState, group: Group, name: str) -> None:
 
 def _check_generator(state: SchedulerState, generator: Generator) -> None:
     name, groups = f"generator {generator.name}", generator.groups.values()
-    _require(generator.running <= generator.limit, f"{name} has more running than its limit")
+    _require(generator.running <= generator.most, f"{name} has more running than its limit")
     _require(generator.running == sum(g.running for g in groups), f"{name} miscounts its running")
     load = sum(g.running + g.queued for g in groups)
     _require(generator.load == load, f"{name} miscounts its load")

@@ -71,9 +71,12 @@ class Placement:
         """Whether there is a generator that groups may be placed on."""
         return len(self._candidates) > 0
 
-    def add(self, name: str, *, slots: int, limit: int, version: int) -> Generator:
+    def add(
+        self, name: str, *, slots: int, limit: int, version: int, most: int | None = None
+    ) -> Generator:
         """Add a generator. It becomes a candidate by `offer`."""
-        generator = Generator(name, self._joined, slots, limit, version)
+        most = limit if most is None else max(limit, most)
+        generator = Generator(name, self._joined, slots, limit, version, most=most)
         self._joined += 1
         self.generators[name] = generator
         self._by_number[generator.number] = generator
@@ -162,7 +165,7 @@ class Placement:
         name = generator.name
         if name in self._candidates:
             self._candidates.set(name, _until_done(generator))
-        if generator.queue and generator.load > generator.width and not generator.leaving:
+        if generator.queue and generator.wanted > generator.width and not generator.leaving:
             self._backlogs.set(name, -len(generator.queue))
         else:
             self._backlogs.discard(name)
@@ -174,7 +177,7 @@ class Placement:
             return least_loaded
         if previous.name not in self._candidates:
             return least_loaded
-        if previous.load >= previous.width and least_loaded.load < least_loaded.width:
+        if previous.wanted >= previous.width and least_loaded.wanted < least_loaded.width:
             return least_loaded
         if previous.speed < least_loaded.speed:
             return least_loaded
@@ -216,7 +219,7 @@ class Placement:
 
     def _take_over(self, taker: Generator, last_group: int) -> Group | None:
         """Move the next group of the longest queue to a generator that has idle slots."""
-        while taker.load < taker.width and not taker.leaving:
+        while taker.wanted < taker.width and not taker.leaving:
             name = self._backlogs.first()
             if name is None or name == taker.name:
                 return None
@@ -224,7 +227,7 @@ class Placement:
             group = self._head(owner)
             if group is None:
                 continue  # all entries of its queue were outdated, so it left the index
-            if owner.load <= owner.width or group.place > last_group:
+            if owner.wanted <= owner.width or group.place > last_group:
                 return None
             if taker.speed < owner.speed:
                 if not _is_sooner_done(taker, owner):

@@ -101,7 +101,7 @@ class Generator:
     """How many generators joined before it."""
     slots: int
     limit: int
-    """Maximum of samples RUNNING here."""
+    """Maximum of samples RUNNING here, those aside that wait for their environment."""
     version: int
     """Policy version that it is known to sample from; it may already have a later one."""
     installing: int | None = None
@@ -126,6 +126,10 @@ class Generator:
     """Samples HELD, VERIFYING or DELIVERING here."""
     verifying: int = 0
     """Samples VERIFYING here."""
+    most: int = 0
+    """Maximum of samples RUNNING here, those included; `limit` without environments."""
+    waiting: int = 0
+    """Samples that waited for their environment at its last report; see `in_environments`."""
     kv_used: float = 0.0
     """Share of its KV space in use at its last report, 0 to 1."""
     speed: float = 1.0
@@ -142,6 +146,27 @@ class Generator:
     def width(self) -> int:
         """Samples that it can usefully decode at once."""
         return min(self.slots, self.limit)
+
+    @property
+    def in_environments(self) -> int:
+        """Samples RUNNING here that are taken to wait for their environment, and take no slot.
+
+        The report may be older than what has finished since.
+        """
+        return min(self.waiting, self.running)
+
+    @property
+    def wanted(self) -> int:
+        """Samples QUEUED or RUNNING here that take a slot, or would."""
+        return self.load - self.in_environments if self.waiting else self.load
+
+    @property
+    def room(self) -> int:
+        """Samples that may be started here now; 0 or less: none."""
+        free = self.limit - self.running
+        if not self.waiting:
+            return free
+        return min(free + self.in_environments, self.most - self.running)
 
     def will_verify(self, sample: SampleId) -> int:
         """Older tokens than this are verified as soon as the outstanding install is done."""

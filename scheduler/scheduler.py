@@ -29,7 +29,8 @@ What holds, and is checked by `Scheduler.check`:
 - Each sample of each group in flight is in exactly one `SampleState`, at one generator.
 - At most (max_off_policy_steps + 1) * groups_per_step groups, plus max_runahead_groups with
   `on_update: verify`, are issued and not consumed.
-- No generator has more RUNNING samples than its limit, or more than one outstanding install.
+- No generator has more RUNNING samples than its limit, or more than one outstanding install. While
+  samples wait for their environment, others take their slots, up to the number of open sessions.
 - A token is at most max_off_policy_steps older than the policy that trains on it. Older work is
   never started, or (`verify`) is verified before it is delivered.
 - Each group is either consumed by the one step that it belongs to, or reported failed; with
@@ -89,6 +90,8 @@ class Scheduler:
             in the previous epoch; None for no such preference.
         changes: other bounds (`scheduler.admission`), by the first step with each.
         first_groups: with dynamic sampling, where `first_step` and earlier steps began.
+        sessions: most samples that a generator may have while some wait for their environment, if
+            that is more than its limit; 0: there are no environments.
 
     Raises:
         SchedulerError: from the constructor, if there is no step to train; from `on_event`, if an
@@ -105,7 +108,9 @@ class Scheduler:
         group_key: Callable[[int], int] | None = None,
         changes: Mapping[int, SchedulerConfig] = MappingProxyType({}),
         first_groups: Mapping[int, int] = MappingProxyType({}),
+        sessions: int = 0,
     ) -> None:
+        self._sessions = sessions
         self.state = SchedulerState.new(config, first_step, total_steps, changes, first_groups)
         """For reading only."""
         self._commands = self.state.commands
@@ -128,6 +133,7 @@ class Scheduler:
             events.GeneratorLeaves: self._leaving.on_leaves,
             events.SamplesReleased: self._leaving.on_released,
             events.KvUsed: self._on_kv_used,
+            events.EnvironmentWaits: self._on_environment_waits,
             events.SpeedMeasured: self._on_speed_measured,
             events.SampleFinished: samples.on_finished,
             events.SampleRewarded: samples.on_rewarded,
@@ -187,6 +193,7 @@ class Scheduler:
             event.generator,
             slots=event.slots,
             limit=state.config.in_flight_limit(event.slots),
+            most=self._sessions,
             version=event.policy_version,
         )
         self._weights.update(generator)
@@ -225,6 +232,14 @@ class Scheduler:
         if generator is None:  # a report can arrive before the join
             return
         generator.kv_used = event.share
+        self._work.start(generator)
+
+    def _on_environment_waits(self, event: events.EnvironmentWaits) -> None:
+        generator = self.state.generators.get(event.generator)
+        if generator is None or generator.waiting == event.samples:
+            return
+        generator.waiting = event.samples
+        self.state.placement.update(generator)
         self._work.start(generator)
 
     def _on_speed_measured(self, event: events.SpeedMeasured) -> None:

@@ -60,7 +60,8 @@ class Work:
 
     def start(self, generator: Generator) -> None:
         """Start samples on a generator while it has room and there is work that it may start."""
-        if generator.running >= generator.limit:
+        room = generator.room
+        if room <= 0:
             return
         if self._state.paused or generator.draining or generator.rewinding:
             return
@@ -71,7 +72,7 @@ class Work:
         last_group = self._admission.last_group_to_start(generator.version)
         if generator.kv_used >= self._config.runahead_kv_limit:
             last_group = self._admission.last_due_group(generator.version)
-        while generator.running < generator.limit:
+        for _ in range(room):
             group = self._placement.next_group(generator, last_group)
             if group is None:
                 return

@@ -11,19 +11,18 @@ from typing import Any
 
 import hypothesis
 import pytest
-import torch
 from tiny_models import make_llama, make_qwen3, save
 
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 """How long an example takes says nothing on a machine that others use too."""
-torch.set_num_threads(1)  # a second one has a busy core, and the first one spins until it is there
-
 
 _ENDS_THE_ENGINE = "test_remote_process_death"
 """The module that kills the engine of `served`."""
-_LIGHT = 3
-"""The weight of files that take seconds."""
+_SLOW, _LIGHT = 2, 3
+"""The weights of files that take a minute, and seconds."""
+_WAITING = {"asyncrl", "engine", "monitoring"}
+"""Folders whose light tests wait more than they compute: for processes, and for time limits."""
 
 
 def _engine_of(item: pytest.Item) -> str | None:
@@ -45,14 +44,34 @@ def _weight(item: pytest.Item) -> int:
     """0 for the files that take longest: a worker must not begin one when the others are done."""
     if _engine_of(item) is not None:
         return 0 if _shared_engine_of(item) is not None else 1
-    return 2 if item.get_closest_marker("slow") is not None else _LIGHT
+    return _SLOW if item.get_closest_marker("slow") is not None else _LIGHT
+
+
+def _in_order(files: dict[Path, int], tests: Path) -> list[Path]:
+    """The heaviest first; among the slow ones, which need all cores, those that wait.
+
+    Args:
+        files: their weights.
+        tests: the folder of all.
+    """
+    waiting = [
+        file
+        for file, weight in files.items()
+        if weight == _LIGHT and file.relative_to(tests).parts[0] in _WAITING
+    ]
+    slow = [file for file, weight in files.items() if weight == _SLOW]
+    places = {
+        file: (i + 0.5) / len(kind) for kind in (slow, waiting) for i, file in enumerate(kind)
+    }
+    weights = files | dict.fromkeys(waiting, _SLOW)
+    return sorted(files, key=lambda file: (weights[file], places.get(file, 0.0)))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
-    """Give pytest-xdist whole files, the long ones first, and all of a shared engine to one worker.
+    """Give pytest-xdist whole files (`_in_order`), and all of a shared engine to one worker.
 
     Of those, the one that kills the engine of the others comes last.
 
@@ -61,10 +80,14 @@ def pytest_collection_modifyitems(
     its own goes to the worker that is free: the shared engines of a kind take less than half of
     the time, all engines of a kind may take more. No worker starts two of its own at once.
     """
-    first = dict[Path, int]()
+    import torch  # not by pytest-xdist's own process, which collects nothing
+
+    torch.set_num_threads(1)  # a second has a busy core, and the first one spins until it is there
+    weights = dict[Path, int]()
     for item in items:
-        first[item.path] = min(first.get(item.path, _LIGHT), _weight(item))
-    items.sort(key=lambda item: (first[item.path], item.path.stem == _ENDS_THE_ENGINE))
+        weights[item.path] = min(weights.get(item.path, _LIGHT), _weight(item))
+    place = {file: i for i, file in enumerate(_in_order(weights, Path(__file__).parent))}
+    items.sort(key=lambda item: place[item.path])
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(_shared_engine_of(item) or str(item.path)))

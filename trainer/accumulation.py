@@ -158,7 +158,7 @@ class Accumulation:
         work = Work([], [], [])
         for index, one in enumerate(groups):
             advantages = self._objective.advantages(one.trajectories, one.rewards)
-            kept = Kept(one, silent=not advantages.any())
+            kept = Kept(one, silent=self._objective.is_silent(advantages))
             if not (kept.silent and self._objective.skips_zero_variance):
                 work.add(one.trajectories, advantages, index)
             self.groups[one.group] = kept
@@ -170,7 +170,7 @@ class Accumulation:
                 found, fixed = self._micro_batch(part, version, train=train)
             rows[to_device(part.places(size), device)] = found
             if self._keeps and fixed is not None:
-                lengths = [len(one.tokens) for one in part.trajectories]
+                lengths = [one.trained_count for one in part.trajectories]
                 for (index, place), own in zip(part.owners, fixed.split(lengths), strict=True):
                     self.groups[groups[index].group].fixed[place] = own
         return list(rows.split(size))
@@ -271,7 +271,7 @@ class Accumulation:
 
     def _fresh(self, some: Sequence[Trajectory], version: int) -> Tensor:
         """`[N]` bool: tokens of staleness 0."""
-        stale = np.concatenate([one.staleness(version) for one in some])
+        stale = np.concatenate([one.staleness(version)[one.trained] for one in some])
         return to_device(stale == 0, self._models.policy.device)
 
     def _count(self, kept: Kept, version: int) -> None:

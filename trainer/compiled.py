@@ -94,10 +94,10 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001
 @torch.library.custom_op("asyncrl::linear_backward", mutates_args=())
 def linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `x` and of the weight."""
-    rows, flat_grad = whole_rows(grad)
-    _, flat = whole_rows(x)
+    rows, flat_grad = whole_rows(grad, weight)
+    _, flat = whole_rows(x, weight)
     for_x = product(flat_grad, weight.t())[:rows].view(x.shape)
-    return for_x, weight_gradient(flat, flat_grad)
+    return for_x, weight_gradient(flat, flat_grad).contiguous()  # as the compiler was told
 
 
 @linear_backward.register_fake

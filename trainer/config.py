@@ -83,7 +83,7 @@ class TrainerConfig(BaseModel):
     """Bound of |log of current over behaviour probability| of a token in the loss, nats; unset:
     none. Others use 20."""
     clip_ratio_low: float = Field(default=0.2, gt=0, le=1)
-    """PPO clips the ratio below 1 - this (proximal: behaviour)."""
+    """PPO clips the ratio below 1 - this."""
     clip_ratio_high: float = Field(default=0.2, gt=0, le=1e6)
     """PPO clips the ratio above 1 + this; DAPO's clip-higher uses 0.28."""
     loss_normalization: Literal["token", "sequence", "sample"] = "token"

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 MIN_ROWS = 16
 """With fewer rows oneDNN's set-up costs more than it saves."""
+LARGE = 1 << 29
+"""Multiplications of a product (5 ms of a core) from which code for one more shape costs less than
+rows of zeros."""
 TRANSPOSED_BLOCK = 1 << 22
 """Numbers of a matrix (16 MiB) from which copying it transposed is slower than a product's rest."""
 
@@ -110,29 +113,37 @@ def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
     return product(grad.t(), x.t())
 
 
-def whole_rows(x: Tensor) -> tuple[int, Tensor]:
-    """`[..., k]` as `[N or more, k]`, filled up with zeros, and N."""
+def whole_rows(x: Tensor, weight: Tensor) -> tuple[int, Tensor]:
+    """`[..., k]` as `[N or more, k]` and N, filled up with zeros unless products are large.
+
+    Args:
+        x: input or gradient of a linear layer.
+        weight: of the layer.
+    """
     flat = x.reshape(-1, x.shape[-1])
-    return len(flat), _filled_up(flat)
+    return len(flat), flat if len(flat) * weight.numel() >= LARGE else _filled_up(flat)
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As `fast_linear`, without gradients."""
-    rows, flat = whole_rows(x)
+    rows, flat = whole_rows(x, weight)
     return product(flat, weight, bias)[:rows].view(*x.shape[:-1], weight.shape[0])
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows, flat = whole_rows(x)
+        rows, flat = whole_rows(x, weight)
         ctx.save_for_backward(flat, weight)
-        return product(flat, weight, bias)[:rows].view(*x.shape[:-1], weight.shape[0])
+        shape = [*x.shape[:-1], weight.shape[0]]
+        # To autograd no view, which a model could not change in place (Gemma 3n).
+        out: Tensor = torch.ops.aten._unsafe_view(product(flat, weight, bias)[:rows], shape)  # noqa: SLF001
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         flat, weight = ctx.saved_tensors
-        rows, grad = whole_rows(grads[0])
+        rows, grad = whole_rows(grads[0], weight)
         for_x = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
             for_x = product(grad, weight.t())[:rows].view(*grads[0].shape[:-1], weight.shape[1])

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from rollout.trajectory import Trajectory
 from trainer.config import TrainerConfig
 from trainer.errors import UnsupportedModelError
-from trainer.policy import PackedBatch, Policy
+from trainer.packed_batch import PackedBatch
+from trainer.policy import Policy
 from trainer.ranks import World
 from trainer.ranks.update import Update
 
@@ -107,14 +108,7 @@ class Critic:
 
     def states(self, trajectories: Sequence[Trajectory]) -> PackedBatch:
         """The samples, packed. To bootstrap, each with one more token, which nothing reads."""
-        more = [0] if self.bootstraps else []
-        return PackedBatch.of(
-            [
-                (one.prompt_tokens, np.append(one.tokens, np.asarray(more, one.tokens.dtype)))
-                for one in trajectories
-            ],
-            self._trunk.device,
-        )
+        return PackedBatch.of_samples(trajectories, self._trunk.device, one_more=self.bootstraps)
 
     def of_hidden(self, hidden: Tensor, trajectories: Sequence[Trajectory]) -> Values:
         """Of the hidden states of `states`."""
@@ -143,7 +137,7 @@ class Critic:
 
 def real_tokens(trajectories: Sequence[Trajectory]) -> Tensor:
     """`[N + B]` bool: False for the additional token of each sample (`Critic.states`)."""
-    ends = np.cumsum([len(one.tokens) + 1 for one in trajectories]) - 1
+    ends = np.cumsum([one.trained_count + 1 for one in trajectories]) - 1
     drawn = torch.ones(int(ends[-1]) + 1, dtype=torch.bool)
     drawn[torch.from_numpy(ends)] = False
     return drawn

@@ -62,7 +62,7 @@ def _add_gradients(
     for part in work.split(config.micro_batch_tokens):
         fixed = Fixed.of([groups[index].fixed[place] for index, place in part.owners])
         assert fixed.values is not None and fixed.returns is not None  # noqa: S101, PT018
-        lengths = np.array([len(one.tokens) for one in part.trajectories])
+        lengths = np.array([one.trained_count for one in part.trajectories])
         weights = np.repeat(token_weights(config.loss_normalization, lengths), lengths)
         found = value_loss(
             critic.values(part.trajectories).tokens,
@@ -72,4 +72,4 @@ def _add_gradients(
             critic.config.value_clip,
         )
         (critic.config.value_coefficient * found.loss).backward()
-    return sum(len(one.tokens) for one in work.trajectories), len(work.trajectories)
+    return sum(one.trained_count for one in work.trajectories), len(work.trajectories)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rollout.trajectory import FloatArray, Trajectory
 from trainer.disagreement import Disagreement, Limits, disagreement_of
-from trainer.policy import PackedBatch, Policy
+from trainer.packed_batch import PackedBatch
+from trainer.policy import Policy
 from wire.wrong_policy import Cause
 
 _NEWTON_STEPS = 6
@@ -101,7 +102,7 @@ def rescored(
 
 @torch.no_grad()
 def logprobs_of(policy: Policy, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
-    """The policy's log-probabilities `[L]` of each trajectory's response tokens, in nats."""
+    """The policy's log-probabilities of each trajectory's trained tokens, in nats."""
     return [
         policy.score(_packed(policy, one)).logprobs.float().cpu().numpy() for one in trajectories
     ]
@@ -109,7 +110,7 @@ def logprobs_of(policy: Policy, trajectories: Sequence[Trajectory]) -> list[Floa
 
 def _packed(policy: Policy, trajectory: Trajectory) -> PackedBatch:
     """One at a time: together they may be longer than a micro-batch that fits into memory."""
-    return PackedBatch.of([(trajectory.prompt_tokens, trajectory.tokens)], policy.device)
+    return PackedBatch.of_samples([trajectory], policy.device)
 
 
 def _temperature(policy: Policy, trajectories: Sequence[Trajectory]) -> float:

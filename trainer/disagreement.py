@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.trajectory import Trajectory
+from trainer.token_batch import behaviour_logprobs_of
 from trainer.transfer import to_device
 
 MIN_TOKENS = 64
@@ -130,13 +131,13 @@ def disagreement_of(
     """`[B, SUMS]` float64 sums over the tokens of each trajectory, on the device, not read.
 
     Args:
-        logprobs: `[N]` the trainer's, of all response tokens of the trajectories in order, in nats.
+        logprobs: `[N]` the trainer's, of all trained tokens of the trajectories in order, in nats.
         entropy: `[N]` of the distributions that they are from, in nats.
         trajectories: B, with what the engine recorded.
         counted: `[B]` whether a trajectory is wholly of the trainer's version; others get zeros.
     """
     logprobs = logprobs.detach().double()
-    recorded = np.concatenate([one.behaviour_logprobs for one in trajectories])
+    recorded = behaviour_logprobs_of(trajectories)
     device = logprobs.device
     gap = (logprobs - to_device(recorded, device)).clamp(-1.0, 1.0)
     slope = logprobs + entropy.detach().double()
@@ -144,7 +145,7 @@ def disagreement_of(
     columns = torch.stack(
         [ones, gap.abs(), gap**2, gap * slope, slope**2, gap * sign, slope.abs()], 1
     )
-    lengths = [len(one.tokens) for one in trajectories]
+    lengths = [one.trained_count for one in trajectories]
     owner = to_device(np.repeat(np.arange(len(lengths)), lengths), device)
     sums = columns.new_zeros(len(lengths), SUMS).index_add_(0, owner, columns)
     return sums * to_device(counted, device)[:, None]

@@ -90,7 +90,7 @@ def fix(
         values: of the critic; None: there is none.
         config: the critic's settings.
     """
-    lengths = np.array([len(one.tokens) for one in trajectories], np.int64)
+    lengths = np.array([one.trained_count for one in trajectories], np.int64)
     logprobs = logprobs.detach()
     if values is not None:
         found = advantages_of(

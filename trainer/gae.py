@@ -1,7 +1,7 @@
 """Generalised advantage estimation (arXiv 1506.02438, eq. 11-16). Pure numpy, in float64.
 
-For a sample of L tokens with reward r[t] of token t, and V[t] the critic's value of the state in
-which token t was drawn (prompt and the tokens before it):
+For a sample of L trained tokens with reward r[t] of token t, and V[t] the critic's value of the
+state in which token t was drawn (prompt and the tokens before it, observed ones included):
 
     delta[t] = r[t] + gamma V[t+1] - V[t]
     A[t]     = delta[t] + gamma lambda A[t+1]            A[L] = 0

@@ -84,6 +84,7 @@ def check_trajectory(trajectory: Trajectory, vocab_size: int, version: int) -> N
     provenance = trajectory.provenance.max()
     if provenance > _LAST_PROVENANCE:
         raise BatchError(f"{name}: {provenance} is no provenance of a token")
+    _check_observed(trajectory, name)
     _check_segments(trajectory, name)
     newest = trajectory.segments[-1].policy_version
     if newest > version:
@@ -91,6 +92,28 @@ def check_trajectory(trajectory: Trajectory, vocab_size: int, version: int) -> N
             f"{name}: drawn under version {newest}, "
             f"but the trainer is at {version}: was an old checkpoint restored?"
         )
+
+
+def _check_observed(trajectory: Trajectory, name: str) -> None:
+    """Observed tokens have log-probability 0 and begin each context, and others are left."""
+    trained = trajectory.trained
+    if not trained.any():
+        raise BatchError(f"{name}: every token is observed, so there is nothing to train on")
+    wrong = np.flatnonzero(~trained & (trajectory.behaviour_logprobs != 0))
+    if len(wrong):
+        at = int(wrong[0])
+        raise BatchError(
+            f"{name}: token {at} is observed, so its log-probability is 0, "
+            f"not {trajectory.behaviour_logprobs[at]:.3g}"
+        )
+    before = 0
+    for place in trajectory.contexts:
+        if not before < place < len(trained) or trained[place]:
+            raise BatchError(
+                f"{name}: a context must begin with an observed token after the one before it, "
+                f"but the contexts begin at {list(trajectory.contexts)} of {len(trained)} tokens"
+            )
+        before = place
 
 
 def _check_segments(trajectory: Trajectory, name: str) -> None:

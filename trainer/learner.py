@@ -40,7 +40,7 @@ from trainer.optimizer import learning_rate
 from trainer.policy import Policy
 from trainer.ranks import ALONE, World
 from trainer.ranks.update import Update
-from trainer.saved_state import adapter_settings, check_base, state_of
+from trainer.saved_state import adapter_settings, check_base, check_reference, state_of
 from trainer.scoring import load_models
 from trainer.sharding.lockstep import Lockstep
 from trainer.sharding.weights import Weights
@@ -123,6 +123,7 @@ class Learner:
         self._published: Published | None = None
         self.initial_weights = self._weights.fingerprint().whole
         """Digest of the weights that the run started from; empty if its checkpoint lacks it."""
+        self._own_weights = self.initial_weights
         self._version = 0
         self.peak_rates: Mapping[int, float] = {}
         """Peak learning rates that replace the configured one, by the first step with each."""
@@ -229,7 +230,8 @@ class Learner:
     def fingerprint(self, dtype: torch.dtype) -> Fingerprint:
         """Of the live weights as engines of this data type hold them; tied ones by each name."""
         found = self._weights.fingerprint(dtype)
-        self._published = Published(str(dtype).removeprefix("torch."), found.whole)
+        if self._config.lora.serve == "merged":  # otherwise an export has other weights
+            self._published = Published(str(dtype).removeprefix("torch."), found.whole)
         return found
 
     def pending(self, *, copied: bool) -> checkpoint.Pending:
@@ -293,6 +295,7 @@ class Learner:
         self.settle()
         loaded = checkpoint.read(directory, self._state, self._settings, self.world.rank)
         check_base(directory, self._state.values, loaded.values)
+        check_reference(directory, self._models, self._own_weights, loaded.initial_weights)
         self._version, self.initial_weights = loaded.policy_version, loaded.initial_weights
         self._published = None
         self._stepping.torn = False

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from pydantic import ValidationError
+
 from trainer.config import TrainerConfig
 from trainer.lora.memory import adapter_parameters
 
@@ -166,6 +168,8 @@ def step_memory(
     full = config.sharding == "full"
     own = width / config.ranks if full else width
     of_critic = int(shape.critic * (2 * own + moments / max(1, trained))) + activations
+    if low and not full and not config.gradient_checkpointing:
+        of_critic += 2 * shape.critic  # its copies in bfloat16
     weights = int(count * own) + (_low_copies(shape, config) if low and not full else 0)
     if adapter:
         weights = count * (2 if low else width) + adapter * width
@@ -250,7 +254,7 @@ def remedies(
         ways.append(("optimizer_offload", True))
     if config.ranks > 1 and not config.lora.enabled:
         ways.append(("sharding", "full"))
-    ways = [(name, value) for name, value in ways if _saves(config, name, value)]
+    ways = [way for way in ways if _saves(config, *way) and _is_possible(config, *way)]
 
     def needed(changes: Mapping[str, object]) -> int:
         changed = config.model_copy(update=dict(changes))
@@ -265,6 +269,10 @@ def remedies(
         together[name] = value
         if needed(together) <= available:
             break
+    for name in reversed(list(together)):
+        others = {other: value for other, value in together.items() if other != name}
+        if needed(others) <= max(available, needed(together)):
+            together = others
     listed = [f"trainer.{name}: {_written(value)}" for name, value in together.items()]
     return listed, needed(together)
 
@@ -278,6 +286,15 @@ def _saves(config: TrainerConfig, name: str, value: object) -> bool:
         kinds = ("float32", "bfloat16", "int8")
         return kinds.index(now) < kinds.index(str(value))
     return bool(now != value and now is not True)
+
+
+def _is_possible(config: TrainerConfig, name: str, value: object) -> bool:
+    """Whether a setting goes with the others."""
+    try:
+        type(config).model_validate({**config.model_dump(), name: value})
+    except ValidationError:
+        return False
+    return True
 
 
 def _written(value: object) -> str:

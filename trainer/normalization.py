@@ -1,12 +1,13 @@
 """How tokens are weighed within a step, and what the step's sums are divided by.
 
     loss_normalization   weight of a token   denominator
-    token                1                   response tokens of the step (DAPO, 2503.14476, eq. 8)
+    token                1                   trained tokens of the step (DAPO, 2503.14476, eq. 8)
     sequence             1 / L               samples of the step (GRPO, 2402.03300, eq. 3)
     sample               1                   samples of the step (Dr. GRPO, 2503.20783)
 
-Only with `sample` is the gradient of a sample that of its log-probability, divided by a number that
-does not depend on what was drawn: it is the one that is unbiased.
+L and the denominators count trained tokens alone, not those of an environment
+(`Trajectory.trained`). Only with `sample` is the gradient of a sample that of its log-probability,
+divided by a number that does not depend on what was drawn: it is the one that is unbiased.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from rollout.contexts import longest_response
 from rollout.trajectory import Trajectory
 from trainer.algorithms.base import (
     STD_EPSILON,
@@ -53,9 +54,11 @@ class Objective:
                 f"response ({max_tokens})"
             )
         try:
-            self.algorithm.advantages(np.zeros(group_size))
+            alike = self.algorithm.advantages(np.ones(group_size))
         except ValueError as error:
             raise TrainerError(f"trainer.algorithm {config.algorithm!r}: {error}") from error
+        # Otherwise they are rewards, of which something is subtracted later.
+        self._are_advantages = not (self._needs_every_group and alike.any())
 
     @property
     def needs_critic(self) -> bool:
@@ -70,14 +73,21 @@ class Objective:
     @property
     def skips_zero_variance(self) -> bool:
         """Whether groups whose advantages are all 0 are not computed."""
-        every = bool(getattr(innermost(self.algorithm), "needs_every_group", False))
-        needed = every or self.algorithm.needs_reference
+        needed = self._needs_every_group or self.algorithm.needs_reference
         return self._config.skip_zero_variance_groups and not needed
+
+    @property
+    def _needs_every_group(self) -> bool:
+        return bool(getattr(innermost(self.algorithm), "needs_every_group", False))
+
+    def is_silent(self, advantages: Rewards) -> bool:
+        """Whether a group's `[G]` advantages, as `advantages` gave them, are all 0."""
+        return self._are_advantages and not advantages.any()
 
     def advantages(self, trajectories: Sequence[Trajectory], rewards: Rewards) -> Rewards:
         """`[G]` rewards of the task to `[G]` advantages."""
         penalties = overlong_penalties(
-            np.array([len(one.tokens) for one in trajectories]),
+            np.array([longest_response(one) for one in trajectories]),
             longest=self._longest,
             buffer=self._config.overlong_buffer,
         )

@@ -4,8 +4,8 @@ Linear layers, norms and activations see `[1, T]` real tokens. Only attention ne
 sequence ends: `packed_attention`, registered with transformers under `ATTENTION_NAME`, spreads
 queries, keys and values over `[B, H, L_max, D]`, runs causal SDPA, and gathers the real tokens
 again. Where lengths are uneven and the padding would be large, it does so for several blocks, each
-of successive sequences of similar lengths. On a GPU, in 16 bits, it pads nothing
-(`trainer.varlen`).
+of successive sequences of similar lengths. It pads nothing on a GPU in 16 bits (`trainer.varlen`)
+and on a CPU where sequences are not short (`trainer.tiled_attention`).
 Positions restart at 0 in each sequence, so rotary and learned positions are those of the sequence.
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from trainer import tiled_attention as tiled
 from trainer import varlen
 from trainer.capped_attention import capped_attention
 from trainer.errors import UnsupportedModelError
@@ -263,6 +264,9 @@ def packed_attention(
             query, key, value, packed_layout.keys(), scale=scaling, window=sliding_window
         )
         return out, None
+    sees_all = sliding_window is None or sliding_window >= packed_layout.longest
+    if sees_all and not (is_capped or dropout) and tiled.serves(query, packed_layout.segments):
+        return tiled.attend(query, key, value, packed_layout.segments, scale=scaling), None
 
     parts = [_spread(one, packed_layout) for one in (query, key, value)]
     padded: list[Tensor] = []

@@ -13,12 +13,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -34,68 +33,15 @@ from trainer.head import LogitMap, Processing, TokenScores, process, score_token
 from trainer.lora.adapter import Adapter
 from trainer.lora.config import LoraConfig
 from trainer.model_loading import load_model
-from trainer.packing import ATTENTION_NAME, Family, Layout
+from trainer.packed_batch import PackedBatch
+from trainer.packing import ATTENTION_NAME
 from trainer.router import routes_of
 from trainer.same_results import results_of, where_different
-from trainer.transfer import to_device
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-@dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """B sequences (prompt + response) in one row of T tokens, N of them response tokens.
-
-    A prompt that several sequences in succession share is in the row once.
-    """
-
-    tokens: Tensor
-    """`[1, T]` int64."""
-    layout: Layout
-    predictors: Tensor
-    """`[N]` int64: position in the row whose hidden state predicts each response token."""
-    targets: Tensor
-    """`[N]` int64: the response tokens."""
-
-    @classmethod
-    def of(
-        cls, sequences: Sequence[tuple[IntArray, IntArray]], device: torch.device
-    ) -> PackedBatch:
-        """Pack (prompt `[P]`, response `[L]`) pairs in order; P and L at least 1.
-
-        The last response token predicts nothing, so it is left out of the row. A prompt that
-        several pairs in succession have comes once, before their responses.
-        """
-        families: list[Family] = []
-        rows: list[IntArray] = []
-        predictors: list[NDArray[np.int64]] = []
-        start = 0
-        for prompt, alike in groupby_prompt(sequences):
-            shared = len(prompt) if len(alike) > 1 else 0
-            families.append(Family(len(alike), shared))
-            before = start + len(prompt) - 1
-            if shared:
-                rows.append(prompt)
-                start += shared
-            for response in alike:
-                if not shared:
-                    rows.append(prompt)
-                    start += len(prompt)
-                    before = start - 1
-                rows.append(response[:-1])
-                predictors += [np.array([before]), np.arange(start, start + len(response) - 1)]
-                start += len(response) - 1
-        lengths = [len(prompt) + len(response) - 1 for prompt, response in sequences]
-        targets = np.concatenate([response for _, response in sequences]).astype(np.int64)
-        return cls(
-            tokens=to_device(np.concatenate(rows).astype(np.int64), device)[None, :],
-            layout=Layout.of(lengths, device, families),
-            predictors=to_device(np.concatenate(predictors), device),
-            targets=to_device(targets, device),
-        )
 
 
 class Policy:
@@ -295,8 +241,7 @@ class Policy:
             raise UnsupportedModelError(
                 f"{model_path} cannot be trained packed: {error}"
             ) from error
-        close = 1e-3 * float(want.abs().max()) + 1e-4
-        if float((packed - want).abs().max()) > close:
+        if not _close(packed, want):
             raise UnsupportedModelError(
                 f"{model_path}: {type(self.model).__name__} computes different logits for packed "
                 "sequences than for separate ones, so it cannot be trained here (known causes: "
@@ -305,7 +250,7 @@ class Policy:
         self._check_fused(batch)
         assert self._head is not None  # noqa: S101 - for the type checker
         plain = self._logits.applied(self._head(self._hidden(batch)[batch.predictors]))
-        if plain.shape != want.shape or float((plain - want).abs().max()) > close:
+        if plain.shape != want.shape or not _close(plain, want):
             logger.info("%s changes its logits: they come from its own forward pass", model_path)
             self._head = None
 
@@ -347,6 +292,18 @@ class Policy:
         return torch.cat(rows)
 
 
+def _close(found: Tensor, wanted: Tensor) -> bool:
+    """Whether logits differ by rounding alone.
+
+    In 16 bits, in which the model of an adapter is held, rounding is 1% of all logits together in
+    28 layers; in single ones it may be more, and send a token to another expert.
+    """
+    gap = (found - wanted).float()
+    if wanted.dtype.itemsize < 4:
+        return float(gap.norm()) <= 0.05 * float(wanted.float().norm())
+    return float(gap.abs().max()) <= 1e-3 * float(wanted.abs().max()) + 1e-4
+
+
 def _two_sequences(vocabulary: int) -> list[tuple[IntArray, IntArray]]:
     """Prompts and responses of different lengths, to try a model with."""
     return [
@@ -357,20 +314,6 @@ def _two_sequences(vocabulary: int) -> list[tuple[IntArray, IntArray]]:
 
 def _tokens(numbers: Sequence[int], vocabulary: int) -> IntArray:
     return np.array(numbers, np.int32) % vocabulary
-
-
-def groupby_prompt(
-    sequences: Sequence[tuple[IntArray, IntArray]],
-) -> Iterator[tuple[IntArray, list[IntArray]]]:
-    """Runs of equal prompts, each with its responses."""
-    first, alike = sequences[0][0], [sequences[0][1]]
-    for prompt, response in sequences[1:]:
-        if np.array_equal(prompt, first):
-            alike.append(response)
-        else:
-            yield first, alike
-            first, alike = prompt, [response]
-    yield first, alike
 
 
 def _set_modes(

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from trainer.config import TrainerConfig
-from trainer.policy import PackedBatch, Policy
+from trainer.packed_batch import PackedBatch
+from trainer.policy import Policy
 from trainer.sharding.rows import local
 
 

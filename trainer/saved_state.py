@@ -50,3 +50,28 @@ def check_base(directory: Path, own: Mapping[str, Any], saved: Mapping[str, Any]
     """Raise CheckpointError if an adapter was saved for another model than the one it is now."""
     if saved.get(_BASE) != own.get(_BASE):
         raise CheckpointError(f"{directory} has an adapter of another model than model.path is now")
+
+
+def check_reference(directory: Path, models: Models, own: str, saved: str) -> None:
+    """Refuse another reference of the KL penalty, which is not part of a checkpoint, than before.
+
+    Args:
+        directory: of the checkpoint.
+        models: of the learner.
+        own: digest of the weights that it started from.
+        saved: the same of the run that wrote the checkpoint; empty: not known.
+
+    Raises:
+        CheckpointError: the reference stays the model that training starts from, and that has
+            changed since.
+    """
+    reference, adapter = models.reference, models.policy.adapter
+    if reference is None or reference.moves or not saved or own == saved:
+        return
+    if adapter is not None and adapter.config.adapter is None:
+        return  # it is the adapter's model, which `check_base` compares
+    raise CheckpointError(
+        f"{directory} is of a run that started from other weights than those of model.path now, "
+        "which would be the reference of its KL penalty; set model.path to the model that the run "
+        "started from"
+    )

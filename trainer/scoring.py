@@ -15,7 +15,8 @@ from trainer.config import TrainerConfig
 from trainer.critic import Critic, Values, real_tokens
 from trainer.head import TokenScores
 from trainer.lora.reference import InitialAdapter
-from trainer.policy import PackedBatch, Policy
+from trainer.packed_batch import PackedBatch
+from trainer.policy import Policy
 from trainer.ranks import World
 from trainer.reference import Reference
 from trainer.router import check_routes
@@ -68,7 +69,7 @@ class Models:
         return self.reference.logprobs(self._packed(some))
 
     def _packed(self, some: Sequence[Trajectory]) -> PackedBatch:
-        return PackedBatch.of([(t.prompt_tokens, t.tokens) for t in some], self.policy.device)
+        return PackedBatch.of_samples(some, self.policy.device)
 
 
 def load_models(

@@ -11,12 +11,10 @@ the first time cost more than the copy.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.checkpoint_tensors import Held
+from trainer.host_memory import memory_left
 
 
 class Snapshot:
@@ -91,19 +90,6 @@ class Snapshot:
                 stream.synchronize()
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             self._error = error
-
-
-def memory_left() -> int | None:
-    """Bytes that this process may still take; None where nobody says."""
-    found = []
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found.append(1024 * int(next(x for x in lines if x.startswith("MemAvailable:")).split()[1]))
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        most = int((group / "memory.max").read_text(encoding="ascii"))  # "max": no limit
-        found.append(most - int((group / "memory.current").read_text(encoding="ascii")))
-    return min(found, default=None)
 
 
 def _key(one: Held) -> tuple[str, torch.dtype, torch.Size]:

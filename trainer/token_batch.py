@@ -1,4 +1,4 @@
-"""The response tokens of some samples, as a loss takes them."""
+"""The trained tokens of some samples, as a loss takes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.trajectory import Trajectory
+from rollout.trajectory import FloatArray, Trajectory
 from trainer.algorithms.base import Rewards, TokenBatch
 from trainer.normalization import Normalization, token_weights
 from trainer.transfer import to_device
@@ -21,8 +21,11 @@ def token_batch(
     advantages: Rewards,
     normalization: Normalization,
 ) -> TokenBatch:
-    """B trajectories with `[N]` log-probabilities under the policy and `[B]` advantages."""
-    lengths = np.array([len(t.tokens) for t in trajectories])
+    """B trajectories with `[N]` log-probabilities under the policy and `[B]` advantages.
+
+    N tokens are trained; observed ones (`Trajectory.trained`) count nowhere.
+    """
+    lengths = np.array([t.trained_count for t in trajectories])
 
     def put(values: NDArray[Any]) -> Tensor:
         return to_device(values, logprobs.device, logprobs.dtype)
@@ -30,8 +33,13 @@ def token_batch(
     owners = np.repeat(np.arange(len(lengths)), lengths)
     return TokenBatch(
         logprobs=logprobs,
-        behaviour_logprobs=put(np.concatenate([t.behaviour_logprobs for t in trajectories])),
+        behaviour_logprobs=put(behaviour_logprobs_of(trajectories)),
         advantages=put(np.repeat(advantages, lengths)),
         weights=put(np.repeat(token_weights(normalization, lengths), lengths)),
         owners=to_device(owners, logprobs.device),
     )
+
+
+def behaviour_logprobs_of(trajectories: Sequence[Trajectory]) -> FloatArray:
+    """`[N]` of the trained tokens, as the engine has recorded them."""
+    return np.concatenate([one.behaviour_logprobs[one.trained] for one in trajectories])

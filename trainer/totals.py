@@ -74,7 +74,9 @@ class StepTotals:
     zero_variance_groups: int = 0
     samples: int = 0
     tokens: int = 0
-    """Response tokens, skipped groups included: the token-level denominator."""
+    """Trained tokens, skipped groups included: the token-level denominator."""
+    observed: int = 0
+    """Response tokens that no policy has drawn; they are in no other count."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Samples by `rounded_length`."""
     truncated: int = 0
@@ -83,7 +85,7 @@ class StepTotals:
     staleness_sum: float = 0.0
     staleness_max: int = 0
     computed: int = 0
-    """Response tokens that went through the model."""
+    """Trained tokens that went through the model."""
     sums: TokenSums = field(default_factory=TokenSums)
     signal_sums: dict[str, list[float]] = field(default_factory=dict)
     """By name; two numbers for a signal that is `effective`, else one."""
@@ -107,7 +109,8 @@ class StepTotals:
         self.samples += len(trajectories)
         self.rewards += [float(reward) for reward in rewards]
         for trajectory in trajectories:
-            staleness = trajectory.staleness(policy_version)
+            staleness = trajectory.staleness(policy_version)[trajectory.trained]
+            self.observed += len(trajectory.tokens) - len(staleness)
             self.tokens += len(staleness)
             self.lengths[rounded_length(len(staleness))] += 1
             self.truncated += trajectory.finish_reason in ("length", "deadline")
@@ -196,6 +199,11 @@ class StepTotals:
         loss = factors.scale * self.sums.loss
         loss += sum(factors.parts.get(name, 1.0) * one for name, one in self.part_sums.items())
         self.sums = self.sums._replace(loss=loss)
+        parts = self.part_sums
+        own = sum(factor * parts.get(name, 0.0) for name, factor in factors.parts.items())
+        for name, sums in self.signal_sums.items():
+            if self.signals[name].of_loss:
+                sums[0] = factors.scale * sums[0] + own
 
     def metrics(
         self, denominator: float, *, grad_norm: float, learning_rate: float
@@ -218,6 +226,7 @@ class StepTotals:
                 zero_variance_groups=self.zero_variance_groups,
                 samples=self.samples,
                 tokens=self.tokens,
+                tokens_observed=self.observed,
                 tokens_computed=self.computed,
                 response_length_mean=self.tokens / samples,
                 response_lengths=dict(sorted(self.lengths.items())),

@@ -48,7 +48,8 @@ def value_loss(
         near = old + (values - old).clamp(-clip, clip)
         moved = (near - returns).square()
         worst = torch.maximum(plain, moved)
-        clipped = (moved > plain).detach() & (weights != 0)
+        beyond = (values - old).abs() > clip  # else they differ by rounding
+        clipped = ((moved > plain) & beyond).detach() & (weights != 0)
     loss = 0.5 * (weights * worst).sum()
     error, target = (returns - old).double(), returns.double()
     moments = (error.sum(), error.square().sum(), target.sum(), target.square().sum())

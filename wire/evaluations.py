@@ -15,6 +15,11 @@ HELD_OUT = "held_out"
 When = Literal["before", "during", "after"]
 """`before` and `after` training, or `during` (`evaluation.every`)."""
 
+Verdict = Literal["scored", "failed", "unscored"]
+"""What is known of a held-out sample: its reward; or that its reward failed, which counts as 0, as
+the sample may have caused it; or nothing: what failed says nothing about the policy, such as a
+server that is down, so the sample is left out (docs/decisions/0086)."""
+
 Z95 = 1.96
 """Half the width of a 95% interval, in standard errors."""
 
@@ -28,13 +33,18 @@ class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     prompts: Count
     samples: Count
-    """Of all prompts together."""
-    accuracy: float
-    """Share of samples whose reward is above `evaluation.threshold`, 0 to 1."""
+    """That count, of all prompts together."""
+    unscored: Count = 0
+    """Further samples, which are left out: nothing is known of them (`Verdict`)."""
+    failed: Count = 0
+    """Of `samples`: those whose reward failed and counts as 0."""
+    accuracy: Measured
+    """Share of samples whose reward is above `evaluation.threshold`, 0 to 1, mean over prompts.
+    None: the evaluation is incomplete, too many samples are unscored."""
     accuracy_error: Measured = None
     """Standard error of `accuracy`."""
-    reward: float = 0.0
-    """Mean reward."""
+    reward: Measured = None
+    """Mean reward, over prompts."""
     reward_error: Measured = None
     """Standard error of `reward`."""
     pass_at: dict[int, float] = {}
@@ -43,7 +53,12 @@ class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     pass_at_error: dict[int, float] = {}
     """Standard errors of `pass_at`."""
     tokens: float = 0.0
-    """Mean response length in tokens."""
+    """Mean response length in tokens, of all samples."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether enough samples count for an accuracy."""
+        return self.accuracy is not None
 
     @property
     def margin(self) -> float:
@@ -68,12 +83,17 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     """By name, the most important first: `held_out`, then `evaluation.sets`."""
 
     @property
+    def is_complete(self) -> bool:
+        """Whether every set has an accuracy."""
+        return all(one.is_complete for one in self.sets.values())
+
+    @property
     def main(self) -> SetEvaluation | None:
         """Of the first set; None if there is no held-out prompt."""
         return next(iter(self.sets.values()), None)
 
 
 def accuracy_of(record: EvaluationRecord | None) -> float | None:
-    """The accuracy of a record's first set; None without one."""
+    """The accuracy of a record's first set; None without one, or if it is incomplete."""
     main = None if record is None else record.main
     return None if main is None else main.accuracy

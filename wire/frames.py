@@ -97,6 +97,7 @@ def encode_trajectory(
         provenance=_raw(trajectory.provenance, _UINT8),
         segments=trajectory.segments,
         finish_reason=trajectory.finish_reason,
+        contexts=trajectory.contexts,
         reward=reward,
         terms=terms,
         lineage=lineage,
@@ -109,7 +110,7 @@ def digest_of(delivery: TrajectoryDelivery) -> bytes:
     They are the first of a SHA-256, for which processors have instructions.
     """
     d = delivery
-    head = (d.sample, d.prompt_id, d.segments, d.finish_reason)
+    head = (d.sample, d.prompt_id, d.segments, d.finish_reason, d.contexts)
     arrays = (d.prompt_tokens, d.tokens, d.behaviour_logprobs)
     hashed = hashlib.sha256(msgspec.msgpack.encode((head, [len(array) for array in arrays])))
     for array in (*arrays, d.provenance):
@@ -138,6 +139,7 @@ def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
         provenance=np.frombuffer(delivery.provenance, _UINT8),
         segments=delivery.segments,
         finish_reason=delivery.finish_reason,
+        contexts=delivery.contexts,
     )
     lengths = (
         len(trajectory.behaviour_logprobs),

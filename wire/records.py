@@ -27,6 +27,7 @@ from typing import Self
 import msgspec
 
 from wire.decoding import Amount, Count
+from wire.environments import EnvironmentCounts
 from wire.noise_floor import NoiseFloor
 
 Measured = float | None
@@ -85,44 +86,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the weights that the engine samples from."""
 
 
-class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong in reward functions. Counts of several processes add."""
-
-    failed: dict[str, dict[str, Count]] = {}
-    """Calls that gave no reward, by function and reason."""
-    retried: Count = 0
-    """Calls that were repeated because their process had died."""
-    largest: dict[str, float] = {}
-    """By function, the largest absolute value of those that are suspiciously large."""
-
-    def __add__(self, other: Self) -> Self:
-        """Both together; of `largest` the larger value."""
-        failed = {function: dict(reasons) for function, reasons in self.failed.items()}
-        for function, reasons in other.failed.items():
-            counts = failed.setdefault(function, {})
-            for reason, count in reasons.items():
-                counts[reason] = counts.get(reason, 0) + count
-        # Sorted, so that the order in which failures happen does not show in metrics.jsonl.
-        failed = {function: dict(sorted(failed[function].items())) for function in sorted(failed)}
-        largest = dict(self.largest)
-        for function, value in other.largest.items():
-            largest[function] = max(value, largest.get(function, value))
-        return type(self)(failed=failed, retried=self.retried + other.retried, largest=largest)
-
-    @property
-    def failures(self) -> int:
-        """All calls that gave no reward."""
-        return sum(sum(reasons.values()) for reasons in self.failed.values())
-
-    def describe_failures(self) -> str:
-        """The failures by function and reason, for people: `score: 3 raised, 1 timeout`."""
-        return "; ".join(
-            f"{function}: "
-            + ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in reasons.items())
-            for function, reasons in self.failed.items()
-        )
-
-
 class LearningMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Rewards of the samples trained on, and the update made from them."""
 
@@ -153,7 +116,9 @@ class BatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 0
     """Samples of all groups."""
     tokens: int = 0
-    """Their response tokens."""
+    """Their response tokens, observed ones left out, here and below."""
+    tokens_observed: int = 0
+    """Tokens of environments in their responses, which are not trained on."""
     tokens_computed: int = 0
     """Response tokens that went through the model; skipped groups are left out."""
     response_length_mean: float = 0.0
@@ -335,7 +300,9 @@ class StepMetrics(LearnerMetrics, frozen=True):
     without samples whose reward failed, by the function's label (`RewardConfig.labels`)."""
     reward_failures: dict[str, dict[str, int]] = {}
     """Reward calls that gave no reward, by function and reason, since the run began. Evaluation
-    is included."""
+    is included. Environments that failed count as the function `environment`."""
+    environments: EnvironmentCounts = EnvironmentCounts()
+    """Of all generators, since the run began."""
     wrong_policy: tuple[str, ...] = ()
     """What was found since the step before: generators that sample from another policy than the
     trainer has (`run.on_wrong_policy`). The steps after it are not exactly on-policy either, until

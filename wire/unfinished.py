@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from rollout.trajectory import KeptTokens, SampleId
 from wire.atomic_files import replacing
@@ -84,6 +85,10 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
     """`[L, K]` float32"""
     noise_seeds: bytes
     """`[L]` uint64"""
+    observed: bytes = b""
+    """`[L]` uint8, 0 or 1; empty: no token was observed."""
+    contexts: tuple[Count, ...] = ()
+    """`rollout.trajectory.Trajectory.contexts`"""
 
     @classmethod
     def of(cls, sample: SampleId, prompt_id: str, kept: KeptTokens) -> UnfinishedSample:
@@ -97,23 +102,29 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
             encode_tokens(kept.topk_ids),
             encode_floats(kept.topk_logprobs),
             encode_seeds(kept.noise_seeds),
+            kept.observed.astype(np.uint8).tobytes() if kept.observed.any() else b"",
+            kept.contexts,
         )
 
     def kept(self) -> KeptTokens:
         """Its tokens, to be verified. Raises ValueError if the arrays differ in length."""
         tokens = decode_tokens(self.tokens)
         shape = (len(tokens), self.topk)
+        observed = np.frombuffer(self.observed or bytes(len(tokens)), np.uint8) != 0
         kept = KeptTokens(
             tokens,
             decode_floats(self.logprobs),
             decode_tokens(self.topk_ids).reshape(shape),
             decode_floats(self.topk_logprobs).reshape(shape),
             decode_seeds(self.noise_seeds),
+            observed,
+            contexts=self.contexts,
         )
-        if not len(tokens) or not len(kept.logprobs) == len(kept.noise_seeds) == len(tokens):
+        sizes = {len(one) for one in (kept.logprobs, kept.noise_seeds, observed)}
+        if not len(tokens) or sizes != {len(tokens)}:
             raise ValueError(
-                f"{len(tokens)} tokens with {len(kept.logprobs)} log-probabilities and "
-                f"{len(kept.noise_seeds)} noise seeds"
+                f"{len(tokens)} tokens with {len(kept.logprobs)} log-probabilities, "
+                f"{len(kept.noise_seeds)} noise seeds and {len(observed)} marks of observed tokens"
             )
         return kept
 

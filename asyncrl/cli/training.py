@@ -17,7 +17,7 @@ from rich.text import Text
 
 from asyncrl.cli.app import TRAINING, Overrides, Runs, app
 from asyncrl.cli.terminal import TerminalConsole
-from asyncrl.errors import UserError
+from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.run.command_lines import DEFAULT_RUNS, resume_command
 from asyncrl.simulation.command import simulate
 
@@ -149,6 +149,7 @@ def run(
         console,
         config.directory,
         result,
+        planned=config.run.steps,
         to_continue=resume_command(config.directory, config_file, overrides or []),
     )
 
@@ -173,20 +174,27 @@ def evaluate(
     Responses are sampled as in training.
     """
     from asyncrl.evaluation.command import evaluate_model, resolve_target
+    from asyncrl.tasks.model import no_transformers_bars
     from monitoring.evaluation_text import estimates
 
     console = TerminalConsole(markup=False)
-    config, model = resolve_target(target, config_file, overrides or [], runs, console)
-    record = evaluate_model(config, model, console)
+    with no_transformers_bars():
+        config, model = resolve_target(target, config_file, overrides or [], runs, console)
+        record = evaluate_model(config, model, console)
     for name, one in record.sets.items():
         console.print(
-            f"{model}: {name}: accuracy {estimates(one)}; reward {one.reward:.3f}, "
+            f"{model}: {name}: accuracy {estimates(one)}; "
+            f"{'' if one.reward is None else f'reward {one.reward:.3f}, '}"
             f"{one.tokens:.0f} tokens a response",
             highlight=False,
             soft_wrap=True,
         )
     if not record.sets:
         raise UserError("there are no held-out prompts; see task.evaluation_size")
+    if not record.is_complete:
+        raise AsyncrlError(
+            "the evaluation is incomplete: too many rewards failed (evaluation.max_unscored_share)"
+        )
 
 
 @app.command(
@@ -218,8 +226,10 @@ def export(
     Of a run with LoRA, its adapter as a PEFT directory.
     """
     from asyncrl.run.exporting import describe, export_run
+    from asyncrl.tasks.model import no_transformers_bars
 
-    place, is_new = export_run(run, runs, step, output, dtype, merge=merge)
+    with no_transformers_bars():
+        place, is_new = export_run(run, runs, step, output, dtype, merge=merge)
     verb = "exported" if is_new else "already exported"
     typer.echo(f"{verb}: {place} ({describe(place)})")
 
@@ -243,22 +253,49 @@ def _end_with(parent: int) -> None:
     end_with_parent(parent, signal.SIGTERM)
 
 
+def _incomplete(directory: Path) -> list[str]:
+    """What the evaluations before and after training of a run lack."""
+    from monitoring.errors import RecordError
+    from monitoring.evaluation_text import incomplete
+    from monitoring.evaluations_log import read_evaluations
+
+    with contextlib.suppress(OSError, RecordError):
+        records = read_evaluations(directory / "evaluations.jsonl")
+        return [text for one in records if one.when != "during" and (text := incomplete(one))]
+    return []
+
+
 def _print_result(
-    console: Console, directory: Path, result: RunResult, *, to_continue: str
+    console: Console, directory: Path, result: RunResult, *, planned: int, to_continue: str
 ) -> None:
+    from monitoring.wording import counted, number
+
     before, after = result.accuracy_before, result.accuracy_after
     if before is not None and after is not None:
         console.print(
             Text.assemble(
                 (f"held-out accuracy {before:.3f} → {after:.3f}", "bold"),
-                f" ({after - before:+.3f}) after {result.steps} steps, "
+                f" ({after - before:+.3f}) after {counted(result.steps, 'step')}, "
                 f"{result.wall_seconds:.0f} s of training",
             ),
             highlight=False,
         )
+    elif result.steps >= planned:
+        lacks = _incomplete(directory)
+        accuracy = "no held-out prompts, so no accuracy"
+        if lacks:
+            accuracy = (
+                f"held-out accuracy {number(before, 3)} → {number(after, 3)}, as the "
+                f"{'; the '.join(lacks)}. The newest weights are measured again by: {to_continue}"
+            )
+        console.print(
+            f"{result.steps} steps, {result.wall_seconds:.0f} s of training; {accuracy}",
+            highlight=False,
+            soft_wrap=True,
+        )
     else:
         console.print(
-            f"stopped after {result.steps} steps; continue with: {to_continue}",
+            f"stopped after {counted(result.steps, 'step')}; continue with: {to_continue}",
             highlight=False,
             soft_wrap=True,
         )

@@ -122,10 +122,10 @@ def samples(
     """
     from asyncrl.run.directory import find_run
     from monitoring.sample_text import legend, newest, sample_text
-    from monitoring.samples import read_samples
+    from monitoring.samples import read_samples, trained_on
 
     run = find_run(name, runs)
-    found = newest(read_samples(run / "samples.jsonl"), count)
+    found = newest(trained_on(read_samples(run / "samples.jsonl")), count)
     if not found:
         raise UserError(f"{run} has no sample yet: the first ones come with its first step")
     console = TerminalConsole(highlight=False)

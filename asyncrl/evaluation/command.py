@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
 from asyncrl.config import RunConfig, load_config
-from asyncrl.errors import AsyncrlError, UserError, first_error
+from asyncrl.errors import AsyncrlError, ModelError, UserError, first_error
 from asyncrl.evaluation.plan import plan_of
 from asyncrl.evaluation.round import EvaluationRound
+from asyncrl.processes.generator.environment_setup import episodes_with, start_environments
+from asyncrl.processes.generator.generation import SampleGeneration
+from asyncrl.processes.generator.sample_generator import SampleGenerator
+from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.server.keeping import served
 from asyncrl.run.directory import find_run
 from asyncrl.run.exporting import model_of
-from asyncrl.run.sample_requests import sample_seed
+from asyncrl.run.model_check import check_files
+from asyncrl.run.positions_check import check_positions
+from asyncrl.run.sample_requests import payload_of, sample_seed
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
@@ -26,7 +34,9 @@ from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.tasks.token_bytes import stop_rule
 from engine.errors import EngineError
 from engine.factory import create_engine
-from engine.protocol import Engine, GenerateRequest
+from engine.protocol import Engine
+from monitoring.metrics import GeneratorMetrics, new_registry
+from rollout.trajectory import SampleId
 from trainer.checkpoint_files import choose
 from trainer.errors import CheckpointError
 from wire.evaluations import EvaluationRecord
@@ -52,8 +62,17 @@ def resolve_target(
         say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
         return config, str(model_of(newest, say))
     config = load_config(config_file, overrides)
+    model = ModelConfig(path=target)
+    config = config.model_copy(update={"model": model})
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
-        return config, resolve_model(ModelConfig(path=target), bar)
+        try:
+            return config, resolve_model(model, bar)
+        except ModelError as error:
+            if Path(target).exists():
+                raise
+            raise ModelError(
+                f"there is no run {target!r} in {runs}; as a model: {error}"
+            ) from error
 
 
 def _newest_checkpoint(run: Path, console: Console) -> Path | None:
@@ -74,7 +93,14 @@ def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Eval
         UserError: the model, the data or the rewards cannot be used.
         AsyncrlError: the engine failed.
     """
-    task = load_task(config.task, model_path, config.run.seed, config.evaluation.sets)
+    check_files(Path(model_path))
+    check_positions(config, Path(model_path))
+    task = load_task(
+        config.task,
+        model_path,
+        config.run.seed,
+        config.evaluation.sets,
+    )
     try:
         engine = create_engine(
             config.engine,
@@ -91,63 +117,84 @@ def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Eval
 async def _evaluate(
     config: RunConfig, task: Task, engine: Engine, console: Console
 ) -> EvaluationRecord:
-    rewards = RewardPool(config.rewards)
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    with TemporaryDirectory(prefix="asyncrl-eval-") as logs:
+        async with served(config.rewards, Path(logs), say) as rewards:
+            config = config.model_copy(update={"rewards": rewards})
+            return await _evaluate_served(config, task, engine, console)
+
+
+async def _evaluate_served(
+    config: RunConfig, task: Task, engine: Engine, console: Console
+) -> EvaluationRecord:
     sets = held_out_sets(task)
     plan = plan_of(config.evaluation, {name: len(prompts) for name, prompts in sets.items()})
-    current = EvaluationRound(0, plan, threshold=config.evaluation.threshold)
+    current = EvaluationRound(
+        0,
+        plan,
+        threshold=config.evaluation.threshold,
+        max_unscored_share=config.evaluation.max_unscored_share,
+    )
     slots = asyncio.Semaphore(2 * config.engine.slots)
+    try:
+        async with AsyncExitStack() as closing:
+            generator = await _generator(config, task, engine, closing)
+            bar = closing.enter_context(ProgressBar(console=console, transient=True))
+            line = bar.add_task("evaluating", total=plan.total)
+
+            async def evaluate(index: int) -> None:
+                name, place = plan.place(index)
+                prompt = payload_of(sets[name][place])
+                async with slots:
+                    seed = sample_seed(config.run.seed, "evaluation", 1, index)
+                    sample = SampleGeneration(SampleId(0, index), prompt, seed, purpose="eval")
+                    held = await generator.generate(sample)
+                    held.close()
+                    reward = await held.reward
+                    length = held.trajectory.trained_count
+                    current.came_back(index, reward.value, length, reward.verdict)
+                bar.advance(line)
+
+            async with asyncio.TaskGroup() as group:
+                for index in range(plan.total):
+                    group.create_task(evaluate(index))
+            counts = generator.rewards.counts
+        if counts.failures:
+            console.print(
+                f"{counts.failures} rewards failed: {counts.describe_failures()}",
+                style="yellow",
+                soft_wrap=True,
+            )
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group
+    return current.record(0, "after")
+
+
+async def _generator(
+    config: RunConfig, task: Task, engine: Engine, closing: AsyncExitStack
+) -> SampleGenerator:
+    """What generates samples in a run, with environment and rewards; all of it started."""
+
+    def decode(tokens: list[int]) -> str:
+        return str(task.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    closing.push_async_callback(engine.close)
+    rewards = RewardPool(config.rewards)
+    closing.push_async_callback(rewards.close)
+    await rewards.start()
+    pool = await start_environments(config, closing, task.stop_tokens)
+    await engine.start()
     sampling = config.sampling.params(
         stop_tokens=task.stop_tokens,
         stop_rule=stop_rule(task.tokenizer, config.sampling.stop),
         top_k_logprobs=0,
         seed=None,
     )
-    try:
-        await rewards.start()
-        await engine.start()
-        with ProgressBar(console=console, transient=True) as bar:
-            line = bar.add_task("evaluating", total=plan.total)
-
-            async def evaluate(index: int) -> None:
-                name, place = plan.place(index)
-                prompt = sets[name][place]
-                async with slots:
-                    seed = sample_seed(config.run.seed, "evaluation", 1, index)
-                    request = GenerateRequest(
-                        request_id=f"eval-{index}",
-                        cache_key="",
-                        prompt_tokens=prompt.tokens,
-                        sampling=replace(sampling, seed=seed),
-                    )
-                    tokens = await _respond(engine, request)
-                    text = str(task.tokenizer.decode(tokens, skip_special_tokens=True))
-                    question = str(prompt.example.get("prompt", ""))
-                    reward = await rewards.score(
-                        question, text, prompt.example, example_id=prompt.prompt_id
-                    )
-                    current.came_back(index, reward.value, len(tokens))
-                bar.advance(line)
-
-            async with asyncio.TaskGroup() as group:
-                for index in range(plan.total):
-                    group.create_task(evaluate(index))
-        if rewards.counts.failures:
-            console.print(
-                f"{rewards.counts.failures} rewards failed and counted as 0: "
-                f"{rewards.counts.describe_failures()}",
-                style="yellow",
-                soft_wrap=True,
-            )
-    except BaseExceptionGroup as group:
-        raise first_error(group) from group
-    finally:
-        await rewards.close()
-        await engine.close()
-    return current.record(0, "after")
-
-
-async def _respond(engine: Engine, request: GenerateRequest) -> list[int]:
-    tokens: list[int] = []
-    async for chunk in engine.generate(request):
-        tokens.extend(chunk.tokens.tolist())
-    return tokens
+    scoring = SampleRewards(
+        rewards, decode, GeneratorMetrics.register(new_registry(), "eval"), pool
+    )
+    closing.callback(scoring.close)
+    episodes = None
+    if pool is not None:
+        episodes = episodes_with(pool, config, task.tokenizer, decode, task.stop_tokens)
+    return SampleGenerator(engine, scoring, sampling, episodes=episodes)

@@ -64,6 +64,10 @@ class EvaluationConfig(BaseModel):
     best_of: str | None = None
     """The set whose accuracy decides which checkpoint is best; null: `held_out`, or the first of
     `sets` if the task has no held-out prompts."""
+    max_unscored_share: float = Field(default=0.02, ge=0, lt=1)
+    """Largest share of a set's samples that may be left out because their reward failed for a
+    reason that says nothing about the policy, such as a reward server that is down. With more, the
+    evaluation is incomplete: it has no accuracy."""
     timeout_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
     """Longest wait for one evaluation before or after training."""
 

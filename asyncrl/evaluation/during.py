@@ -159,7 +159,13 @@ class EvaluationDuringTraining:
         if not plan.total or not workers:
             return
         self._number += 1
-        samples = EvaluationRound(self._number, plan, threshold=settings.threshold, version=version)
+        samples = EvaluationRound(
+            self._number,
+            plan,
+            threshold=settings.threshold,
+            max_unscored_share=settings.max_unscored_share,
+            version=version,
+        )
         self._round = _Round(version, samples, FixedVersion(version, ahead, settings.hold_seconds))
         await self._deal(workers)
 
@@ -180,7 +186,12 @@ class EvaluationDuringTraining:
             for index in one.samples.deal(worker.name, -(-waiting * worker.slots // slots)):
                 name, prompt = one.samples.plan.place(index)
                 request = self._requests.evaluate(
-                    one.samples.number, index, sets[name][prompt], purpose, one.fixed
+                    one.samples.number,
+                    index,
+                    sets[name][prompt],
+                    purpose,
+                    one.fixed,
+                    shown_of=one.samples.plan.shown_of(index),
                 )
                 await self._fleet.send(worker.name, request)
 
@@ -197,7 +208,7 @@ class EvaluationDuringTraining:
                 f"{message.newest_version}, which is a defect"
             )
             return
-        one.samples.came_back(message.index, message.reward, message.tokens)
+        one.samples.came_back(message.index, message.reward, message.tokens, message.verdict)
         one.held_seconds = max(one.held_seconds, message.held_seconds)
         if one.samples.complete:
             self._round, self._known = None, one.version

@@ -9,11 +9,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wire.evaluations import SetEvaluation
+from wire.evaluations import SetEvaluation, Verdict
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
@@ -41,35 +44,66 @@ def ks_of(samples: int) -> list[int]:
 
 
 def estimate(
-    rewards: ArrayLike, *, threshold: float, lengths: ArrayLike | None = None
+    rewards: ArrayLike,
+    *,
+    threshold: float,
+    lengths: ArrayLike | None = None,
+    verdicts: Sequence[Sequence[Verdict]] | None = None,
+    max_unscored_share: float = 0.0,
 ) -> SetEvaluation:
     """The estimates of one set.
+
+    Unscored samples are left out. A prompt's mean is that of its other samples, and a prompt
+    without any is left out as well; so is one with fewer than k of pass@k. No estimate is given if
+    too many samples are unscored, or if the reward of every single one has failed.
 
     Args:
         rewards: `[P, n]` of n samples of each of P prompts.
         threshold: a sample is right if its reward is above this.
         lengths: `[P, n]` response tokens.
+        verdicts: `[P, n]` what is known of each; None: all are scored.
+        max_unscored_share: largest share of unscored samples.
     """
     values = np.atleast_2d(np.asarray(rewards, dtype=np.float64))
     prompts, samples = values.shape if values.size else (0, 0)
     if not prompts:
-        return SetEvaluation(prompts=0, samples=0, accuracy=0.0)
-    right = values > threshold
-    counts = right.sum(axis=1)
-    ks = ks_of(samples)
-    passes = {k: np.array([pass_at_k(int(c), samples, k) for c in counts]) for k in ks}
-    errors = {k: _error(each) for k, each in passes.items()}
-    return SetEvaluation(
+        return SetEvaluation(prompts=0, samples=0, accuracy=None)
+    known = np.full((prompts, samples), "scored") if verdicts is None else np.array(verdicts)
+    counted = known != "unscored"
+    found = SetEvaluation(
         prompts=prompts,
-        samples=prompts * samples,
-        accuracy=float(right.mean()),
-        accuracy_error=_error(right.mean(axis=1)),
-        reward=float(values.mean()),
-        reward_error=_error(values.mean(axis=1)),
-        pass_at={k: float(each.mean()) for k, each in passes.items()},
-        pass_at_error={k: error for k, error in errors.items() if error is not None},
+        samples=int(counted.sum()),
+        unscored=int((~counted).sum()),
+        failed=int((known == "failed").sum()),
+        accuracy=None,
         tokens=0.0 if lengths is None else float(np.mean(np.asarray(lengths, dtype=np.float64))),
     )
+    if found.unscored > max_unscored_share * known.size or not (known == "scored").any():
+        return found
+    right = values > threshold
+    accuracies, mean_rewards = _by_prompt(right, counted), _by_prompt(values, counted)
+    of_prompts = list(zip((right & counted).sum(axis=1), counted.sum(axis=1), strict=True))
+    passes = {
+        k: np.array([pass_at_k(int(c), int(n), k) for c, n in of_prompts if n >= k])
+        for k in ks_of(samples)
+    }
+    errors = {k: _error(each) for k, each in passes.items()}
+    return msgspec.structs.replace(
+        found,
+        accuracy=float(accuracies.mean() if found.unscored else right.mean()),
+        accuracy_error=_error(accuracies),
+        reward=float(mean_rewards.mean() if found.unscored else values.mean()),
+        reward_error=_error(mean_rewards),
+        pass_at={k: float(each.mean()) for k, each in passes.items() if len(each)},
+        pass_at_error={k: error for k, error in errors.items() if error is not None},
+    )
+
+
+def _by_prompt(values: NDArray[Any], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Mean over each prompt's samples that count; prompts without any are left out."""
+    kept = counted.any(axis=1)
+    means: NDArray[np.float64] = values[kept].mean(axis=1, where=counted[kept])
+    return means
 
 
 def _error(per_prompt: NDArray[np.float64]) -> float | None:

@@ -83,7 +83,12 @@ class FleetEvaluation:
         plan = plan_of(self._config, prompts)
         weights = self._fleet.weights
         self._version = 0 if weights is None else weights.policy_version
-        self._round = current = EvaluationRound(number, plan, threshold=self._config.threshold)
+        self._round = current = EvaluationRound(
+            number,
+            plan,
+            threshold=self._config.threshold,
+            max_unscored_share=self._config.max_unscored_share,
+        )
         for worker in self._fleet.generators():
             await self.fill(worker)
         await self._waiter.until(
@@ -106,7 +111,11 @@ class FleetEvaluation:
         for index in current.next_for(worker.name, worker.slots * 2):
             name, prompt = current.plan.place(index)
             request = self._requests.evaluate(
-                current.number, index, sets[name][prompt], (current.number,)
+                current.number,
+                index,
+                sets[name][prompt],
+                (current.number,),
+                shown_of=current.plan.shown_of(index),
             )
             await self._fleet.send(worker.name, request)
 
@@ -138,7 +147,7 @@ class FleetEvaluation:
         if message.policy_version < self._version:
             current.again(message.index)
         else:
-            current.came_back(message.index, message.reward, message.tokens)
+            current.came_back(message.index, message.reward, message.tokens, message.verdict)
         await self.fill(worker)
 
     async def lost(self, worker: Worker) -> None:

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from asyncrl.evaluation.config import EvaluationConfig
 from wire.evaluations import HELD_OUT
 
+SHOWN = 4
+"""Prompts of each set of which a sample is recorded for people to read: the first ones, so that the
+answers of one round can be compared with those of another."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedSet:
@@ -48,6 +52,18 @@ class EvaluationPlan:
                 return one.name, index // one.samples
             index -= one.total
         raise IndexError("the evaluation has fewer samples")
+
+    def shown_of(self, index: int) -> str:
+        """The set of a sample that is recorded for people to read; "" if it is not.
+
+        Which ones follows from their numbers alone: what they say has no influence.
+        """
+        for one in self.sets:
+            if index < one.total:
+                prompt, sample = divmod(index, one.samples)
+                return one.name if prompt < SHOWN and sample == 0 else ""
+            index -= one.total
+        return ""
 
 
 def plan_of(config: EvaluationConfig, available: Mapping[str, int]) -> EvaluationPlan:

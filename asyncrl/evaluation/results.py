@@ -19,15 +19,16 @@ def best_of(records: Sequence[EvaluationRecord], of: str | None) -> EvaluationRe
     """The record with the highest accuracy; of several, the earliest. None: there is none.
 
     Args:
-        records: those after step 0 are looked at.
+        records: those after step 0 are looked at; not incomplete ones.
         of: the set that decides; None: the first of each record.
     """
     best: EvaluationRecord | None = None
     best_value = -math.inf
     for one in records:
         found = one.main if of is None else one.sets.get(of)
-        if one.step and found is not None and found.samples and found.accuracy > best_value:
-            best, best_value = one, found.accuracy
+        value = None if found is None or not found.samples else found.accuracy
+        if one.step and value is not None and value > best_value:
+            best, best_value = one, value
     return best
 
 

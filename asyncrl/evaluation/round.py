@@ -5,18 +5,21 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from asyncrl.evaluation.estimates import estimate
 from asyncrl.evaluation.plan import EvaluationPlan
-from wire.evaluations import EvaluationRecord, SetEvaluation, When
+from wire.evaluations import EvaluationRecord, SetEvaluation, Verdict, When
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
     """Held-out accuracy as the run's state and its result have it."""
 
-    value: float
-    """Share of right samples, 0 to 1; 0 without samples."""
+    value: float | None
+    """Share of right samples, 0 to 1; None without samples, or if too many are unscored."""
     samples: int
     margin: float = 0.0
     """Half the width of the 95% interval; 0 where it is not known."""
@@ -25,7 +28,16 @@ class Accuracy:
     def of(cls, record: EvaluationRecord) -> Accuracy:
         """That of the first set."""
         main = record.main
-        return cls(0.0, 0) if main is None else cls(main.accuracy, main.samples, main.margin)
+        return cls(None, 0) if main is None else cls(main.accuracy, main.samples, main.margin)
+
+
+class _Result(NamedTuple):
+    """Of one sample."""
+
+    reward: float
+    tokens: int
+    """Of the response."""
+    verdict: Verdict
 
 
 class EvaluationRound:
@@ -35,22 +47,29 @@ class EvaluationRound:
         number: of the round in its process; late answers of another round carry another number.
         plan: its samples.
         threshold: a sample is right if its reward is above this.
+        max_unscored_share: of a set's samples; with more it has no accuracy.
         version: the policy version, in a run that trains meanwhile; None: the run does nothing
             else.
     """
 
     def __init__(
-        self, number: int, plan: EvaluationPlan, *, threshold: float, version: int | None = None
+        self,
+        number: int,
+        plan: EvaluationPlan,
+        *,
+        threshold: float,
+        max_unscored_share: float = 0.0,
+        version: int | None = None,
     ) -> None:
         self.number = number
         self.version = version
         self.plan = plan
         self._threshold = threshold
+        self._max_unscored_share = max_unscored_share
         self._waiting = deque(range(plan.total))
         self._assigned: dict[int, str] = {}
         self._busy: Counter[str] = Counter()
-        self._results: dict[int, tuple[float, int]] = {}
-        """Reward and response tokens."""
+        self._results: dict[int, _Result] = {}
         self._began = time.monotonic()
 
     @property
@@ -93,10 +112,12 @@ class EvaluationRound:
         """The generator that a sample is assigned to; None if it came back, waits, or is none."""
         return self._assigned.get(index)
 
-    def came_back(self, index: int, reward: float, tokens: int = 0) -> None:
+    def came_back(
+        self, index: int, reward: float, tokens: int = 0, verdict: Verdict = "scored"
+    ) -> None:
         """A sample came back. Later copies of it change nothing."""
         self._take_from_generator(index)
-        self._results.setdefault(index, (reward, tokens))
+        self._results.setdefault(index, _Result(reward, tokens, verdict))
 
     def again(self, index: int) -> None:
         """A sample came back that does not count, as its weights are too old: assign it again."""
@@ -134,15 +155,17 @@ class EvaluationRound:
             results = [self._results[index] for index in range(first, first + one.total)]
             shape = one.prompts, one.samples
             found[one.name] = estimate(
-                _rows([reward for reward, _ in results], shape),
+                _rows([result.reward for result in results], shape),
                 threshold=self._threshold,
-                lengths=_rows([tokens for _, tokens in results], shape),
+                lengths=_rows([result.tokens for result in results], shape),
+                verdicts=_rows([result.verdict for result in results], shape),
+                max_unscored_share=self._max_unscored_share,
             )
             first += one.total
         return found
 
 
-def _rows(values: list[float] | list[int], shape: tuple[int, int]) -> list[list[float]]:
+def _rows(values: list[T], shape: tuple[int, int]) -> list[list[T]]:
     """`[P, n]` of the values of P prompts in order."""
     prompts, samples = shape
     return [list(values[row * samples : (row + 1) * samples]) for row in range(prompts)]

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from asyncrl.errors import RewardError, RewardFailed, RewardTimeout
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.rewards.protocol import WHOLE_SUM, Failed
+from asyncrl.rewards.protocol import UNSCORED, WHOLE_SUM, Failed, ServiceUse
+from wire.evaluations import Verdict
+from wire.reward_counts import ServiceCounts
 
 _SHOWN_CHARACTERS = 80
 """Of a response that an error message quotes."""
@@ -25,6 +27,8 @@ class Reward(NamedTuple):
     terms: tuple[float, ...] = ()
     """What each function returned, in the order of the configuration, without weights; empty for
     a failure that counts as 0."""
+    verdict: Verdict = "scored"
+    """Unless `scored`, it failed and counts as 0 in training."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +85,21 @@ class CallQueue:
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a call arrives."""
 
+    services: dict[str, ServiceCounts] = field(default_factory=dict)
+    """By function, what was used of servers."""
+
+    def note_uses(self, uses: Iterable[ServiceUse]) -> None:
+        """Add what a call used of servers."""
+        for use in uses:
+            label = self.label(use.term)
+            used = ServiceCounts(
+                requests=use.requests,
+                retries=use.retries,
+                seconds=use.seconds,
+                opened=int(use.opened),
+            )
+            self.services[label] = self.services.get(label, ServiceCounts()) + used
+
     def add(self, pending: PendingCall) -> None:
         """Queue a new call."""
         self.waiting.append(pending)
@@ -129,7 +148,10 @@ class CallQueue:
         while not (calls := self.take(1)):
             self.filled.clear()
             await self.filled.wait()
-        calls[0].settle(RewardFailed(str(error), function=self.label(0), reason="not_loaded"))
+        function = self.label(0)
+        calls[0].settle(
+            RewardFailed(str(error), function=function, reason="not_loaded", unscored=True)
+        )
 
     def repeat_alone(self, calls: list[PendingCall]) -> None:
         """Repeat calls of which one, nobody knows which, has ended or blocked their process."""
@@ -160,23 +182,35 @@ class CallQueue:
             )
         )
 
-    def overdue(self, pending: PendingCall, term: int) -> RewardTimeout:
-        """The error of a call that took too long."""
+    def overdue(
+        self, pending: PendingCall, term: int, why: str = "", *, waited: bool = False
+    ) -> RewardTimeout:
+        """The error of a call that took too long.
+
+        Args:
+            pending: the call.
+            term: its function.
+            why: what it waited for.
+            waited: it waited for something else, and did not compute.
+        """
         return RewardTimeout(
             f"reward {self.name(term)!r} did not return within {self.config.timeout_seconds:g} s "
-            f"(rewards.timeout_seconds) for {pending.description}",
+            f"(rewards.timeout_seconds) for {pending.description}{': ' + why if why else ''}",
             function=self.label(term),
+            unscored=waited,
         )
 
     def failed(self, pending: PendingCall, answer: Failed) -> RewardFailed:
         """The error of a call that the worker could not score."""
+        self.note_uses(answer.uses)
         if answer.reason == "timeout":
-            return self.overdue(pending, answer.term)
+            return self.overdue(pending, answer.term, answer.message, waited=True)
         what = "the rewards" if answer.term == WHOLE_SUM else f"reward {self.name(answer.term)!r}"
         return RewardFailed(
             f"{what} failed for {pending.description}:\n{answer.message}",
             function=self.label(answer.term),
             reason=answer.reason,
+            unscored=answer.reason in UNSCORED,
         )
 
     def name(self, term: int) -> str:

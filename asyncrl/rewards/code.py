@@ -51,12 +51,16 @@ with contextlib.redirect_stdout(io.StringIO()):
 """Reads one test, runs the program and prints what the test's call or expression gives."""
 
 
+TESTS = "tests"
+"""The column that holds the tests, unless the arguments name another."""
+
+
 def code(
     prompt: str,
     response: str,
     row: Mapping[str, Any],
     *,
-    tests: str = "tests",
+    tests: str = TESTS,
     partial: bool = True,
     test_seconds: float = 2.0,
     total_seconds: float = TOTAL_SECONDS,

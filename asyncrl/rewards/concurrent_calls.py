@@ -11,8 +11,12 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+import msgspec
+
 from asyncrl.rewards import protocol
-from asyncrl.rewards.scoring import LoadedTerm, last_lines, score
+from asyncrl.rewards.error_text import last_lines
+from asyncrl.rewards.scoring import LoadedTerm, score
+from asyncrl.rewards.services import calls
 
 
 def serve_concurrently(
@@ -63,24 +67,18 @@ async def _answer(
     terms: list[LoadedTerm],
     timeout_seconds: float,
 ) -> None:
-    term = 0
-
-    def began(message: protocol.Began) -> None:
-        nonlocal term
-        term = message.term
-        send(message)
-
+    state = calls.begin(timeout_seconds)
     limit = asyncio.timeout(timeout_seconds)
     task = asyncio.current_task()
     try:
         async with limit:
-            answer = await score(call, terms, began)
+            answer = await score(call, terms, send)
     except TimeoutError:
-        answer = protocol.Failed(call.call, term, "timeout", "")
+        answer = protocol.Failed(call.call, state.term, "timeout", "")
     except asyncio.CancelledError:
         if task is None or task.cancelling():  # the worker ends
             raise
-        answer = protocol.Failed(call.call, term, "raised", last_lines())
+        answer = protocol.Failed(call.call, state.term, "raised", last_lines())
     if limit.expired():  # the function turned its cancellation into a result
-        answer = protocol.Failed(call.call, term, "timeout", "")
-    send(answer)
+        answer = protocol.Failed(call.call, state.term, "timeout", "")
+    send(msgspec.structs.replace(answer, uses=tuple(state.uses)) if state.uses else answer)

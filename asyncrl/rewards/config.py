@@ -17,8 +17,9 @@ class RewardFunctionConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: LocalPath = Field(default="arithmetic", min_length=1)
-    """`exact_match`, `math_verify`, `format`, `arithmetic`, `code` (docs/sandbox.md), or a function
-    of your own, given as `my.module:function` or `path/to/file.py:function`."""
+    """`exact_match`, `math_verify`, `format`, `arithmetic`, `code` (docs/sandbox.md),
+    `reward_model`, `judge` (docs/rewards.md), or a function of your own, given as
+    `my.module:function` or `path/to/file.py:function`."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this term in the sum."""
     args: dict[str, Any] = {}
@@ -30,10 +31,9 @@ class RewardConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    functions: tuple[RewardFunctionConfig, ...] = Field(
-        default=(RewardFunctionConfig(),), min_length=1
-    )
-    """The terms; the reward is the sum of weight times value."""
+    functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(),)
+    """The terms; the reward is the sum of weight times value. May be empty with an environment,
+    and is so unless it is given there (`environment.name`)."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=WEEK_SECONDS)
     """Longest time for scoring one response, all terms together. Then the process is killed with
     all that it has started; an async function is cancelled first."""

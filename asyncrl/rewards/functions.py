@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.rewards.code import code
+from asyncrl.rewards.judge import judge
+from asyncrl.rewards.reward_model import reward_model
 
 Example = dict[str, Any]
-RewardFunction = Callable[..., float]
-"""`(prompt: str, response: str, example: dict, **args) -> float`."""
+RewardFunction = Callable[..., Any]
+"""`(prompt: str, response: str, example: dict, **args) -> float`, or the same as `async def`."""
 
 _AFTER_COLON = re.compile(r":\s*(\d+)\s*(?:<[^<>]*>\s*)?\Z")
 
@@ -68,7 +70,9 @@ BUILTIN: dict[str, RewardFunction] = {
     "code": code,
     "exact_match": exact_match,
     "format": response_format,
+    "judge": judge,
     "math_verify": math_verify,
+    "reward_model": reward_model,
 }
 
 

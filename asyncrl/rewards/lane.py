@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 
 from asyncrl.errors import RewardError
@@ -217,6 +218,7 @@ class Lane:
             return
         self._forget(pending.number)
         if isinstance(message, Scored):
+            self._queue.note_uses(message.uses)
             self._slowest = max(self._slowest, message.seconds)
             pending.settle(Reward(message.value, message.terms))
         elif isinstance(message, Failed):
@@ -313,6 +315,10 @@ def _check(message: Began | Scored | Failed, functions: int) -> None:
             raise _refusal(f"{len(message.terms)} values for {functions} functions")
     elif not WHOLE_SUM <= message.term < functions:
         raise _refusal(f"there is no function {message.term}")
+    if isinstance(message, Scored | Failed):
+        for use in message.uses:
+            if not 0 <= use.term < functions or not math.isfinite(use.seconds):
+                raise _refusal(f"a use of a server by function {use.term}")
 
 
 def _refusal(text: str) -> WorkerLost:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from asyncrl import user_functions
 from asyncrl.errors import RewardError
+from asyncrl.rewards import judge, reward_model
 from asyncrl.rewards.code import code
-from asyncrl.rewards.functions import BUILTIN, RewardFunction
+from asyncrl.rewards.functions import BUILTIN, RewardFunction, response_format
 from asyncrl.sandbox.check import why_not
 from asyncrl.suggestions import nearest
 
@@ -50,8 +52,24 @@ def load_function(name: str, args: dict[str, Any]) -> RewardFunction:
         return user_functions.load_function(_KIND, name, args)
     function = BUILTIN[name]
     user_functions.check_signature(_KIND, name, function, args)
+    if function is reward_model.reward_model:
+        reward_model.check_args(args)
+    if function is judge.judge:
+        judge.check_args(args)
+    if function is response_format:
+        _check_pattern(args["pattern"])
     if function is code:
         reason = why_not()
         if reason is not None:
             raise RewardError(f"the reward `code` runs programs of the model, and {reason}")
     return function
+
+
+def _check_pattern(pattern: Any) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise RewardError(
+            f"reward 'format': args.pattern must be a regular expression, got {pattern!r:.200} "
+            f"({error})"
+        ) from error

@@ -23,7 +23,7 @@ from asyncrl.rewards.loading import check_name
 from asyncrl.rewards.protocol import Call
 from asyncrl.rewards.streams import MAX_FRAME, pack
 from asyncrl.rewards.values import ABSURD
-from wire.records import RewardCounts
+from wire.reward_counts import RewardCounts
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RewardPool:
         ...     finally:
         ...         await pool.close()
         >>> asyncio.run(demo())
-        Reward(value=1.0, terms=(1.0,))
+        Reward(value=1.0, terms=(1.0,), verdict='scored')
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -57,6 +57,11 @@ class RewardPool:
         """Calls answered with a reward."""
         self._failures: Counter[tuple[str, str]] = Counter()
         self._largest: dict[str, float] = {}
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether there is anything to score with; without, nothing is started."""
+        return bool(self._config.functions)
 
     @property
     def running(self) -> int:
@@ -74,7 +79,12 @@ class RewardPool:
         failed: dict[str, dict[str, int]] = {}
         for (function, reason), count in self._failures.items():
             failed.setdefault(function, {})[reason] = count
-        return RewardCounts(failed=failed, retried=self._queue.retried, largest=dict(self._largest))
+        return RewardCounts(
+            failed=failed,
+            retried=self._queue.retried,
+            largest=dict(self._largest),
+            services=dict(self._queue.services),
+        )
 
     async def start(self) -> None:
         """Check the names and start every worker.
@@ -83,6 +93,8 @@ class RewardPool:
             RewardError: an unknown name, a missing file or module, a function that does not take
                 the given arguments, or a module that fails while it is imported.
         """
+        if not self.has_functions:
+            return
         for function in self._config.functions:
             check_name(function.name)
         results = await asyncio.gather(
@@ -120,7 +132,7 @@ class RewardPool:
             if self._config.on_error == "stop":
                 raise
             self._log_failure(error)
-            return Reward(0.0)
+            return Reward(0.0, verdict="unscored" if error.unscored else "failed")
         self.scored += 1
         self._note_magnitude(reward)
         return reward

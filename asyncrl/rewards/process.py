@@ -1,4 +1,8 @@
-"""One worker process from the pool's side: started, sent calls, read, killed."""
+"""A process that runs a user's code, from the pool's side: started, sent calls, read, killed.
+
+`UserProcess` is shared by the pools of rewards and environments; `WorkerProcess` is a reward
+worker.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,9 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from asyncrl.errors import RewardError
 from asyncrl.rewards import protocol
@@ -43,60 +49,77 @@ class WorkerLost(RewardError):  # noqa: N818 - says what happened
         """Whether it was killed because it had started too many processes."""
 
 
-class WorkerProcess:
-    """A worker process, which can be started again after its end.
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a process runs, and how messages speak of it."""
+
+    command: tuple[str, ...]
+    """An interpreter and a main module, which calls `asyncrl.rewards.worker_start.begin` first."""
+    noun: str
+    """What it is a worker of, for logs: `reward`."""
+    contents: str
+    """What it loads: `the rewards (a, b)`."""
+    verb: str
+    """`was` or `were`, after `contents`."""
+    setup: bytes
+    """The first frame that it is sent."""
+    startup_seconds: float
+    max_processes: int
+
+
+class UserProcess(Generic[T]):
+    """A process below a supervisor, which can be started again after its end.
 
     Args:
-        config: of the rewards.
+        program: what it runs.
+        decoder: of what it sends.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._config = config
-        self._setup = protocol.Setup(
-            tuple(protocol.Term(f.name, f.weight, f.args) for f in config.functions),
-            str(Path.cwd()),
-            config.timeout_seconds,
-        )
+    def __init__(self, program: Program, decoder: FrameDecoder[T]) -> None:
+        self._program = program
+        self._decoder = decoder
         self._process: asyncio.subprocess.Process | None = None
         self._status = -1
         self._output: asyncio.Task[None] | None = None
         self._buffer = bytearray()
-        self.asynchronous = False
-        """Whether it runs several calls at once; known once it is started."""
+
+    def check_answer(self, answer: T) -> None:
+        """Take in the answer to the setup. Raises RewardError if it is a refusal.
+
+        Raises:
+            WorkerLost: it is no answer to the setup.
+        """
+        raise NotImplementedError
 
     async def start(self) -> None:
-        """Start a new process and load the functions.
+        """Start a new process and load what it runs.
 
         Raises:
             WorkerLost: the process ended meanwhile.
-            RewardError: a function cannot be loaded, or not within `startup_seconds`.
+            RewardError: something cannot be loaded, or not within the startup's time.
         """
         await self.kill()
         await self._spawn()
-        ready = False
+        program, ready = self._program, False
         try:
-            async with asyncio.timeout(self._config.startup_seconds):
-                self.send([pack(self._setup)])
-                messages: list[FromWorker] = []
+            async with asyncio.timeout(program.startup_seconds):
+                self.send([program.setup])
+                messages: list[T] = []
                 while not messages:
                     messages = await self.receive()
-            answer = messages[0]
-            if isinstance(answer, protocol.Refused):
-                raise RewardError(answer.message)
-            if not isinstance(answer, protocol.Ready):
-                raise WorkerLost(f"sent {type(answer).__name__} before it was ready")
-            self.asynchronous = answer.asynchronous
+            self.check_answer(messages[0])
             ready = True
         except TimeoutError as error:
             raise RewardError(
-                f"the rewards ({self._names()}) were not loaded within "
-                f"{self._config.startup_seconds:g} s; check what their module does when it is "
+                f"{program.contents} {program.verb} not loaded within "
+                f"{program.startup_seconds:g} s; check what their module does when it is "
                 "imported, or raise rewards.startup_seconds"
             ) from error
         except WorkerLost as error:
-            raise WorkerLost(
-                f"the process that loads the rewards ({self._names()}) {error}"
-            ) from error
+            raise WorkerLost(f"the process that loads {program.contents} {error}") from error
         finally:
             if not ready:
                 await self.kill()
@@ -106,7 +129,7 @@ class WorkerProcess:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(b"".join(frames))
 
-    async def receive(self) -> list[FromWorker]:
+    async def receive(self) -> list[T]:
         """Wait for answers; may be cancelled without losing any. Empty if only a part has come.
 
         Raises:
@@ -132,6 +155,16 @@ class WorkerProcess:
                 self._process.send_signal(signal.SIGTERM)
                 self._process.send_signal(signal.SIGCONT)  # it may be suspended
 
+    async def finish(self, seconds: float) -> None:
+        """Close its input and let it end by itself; after so many seconds it is killed."""
+        process = self._process
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await process.wait()
+        await self.kill()
+
     async def kill(self) -> None:
         """End the process and everything it has started. Idempotent, also if it is cancelled."""
         process = self._process
@@ -143,7 +176,9 @@ class WorkerProcess:
                 async with asyncio.timeout(_END_SECONDS):
                     await process.wait()
             except TimeoutError:
-                log.warning("the supervisor of reward worker %d did not end", process.pid)
+                log.warning(
+                    "the supervisor of %s worker %d did not end", self._program.noun, process.pid
+                )
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
@@ -168,12 +203,10 @@ class WorkerProcess:
         os.set_blocking(self._status, False)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "asyncrl.rewards.worker",
+                *self._program.command,
                 str(os.getpid()),
                 str(status),
-                str(self._config.max_processes),
+                str(self._program.max_processes),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -186,13 +219,13 @@ class WorkerProcess:
             raise WorkerLost(f"could not be started: {error}") from error
         finally:
             os.close(status)
-        self._output = asyncio.create_task(_log_output(self._process))
+        self._output = asyncio.create_task(_log_output(self._process, self._program.noun))
 
-    def _decode(self) -> list[FromWorker]:
+    def _decode(self) -> list[T]:
         """The whole frames in the buffer. Raises FrameRefused."""
-        messages: list[FromWorker] = []
+        messages: list[T] = []
         while (frame := self._next_frame()) is not None:
-            messages.append(_DECODER.decode(frame))
+            messages.append(self._decoder.decode(frame))
         return messages
 
     def _next_frame(self) -> bytes | None:
@@ -219,13 +252,48 @@ class WorkerProcess:
         if ending.too_many:
             return WorkerLost(
                 f"was killed because it had started {ending.too_many} processes; "
-                f"rewards.max_processes is {self._config.max_processes}",
+                f"rewards.max_processes is {self._program.max_processes}",
                 too_many=True,
             )
         return WorkerLost(how_it_ended(ending))
 
-    def _names(self) -> str:
-        return ", ".join(function.name for function in self._config.functions)
+
+class WorkerProcess(UserProcess[FromWorker]):
+    """A reward worker.
+
+    Args:
+        config: of the rewards.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        setup = protocol.Setup(
+            tuple(protocol.Term(f.name, f.weight, f.args) for f in config.functions),
+            str(Path.cwd()),
+            config.timeout_seconds,
+        )
+        names = ", ".join(function.name for function in config.functions)
+        super().__init__(
+            Program(
+                (sys.executable, "-m", "asyncrl.rewards.worker"),
+                "reward",
+                f"the rewards ({names})",
+                "were",
+                pack(setup),
+                config.startup_seconds,
+                config.max_processes,
+            ),
+            _DECODER,
+        )
+        self.asynchronous = False
+        """Whether it runs several calls at once; known once it is started."""
+
+    def check_answer(self, answer: FromWorker) -> None:
+        """See the base class."""
+        if isinstance(answer, protocol.Refused):
+            raise RewardError(answer.message)
+        if not isinstance(answer, protocol.Ready):
+            raise WorkerLost(f"sent {type(answer).__name__} before it was ready")
+        self.asynchronous = answer.asynchronous
 
 
 def refused(error: FrameRefused) -> WorkerLost:
@@ -233,7 +301,7 @@ def refused(error: FrameRefused) -> WorkerLost:
     return WorkerLost(f"wrote a frame that is no answer ({error.reason}: {error}) and was killed")
 
 
-async def _log_output(process: asyncio.subprocess.Process) -> None:
+async def _log_output(process: asyncio.subprocess.Process, noun: str) -> None:
     """Log what the user's functions print; the supervisor limits how much that is."""
     if process.stderr is None:
         return
@@ -242,13 +310,13 @@ async def _log_output(process: asyncio.subprocess.Process) -> None:
         *lines, rest = (rest + chunk).split(b"\n")
         if len(rest) > _LINE_CHARACTERS:
             lines, rest = [*lines, rest], b""
-        _log_lines(process.pid, lines)
-    _log_lines(process.pid, [rest])
+        _log_lines(noun, process.pid, lines)
+    _log_lines(noun, process.pid, [rest])
 
 
-def _log_lines(pid: int, lines: list[bytes]) -> None:
+def _log_lines(noun: str, pid: int, lines: list[bytes]) -> None:
     for line in lines:
         text = without_controls(line.decode(errors="replace")).rstrip()
         if text:
             cut = text if len(text) <= _LINE_CHARACTERS else f"{text[:_LINE_CHARACTERS]} ..."
-            log.info("reward worker %d: %s", pid, cut)
+            log.info("%s worker %d: %s", noun, pid, cut)

@@ -11,7 +11,7 @@ length.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -24,11 +24,27 @@ FailureReason = Literal[
     "too_many_processes",
     "too_large",
     "not_loaded",
+    "unavailable",
+    "breaker_open",
+    "refused",
+    "denied",
+    "garbage",
+    "no_score",
 ]
 """Why a call failed: the function raised, did not return in time, lost its process at every
 attempt, returned something else than a number, returned a number that is not finite in float32, or
 started too many processes; the call was larger than a frame; the functions could not be loaded
-again in a new process."""
+again in a new process. Of functions that ask a server: it answered no attempt, or was not asked
+since earlier calls had failed; it refused the request; it refused every request, as with a wrong
+key; it sent something else than agreed; a judge's answer has no score."""
+
+UNSCORED: frozenset[FailureReason] = frozenset(
+    {"not_loaded", "unavailable", "breaker_open", "denied", "garbage", "no_score"}
+)
+"""Those that say nothing about the response (docs/decisions/0086). So does a timeout of a function
+that waited for something else (`asyncrl.rewards.calls`)."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 WHOLE_SUM = -1
 """Stands for the weighted sum where a term's index is expected."""
@@ -75,6 +91,21 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class ServiceUse(msgspec.Struct, frozen=True):
+    """What a call used of a server, attempts that failed included."""
+
+    term: int
+    """Index of the function."""
+    requests: Count
+    """Attempts; 0: the breaker was open."""
+    retries: dict[str, Count]
+    """Attempts that were repeated, by what was wrong with them."""
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    """From the beginning of the function to the answer."""
+    opened: bool = False
+    """Whether its failure opened the breaker."""
+
+
 class Began(msgspec.Struct, frozen=True, tag=True):
     """Term number `term` starts now. If nothing follows, it is the culprit."""
 
@@ -92,6 +123,7 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     """What each function returned, without its weight."""
     seconds: float
     """Time that scoring took in the worker."""
+    uses: tuple[ServiceUse, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -103,6 +135,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: FailureReason
     message: str
     """What it returned, or the last lines of the user's traceback."""
+    uses: tuple[ServiceUse, ...] = ()
 
 
 class Ending(msgspec.Struct, frozen=True):

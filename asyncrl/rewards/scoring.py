@@ -6,22 +6,27 @@ Import-light: a worker process loads this file.
 from __future__ import annotations
 
 import inspect
+import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.rewards.error_text import bounded, last_lines
 from asyncrl.rewards.examples import argument_for, wants_row
 from asyncrl.rewards.functions import RewardFunction
 from asyncrl.rewards.loading import load_function
-from asyncrl.rewards.protocol import WHOLE_SUM, Began, Call, Failed, Scored, Term
-from asyncrl.rewards.values import BadValueError, as_float32, as_number
-
-TRACEBACK_LINES = 8
-"""Lines of the user's traceback that an error message quotes."""
-MESSAGE_CHARACTERS = 4000
-"""Longest message about a failure."""
+from asyncrl.rewards.protocol import (
+    WHOLE_SUM,
+    Began,
+    Call,
+    Failed,
+    FailureReason,
+    Scored,
+    Term,
+)
+from asyncrl.rewards.services import calls
+from asyncrl.rewards.values import NoRewardError, as_float32, as_number, is_unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ async def score(
     try:
         for index, term in enumerate(terms):
             began(Began(call.call, index))
+            calls.begin_term(index)
             example = argument_for(call.example, row_only=term.row_only)
             result: Any = term.function(call.prompt, call.response, example, **term.args)
             if term.asynchronous:
@@ -74,10 +80,11 @@ async def score(
         index = WHOLE_SUM
         weighted = [term.weight * value for term, value in zip(terms, values, strict=True)]
         total = as_float32(sum(weighted), "the weighted sum of the rewards must be")
-    except BadValueError as error:
+    except NoRewardError as error:
         return Failed(call.call, index, error.reason, bounded(str(error)))
     except (Exception, SystemExit, KeyboardInterrupt):  # noqa: BLE001 - process edge: reported
-        return Failed(call.call, index, "raised", last_lines())
+        reason: FailureReason = "unavailable" if is_unavailable(sys.exception()) else "raised"
+        return Failed(call.call, index, reason, last_lines())
     return Scored(call.call, total, tuple(values), time.perf_counter() - started)
 
 
@@ -89,18 +96,3 @@ def finish(scoring: Any) -> Scored | Failed:
         result: Scored | Failed = done.value
         return result
     raise RuntimeError("a function that is not async waited")
-
-
-def last_lines() -> str:
-    """The end of the traceback of the exception that is being handled."""
-    lines = traceback.format_exc().strip().splitlines()
-    return bounded("\n".join(lines[-TRACEBACK_LINES:]))
-
-
-def bounded(text: str) -> str:
-    """A message that can be encoded and is not too long."""
-    text = text.encode("utf-8", "backslashreplace").decode()
-    if len(text) <= MESSAGE_CHARACTERS:
-        return text
-    half = MESSAGE_CHARACTERS // 2
-    return f"{text[:half]} ... {text[-half:]}"

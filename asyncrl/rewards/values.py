@@ -5,22 +5,55 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
+from socket import gaierror
 from typing import Any
 
 from asyncrl.rewards.protocol import FailureReason
 
 MAX_FLOAT32 = 3.4028234663852886e38
 """Largest finite float32: rewards are float32 from the trainer on."""
+_LONGEST_CHAIN = 20
+"""Errors, each the cause of the one before, that are looked at."""
 ABSURD = 1e6
 """Rewards above this are warned about: advantages are differences of rewards."""
 
 
-class BadValueError(Exception):
-    """A value is not a reward."""
+class NoRewardError(Exception):
+    """A built-in function has no reward, for a reason that is told as it is."""
 
     def __init__(self, reason: FailureReason, message: str) -> None:
         super().__init__(message)
         self.reason: FailureReason = reason
+
+
+class Unavailable(NoRewardError):  # noqa: N818 - says what happened
+    """To be raised by a user's reward function or environment whose service is down.
+
+    The failure then says nothing about the response.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("unavailable", message)
+
+
+def is_unavailable(error: BaseException | None) -> bool:
+    """Whether an error of the user's code comes from a service that nobody reached.
+
+    That is `Unavailable`, or a connection that was refused, whatever the client's own error is. A
+    connection that broke is not enough: a program of the response may have been at its end.
+
+    >>> is_unavailable(ConnectionRefusedError()), is_unavailable(ConnectionResetError())
+    (True, False)
+    """
+    for _ in range(_LONGEST_CHAIN):
+        if error is None or isinstance(error, Unavailable | ConnectionRefusedError | gaierror):
+            return error is not None
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+class BadValueError(NoRewardError):
+    """A value is not a reward."""
 
 
 def as_number(result: Any) -> float:

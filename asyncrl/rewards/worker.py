@@ -10,32 +10,20 @@ replaced in a fraction of a second.
 
 from __future__ import annotations
 
-import contextlib
-import resource
 import sys
-from pathlib import Path
 
 import msgspec
 
-from asyncrl.cores import stay_on_helper_cores
 from asyncrl.errors import RewardError
 from asyncrl.rewards import protocol
-from asyncrl.rewards.scoring import LoadedTerm, finish, last_lines, score
-from asyncrl.rewards.streams import Streams
-from asyncrl.rewards.supervisor import supervise
-
-_OOM_SCORE_ADJUSTMENT = 500
-"""Of -1000 to 1000; processes that the functions start inherit it."""
+from asyncrl.rewards.error_text import last_lines
+from asyncrl.rewards.scoring import LoadedTerm, finish, score
+from asyncrl.rewards.worker_start import begin
 
 
 def main() -> None:
     """Serve until standard input ends."""
-    parent, status, max_processes = map(int, sys.argv[1:])
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk
-    stay_on_helper_cores()
-    supervise(parent, status, max_processes)
-    _be_the_first_to_run_out_of_memory()
-    streams = Streams()
+    streams = begin()
     decoder = msgspec.msgpack.Decoder(protocol.ToWorker)
 
     def read() -> protocol.ToWorker | None:
@@ -64,12 +52,6 @@ def main() -> None:
         return
     while isinstance(message := read(), protocol.Call):
         streams.send(finish(score(message, terms, streams.send)))
-
-
-def _be_the_first_to_run_out_of_memory() -> None:
-    """Have the kernel kill reward functions for memory before the engine or the trainer."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJUSTMENT))
 
 
 if __name__ == "__main__":

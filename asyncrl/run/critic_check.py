@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ModelError, UserError
+from asyncrl.run.model_check import check_files
+from asyncrl.run.positions_check import description_of
 from asyncrl.tasks.model import check_directory
 from asyncrl.tasks.model_tokenizer import load_tokenizer, tokenizer_digest
 
@@ -36,7 +37,8 @@ def with_critic(config: RunConfig, model_path: str, tokenizer: Any) -> RunConfig
             "Hugging Face model directory, or leave it out to start from model.path"
         )
     check_directory(directory, _SETTING)
-    described = _described(directory)
+    check_files(directory, _SETTING)
+    described = description_of(directory, _SETTING)
     _check_vocabulary(described, directory, model_path)
     expected, found = tokenizer_digest(tokenizer), tokenizer_digest(load_tokenizer(str(directory)))
     if expected.vocabulary != found.vocabulary:
@@ -56,21 +58,10 @@ def with_critic(config: RunConfig, model_path: str, tokenizer: Any) -> RunConfig
 
 
 def _check_vocabulary(critic: dict[str, Any], directory: Path, model_path: str) -> None:
-    theirs = _described(Path(model_path)).get("vocab_size")
+    theirs = description_of(Path(model_path), "model.path").get("vocab_size")
     own = critic.get("vocab_size")
     if isinstance(own, int) and isinstance(theirs, int) and own < theirs:
         raise UserError(
             f"{_SETTING}: {directory} has a vocabulary of {own:,} tokens, the policy one of "
             f"{theirs:,}; the value model must know every token that the policy may draw"
         )
-
-
-def _described(directory: Path) -> dict[str, Any]:
-    """What config.json says, of a nested model its text part; empty if it is not here."""
-    file = directory / "config.json"
-    try:
-        found = json.loads(file.read_bytes()) if file.is_file() else {}
-    except ValueError as error:
-        raise ModelError(f"{_SETTING}: {file} is not JSON: {error}") from error
-    text = found.get("text_config", found)
-    return text if isinstance(text, dict) else {}

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from importlib import metadata
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import UserError
+from asyncrl.environments import interpreter
+from asyncrl.errors import RewardError, UserError
 from asyncrl.launch.gpus import Gpu, find_gpus, torch_build
 from asyncrl.launch.placement import VISIBLE
 from asyncrl.run.devices import needs_of, place
@@ -41,6 +42,8 @@ def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
         say(line)
     if any(engine.kind == "sglang" for engine in config.engines):
         say(_sglang(config.engine.sglang))
+    if config.environment.python is not None:
+        say(_environments(config.environment.python))
     check_machine(config)
     if config.launcher.kind == "ray":
         where = config.launcher.ray.address or "a cluster of this machine alone"
@@ -98,6 +101,14 @@ def _sglang(config: SglangConfig) -> str:
     try:
         return f"{where}: {check_interpreter(config)}"
     except EngineStartError as error:
+        return f"{where}: {error}"
+
+
+def _environments(python: str) -> str:
+    where = f"the environment's interpreter ({python})"
+    try:
+        return f"{where}: python {interpreter.check_interpreter(python)}"
+    except RewardError as error:
         return f"{where}: {error}"
 
 

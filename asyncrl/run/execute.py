@@ -29,6 +29,7 @@ from asyncrl.health import Health, beat_of
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.shared_memory import local_run_id, remove_stale_files
 from asyncrl.processes.spec import ChildSpec, is_relay
+from asyncrl.rewards.server.keeping import open_reward_servers
 from asyncrl.run.control import control_key_file, serve_control, user_hub
 from asyncrl.run.controller import Controller
 from asyncrl.run.directory import Ending, RunDirectory
@@ -186,6 +187,7 @@ async def _run(
         state.control_address = runtime.address("user")
         directory.write_state()
         progress = closing.enter_context(_open_progress(config, directory, console, metrics))
+        await open_reward_servers(config.rewards, directory.path, progress.say, closing)
         hub: Hub[Message] = Hub(
             launching.control_address,
             run_key.hub("control"),
@@ -211,8 +213,7 @@ async def _run(
             traces=open_group_traces(config, state.trace_key, metrics, closing),
             agents=launching.agents,
         )
-        loop = asyncio.get_running_loop()
-        launching.on_lost(lambda error: _tell(loop, controller, progress, error))
+        launching.on_lost(partial(_tell, asyncio.get_running_loop(), controller, progress))
         user_socket = user_hub(state.control_address, control_key, Refusals(metrics.count_refused))
         user = asyncio.create_task(_serve_user(user_socket, controller))
         listing = asyncio.create_task(_list_processes(fleet, targets))

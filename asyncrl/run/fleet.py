@@ -292,6 +292,7 @@ class Fleet:
                 worker.is_gone = True
                 self._hub.abandon(worker.name)
                 found.append((worker, reason))
+                self.relays.note_lost(worker)
         if any(worker.is_gone for worker in self.ranks):
             self._end_trainer()
         return found

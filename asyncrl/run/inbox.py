@@ -255,6 +255,8 @@ class Inbox:
     ) -> None:
         worker.generator_report, worker.reported = message, time.monotonic()
         await self._training.apply(events.KvUsed(worker.name, message.engine.kv_used))
+        waiting = events.EnvironmentWaits(worker.name, message.in_environments)
+        await self._training.apply(waiting)
         speed = self._speeds.reported(worker.name, message.engine, worker.reported)
         if speed is not None:
             await self._training.apply(events.SpeedMeasured(worker.name, speed))

@@ -11,8 +11,15 @@ from collections.abc import Iterable
 import msgspec
 
 from asyncrl.run.group_totals import groups_of_lost_record
+from wire.environments import EnvironmentCounts
 from wire.noise_floor import NoiseFloor
-from wire.records import IdleShares, StepGroups, StepMetrics, TokenCounts, TrainedStep
+from wire.records import (
+    IdleShares,
+    StepGroups,
+    StepMetrics,
+    TokenCounts,
+    TrainedStep,
+)
 
 
 def add_lost(
@@ -24,7 +31,8 @@ def add_lost(
 ) -> list[StepMetrics]:
     """The recorded steps, with a record of each trained step that is missing among them.
 
-    Totals that only the controller knows (`tokens`, `noise_floor`, `reward_failures`) are those of
+    Totals that only the controller knows (`tokens`, `noise_floor`, `reward_failures`,
+    `environments`) are those of
     the record before; other numbers that only it knows are None.
 
     Args:
@@ -62,6 +70,7 @@ def _record(one: TrainedStep, before: StepMetrics | None, groups: StepGroups) ->
         engine_busy_seconds=None,
         tokens=TokenCounts() if before is None else before.tokens,
         noise_floor=NoiseFloor() if before is None else before.noise_floor,
+        environments=EnvironmentCounts() if before is None else before.environments,
         idle=IdleShares(generator=None, trainer=min(1.0, times.wait_seconds / max(1e-9, seconds))),
         times=times,
         reward_failures={} if before is None else before.reward_failures,

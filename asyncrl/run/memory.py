@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from asyncrl.launch.gpus import torch_build
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.tasks import hub
 from trainer.algorithms.registry import has_critic
+from trainer.host_memory import host_bytes
 from trainer.memory import ModelShape, Samples, StepMemory, remedies, step_memory
 
 _MIB = 2**20
@@ -171,52 +171,6 @@ def refuse_too_large(config: RunConfig, shape: ModelShape, device: Device) -> No
         f"a training step needs at least {size(needs.least)}{each}, and {device.name} has "
         f"{size(device.bytes)}: {memory_text(needs, None)}. {what}"
     )
-
-
-def host_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that this process may use: the machine's, or less if its control group says so.
-
-    Args:
-        root: of the file system.
-    """
-    found = [_of_machine(root), *_of_groups(root)]
-    known = [one for one in found if one is not None]
-    return min(known) if known else None
-
-
-def _of_machine(root: Path) -> int | None:
-    try:
-        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-        total = next(line for line in lines if line.startswith("MemTotal:"))
-        return int(total.split()[1]) * 1024
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None
-
-
-def _of_groups(root: Path) -> list[int]:
-    """The limits of this process's control group and those above it, in both versions of them."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    limits: list[int] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        folder = Path(os.path.normpath(f"{base}/{path.lstrip('/')}"))
-        for one in (folder, *folder.parents):
-            if not one.is_relative_to(base):
-                break
-            try:
-                limits.append(int((one / name).read_text(encoding="ascii")))
-            except (OSError, ValueError):  # "max", or not this one's to read
-                continue
-    return limits
 
 
 def size(count: float) -> str:

@@ -1,9 +1,10 @@
-"""Seven lines that say what a run is about to do.
+"""Seven lines that say what a run is about to do; eight with an environment.
 
 model      /models/qwen3-1.7b: qwen3, 1.7 billion parameters
 data       gsm8k.jsonl: 7,200 prompts to train on, 273 held out; 100 steps of 16 prompts x 8 samples
 mode       verify: generated ahead of time, verified by the policy in training; exactly on-policy
 training   rloo: an unbiased gradient; on-policy, nothing to correct
+turns      guessing: at most 5 a sample; goes back by replay (deterministic); 64 open at once ...
 processes  trainer on GPU 1 (26 GiB), 1 generator (vllm) on GPU 0; ...
 memory     trainer: about 26 GiB of GPU 1 (80 GiB): moments 13 GiB, weights 6.3 GiB, ...
 results    runs/first: report.html, result.json, checkpoints/
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.config import RunConfig
+from asyncrl.environments.protocol import Traits
 from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.run.memory import Device, critic_parameters, memory_text, parameters, size
@@ -54,7 +56,7 @@ def data_line(config: RunConfig, task: Task) -> str:
     return _line(
         "data",
         f"{source}: {len(task.train):,} prompts to train on, {len(task.evaluation):,} held "
-        f"out{sets}; {steps:,} steps of {per_step}",
+        f"out{sets}; {steps:,} step{'' if steps == 1 else 's'} of {per_step}",
     )
 
 
@@ -163,6 +165,25 @@ def memory_line(needs: StepMemory | None, device: Device | None) -> str:
     """What memory a training step will need, by kind; None: it is not known yet."""
     text = "not known before the model is here" if needs is None else memory_text(needs, device)
     return f"{'memory':<10} {text}"  # numbers, and whole: what is cut off may be what matters
+
+
+def turns_line(config: RunConfig, traits: Traits | None) -> str:
+    """How samples of several turns come about; traits None: the environment was not tried."""
+    environment = config.environment
+    back = "not tried"
+    if traits is not None:
+        back = "cannot go back, so its samples are never verified"
+        if traits.restores:
+            back = "goes back by its restore"
+        elif traits.replay is not None:
+            back = f"goes back by replay ({traits.replay})"
+    workers = f"{environment.workers:,} process{'' if environment.workers == 1 else 'es'}"
+    each = " of each generator" if config.launcher.generators > 1 else ""
+    return _line(
+        "turns",
+        f"{environment.name}: at most {environment.max_turns:,} a sample; {back}; "
+        f"{environment.total_sessions:,} open at once, in {workers}{each}",
+    )
 
 
 def results_line(config: RunConfig) -> str:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl.config import OnWrongPolicy
 from asyncrl.errors import WrongPolicyError
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.progress import Progress
 from asyncrl.run.rescored import conclusion
 from asyncrl.run.waiting import Waiter
 from asyncrl.run.worker import Worker
+from asyncrl.run_section import OnWrongPolicy
 from wire.messages.from_generator import Rescored
 from wire.messages.from_trainer import WrongPolicyFound
 from wire.messages.to_generator import Rescore, ToRescore
-from wire.weights.layout import Fingerprint
+from wire.weights.layout import ADAPTER_ENDINGS, Fingerprint
 from wire.wrong_policy import WrongPolicy, compare_weights, listed, not_compared
 
 RESCORE_SECONDS = 30.0
@@ -106,7 +106,10 @@ class PolicyWatch:
         expected, version = weights.fingerprint, weights.policy_version
         waiting, self._at_start = self._at_start, []
         for worker, fingerprint in waiting:
-            missing = not_compared(expected, fingerprint)
+            # An adapter that is served apart comes, and is compared, with its first installation:
+            # before it B is 0, and the policy is the model's own.
+            names = not_compared(expected, fingerprint)
+            missing = [name for name in names if not name.endswith(ADAPTER_ENDINGS)]
             if missing:
                 self._progress.say(
                     f"WARNING: {len(missing)} of {len(expected.tensors)} tensors of {worker.name} "

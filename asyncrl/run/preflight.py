@@ -13,13 +13,16 @@ import shutil
 
 from asyncrl.config import RunConfig
 from asyncrl.cores import divide_machine
+from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.errors import UserError
 from asyncrl.launch.ray.opening import check_ray
+from asyncrl.rewards import judge, reward_model
+from asyncrl.rewards.addresses import starts_servers
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.functions import BUILTIN
 from asyncrl.rewards.loading import load_function
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.run.lora_check import check_peft
+from asyncrl.run.lora_check import check_peft, check_serving
 from asyncrl.run.machine_checks import compiler
 from asyncrl.tasks.map_messages import MAP
 from asyncrl.user_functions import check_name
@@ -36,6 +39,7 @@ def check_machine(config: RunConfig) -> None:
     """
     _check_engine(config)
     check_peft(config)
+    check_serving(config)
     if config.monitoring.tracing.enabled:
         _check_tracing()
     for sink in config.monitoring.sinks:
@@ -43,6 +47,14 @@ def check_machine(config: RunConfig) -> None:
         if missing is not None:
             raise UserError(missing)
     launcher = config.launcher
+    if launcher.kind != "local" and starts_servers(config.rewards):
+        raise UserError(
+            "rewards.functions: the reward model of args.model would be served on this machine's "
+            f"loopback address, which generators on other machines (launcher.kind: "
+            f"{launcher.kind}) cannot reach. Start it by hand where they can: asyncrl "
+            "reward-server --model ... --host ADDRESS --token-file FILE, and give args.url and "
+            "args.token_file"
+        )
     if launcher.kind == "ray":
         check_ray()  # what the nodes have is asked when the cluster is opened
     elif launcher.kind == "local":
@@ -82,17 +94,50 @@ def _check_tracing() -> None:
 def check_rewards(config: RewardConfig) -> None:
     """Load every reward function and check its arguments.
 
-    Functions of the user's own are loaded in a reward worker, never in this process.
+    Functions of the user's own are loaded in a reward worker, never in this process. A judge is
+    asked a trial question.
 
     Raises:
         RewardError: there is no such function, it does not take the given arguments, or its module
             fails while it is imported.
+        UserError: a server does not answer, or refuses.
     """
     for function in config.functions:
         if function.name in BUILTIN:
             load_function(function.name, function.args)
+        if function.name == judge.NAME:
+            reason = asyncio.run(judge.try_once(function.args, config.timeout_seconds))
+            if reason is not None:
+                raise UserError(
+                    f"reward {function.name!r}: a trial question has no answer, so no response "
+                    f"would get a reward: {reason}"
+                )
+        if function.name == reward_model.NAME and (url := function.args.get("url")) is not None:
+            reason = reward_model.health_of(url)
+            if reason is not None:
+                raise UserError(
+                    f"reward {function.name!r}: nothing answers as it should at args.url, {url} "
+                    f"({reason}); start it first: asyncrl reward-server --model ..."
+                )
     if any(function.name not in BUILTIN for function in config.functions):
         asyncio.run(_start_one_worker(config))
+
+
+def check_environment(config: RunConfig) -> None:
+    """Load the environment in a worker of its own and check its arguments.
+
+    Raises:
+        RewardError: there is none of that name, it does not take the given arguments, or its module
+            fails while it is imported.
+    """
+    if config.environment.name is not None:
+        asyncio.run(_start_one_environment_worker(config))
+
+
+async def _start_one_environment_worker(config: RunConfig) -> None:
+    pool = EnvironmentPool(config.environment.model_copy(update={"workers": 1}), config.rewards)
+    await pool.start()
+    await pool.close()
 
 
 async def _start_one_worker(config: RewardConfig) -> None:

@@ -25,7 +25,10 @@ from asyncrl.run.memory import (
     refuse_too_large,
     shape_of,
 )
-from asyncrl.run.preflight import check_machine, check_rewards
+from asyncrl.run.model_check import check_files, check_vocabulary
+from asyncrl.run.positions_check import check_builtin_positions, check_positions
+from asyncrl.run.preflight import check_environment, check_machine, check_rewards
+from asyncrl.run.row_check import check_rows
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task, held_out_sets
@@ -47,30 +50,48 @@ class Prepared:
 def prepare(config: RunConfig, console: Console) -> Prepared:
     """Check the machine and the rewards, make or find the model, load the data.
 
-    Says in seven lines what the run is about to do. Creates no run folder.
+    Says in seven lines, eight with an environment, what the run is about to do. Creates no run
+    folder.
 
     Raises:
         UserError: this machine, the model, the data or a reward cannot be used.
     """
     check_machine(config)
+    check_builtin_positions(config)
     gpus = place(config) if config.launcher.kind == "local" else None
     check_rewards(config.rewards)
+    check_environment(config)
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         model_path = resolve_model(config.model, bar)
+    check_files(Path(model_path))
+    check_positions(config, Path(model_path))
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     say(overview.model_line(config, model_path))
-    task = load_task(config.task, model_path, config.run.seed, config.evaluation.sets)
+    task = load_task(
+        config.task,
+        model_path,
+        config.run.seed,
+        config.evaluation.sets,
+        whole_rows=config.environment.name is not None,
+    )
     config = with_adapter(with_critic(config, model_path, task.tokenizer), Path(model_path))
     say(overview.data_line(config, task))
     for sentence in overview.shared_prompts(task):
         say(sentence)
     _check_prompts(config, task)
+    check_vocabulary(Path(model_path), task)
+    check_rows(config, task)
     if config.sampling.stop:
         from asyncrl.tasks.token_bytes import token_bytes  # imports numba, which takes a second
 
         token_bytes(task.tokenizer)
     say(overview.mode_line(config))
     say(overview.training_line(config))
+    if config.environment.name is not None:
+        from asyncrl.run.environment_trial import try_environment  # imports what generators do
+
+        for sentence in try_environment(config, task):
+            say(sentence)
     count = parameters(Path(model_path))
     say(overview.processes_line(config, gpus, count))
     say(overview.memory_line(*_memory(config, gpus, Path(model_path), count)))

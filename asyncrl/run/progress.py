@@ -26,17 +26,13 @@ from monitoring.metrics_log import MetricsLog
 from monitoring.run_view import RunView
 from scheduler.scheduler import Scheduler
 from scheduler.view import SchedulerView
+from wire.environments import EnvironmentCounts
 from wire.evaluations import EvaluationRecord, accuracy_of
 from wire.messages.from_trainer import StepFinished
 from wire.noise_floor import NoiseFloor
 from wire.on_policy import OnPolicySteps
-from wire.records import (
-    IdleShares,
-    RewardCounts,
-    RunResult,
-    StepMetrics,
-    TokenCounts,
-)
+from wire.records import IdleShares, RunResult, StepMetrics, TokenCounts
+from wire.reward_counts import RewardCounts
 from wire.wrong_policy import WrongPolicy
 
 
@@ -88,6 +84,9 @@ class Progress:
         self._tokens_before = earlier[-1].tokens if earlier else TokenCounts()
         self._noise_before = earlier[-1].noise_floor if earlier else NoiseFloor()
         self._noise_floor = self._noise_before
+        self._environment_before = earlier[-1].environments if earlier else EnvironmentCounts()
+        self._environment = self._environment_before
+        self._in_environments = 0
         self._groups = RunGroups(earlier, config.scheduler.groups_per_step)
         self._seconds_before = earlier[-1].wall_seconds if earlier else 0.0
         self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
@@ -258,6 +257,7 @@ class Progress:
             engine_busy_seconds=self._totals.busy_seconds,
             tokens=self._tokens_before + self._totals.tokens,
             noise_floor=self._noise_floor,
+            environments=self._environment,
             idle=IdleShares(
                 generator=min(1.0, max(0.0, 1 - recent.busy_share / generators)),
                 trainer=times.wait_seconds / seconds,
@@ -282,6 +282,10 @@ class Progress:
             self._reward_totals.update(report.rewards for report in reports)
             noise = [report.noise_floor for report in reports]
             self._noise_floor = sum(noise, start=self._noise_before)
+            counts = [report.environment for report in reports]
+            self._environment = sum(counts, start=self._environment_before)
+            here = [one.generator_report for one in self._fleet.generators()]
+            self._in_environments = sum(one.in_environments for one in here if one is not None)
 
     # ---------------------------------------------------------------- what is shown
 
@@ -341,6 +345,7 @@ class Progress:
             groups_in_flight=None if snapshot is None else in_flight(snapshot),
             groups_delivered=None if snapshot is None else snapshot.groups_waiting,
             samples_running=None if snapshot is None else snapshot.samples_running,
+            samples_in_environments=None if snapshot is None else self._in_environments,
             samples_held=None if snapshot is None else snapshot.samples_held,
             samples_queued=sum(queued) if queued else None,
             eta_seconds=elapsed / self._steps_here * left if self._steps_here else None,
@@ -376,7 +381,14 @@ class Progress:
             accuracy_after=None if after is None else after.value,
             best_step=None if best is None else best.step,
             best_accuracy=None if results is None or best is None else results.value_of(best),
-            evaluation_samples=0 if before is None else before.samples,
+            evaluation_samples=next(
+                (
+                    one.samples
+                    for one in (before, after)
+                    if one is not None and one.value is not None
+                ),
+                0,
+            ),
             reward_failures=self._reward_totals.counts.failed,
             wrong_policy=self._findings.all,
         )

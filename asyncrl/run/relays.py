@@ -21,6 +21,8 @@ from wire import RunKey
 
 _PAUSE_SECONDS = 1.0
 """Shortest time between two starts of a relay on one node."""
+_NOT_READY_SECONDS = 5.0
+"""The same where the last one was never ready: its node may be gone, which is known soon."""
 
 
 class Relays:
@@ -52,7 +54,8 @@ class Relays:
         """All that each node ever had, the present one last."""
         self._started: dict[str, float] = {}
         """When the last one of each node was (monotonic seconds)."""
-        self._restarts = 0
+        self._restarts: dict[str, int] = {}
+        """Of each node that is not known to be lost."""
 
     @property
     def are_used(self) -> bool:
@@ -98,9 +101,17 @@ class Relays:
         for node in dict.fromkeys(nodes):
             if node is None or self.on(node) is not None:
                 continue
-            if now - self._started.get(node, -_PAUSE_SECONDS) >= _PAUSE_SECONDS:
+            earlier = self._of_nodes.get(node, [])
+            failed = any(not one.is_ready for one in earlier[-1:])
+            pause = _NOT_READY_SECONDS if failed else _PAUSE_SECONDS
+            if now - self._started.get(node, -pause) >= pause:
                 said += self._start(node)
         return said
+
+    def note_lost(self, worker: Worker) -> None:
+        """A process was lost: if it was with its node, that relays failed there was no fault."""
+        if worker.handle.lost_with_machine and worker.node is not None:
+            self._restarts.pop(worker.node, None)
 
     def _start(self, node: str) -> list[str]:
         earlier = self._of_nodes.setdefault(node, [])
@@ -108,12 +119,12 @@ class Relays:
         said = []
         if earlier:
             lost, limit = earlier[-1], self.config.cluster.max_relay_restarts
-            if self._restarts >= limit:
+            if sum(self._restarts.values()) >= limit:
                 raise RunFailed(
                     f"{lost.name} was lost, and {self.config.cluster_key}.max_relay_restarts "
                     f"({limit}) does not allow another; its last words:\n{lost.handle.log_tail()}"
                 )
-            self._restarts += 1
+            self._restarts[node] = self._restarts.get(node, 0) + 1
             name = f"{name}.{len(earlier)}"
             said = [f"started {name} in place of {lost.name}"]
         spec = msgspec.structs.replace(

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from rollout.trajectory import FloatArray
-from wire.frames import decode_floats
+from rollout.trajectory import BoolArray, FloatArray
+from wire.frames import decode_floats, decode_tokens
 from wire.messages.from_generator import Rescored
-from wire.messages.from_trainer import WrongPolicyFound
+from wire.messages.from_trainer import SuspectSample, WrongPolicyFound
 from wire.wrong_policy import Cause, WrongPolicy
 
 
@@ -33,9 +33,10 @@ def conclusion(asked: WrongPolicyFound, answer: Rescored) -> WrongPolicy:
             f"{found.generator} has version {answer.policy_version} by now and cannot score them "
             "again",
         )
-    again = _joined(answer.logprobs)
-    from_trainer = _mean_gap(again, _joined(one.expected for one in asked.samples))
-    from_itself = _mean_gap(again, _joined(one.recorded for one in asked.samples))
+    drawn = np.concatenate([_drawn(sample) for sample in asked.samples])
+    again = _joined(answer.logprobs)[drawn]
+    from_trainer = _mean_gap(again, _joined(one.expected for one in asked.samples)[drawn])
+    from_itself = _mean_gap(again, _joined(one.recorded for one in asked.samples)[drawn])
     if from_trainer <= asked.limit:
         return _with(
             found,
@@ -61,6 +62,13 @@ def conclusion(asked: WrongPolicyFound, answer: Rescored) -> WrongPolicy:
 
 def _with(found: WrongPolicy, cause: Cause, text: str) -> WrongPolicy:
     return msgspec.structs.replace(found, cause=cause, text=f"{found.text}; {text}")
+
+
+def _drawn(sample: SuspectSample) -> BoolArray:
+    """`[L]` the tokens that a policy has drawn."""
+    observed = sample.observed or bytes(len(decode_tokens(sample.tokens)))
+    drawn: BoolArray = np.frombuffer(observed, np.uint8) == 0
+    return drawn
 
 
 def _joined(arrays: Iterable[bytes]) -> FloatArray:

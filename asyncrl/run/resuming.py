@@ -117,7 +117,9 @@ def rewind(
         kept, damaged = read_undamaged(samples, SampleRecord)
         if damaged:
             said.append(f"{_dropped(samples, damaged)}. The file is for the report only")
-        _write_lines(samples, [one for one in kept if one.step < point.step])
+        # A sample of an evaluation has the version that it is of, as its record has.
+        stay = [one for one in kept if one.step < point.step + bool(one.evaluation)]
+        _write_lines(samples, stay)
     return said
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from asyncrl.config import RunConfig
-from wire.records import RewardCounts
+from asyncrl.environments.protocol import LABEL
+from wire.reward_counts import RewardCounts
 
 
 class RewardTotals:
@@ -20,7 +21,7 @@ class RewardTotals:
     def __init__(
         self, config: RunConfig, say: Callable[[str], None], earlier: RewardCounts
     ) -> None:
-        self._labels = config.rewards.labels
+        self._labels = config.reward_labels
         self._counts_as_zero = config.rewards.on_error == "zero"
         self._say = say
         self._earlier = earlier
@@ -37,12 +38,15 @@ class RewardTotals:
         self._now = sum(reports, start=RewardCounts())
         for function, reasons in self._now.failed.items():
             for reason in reasons:
+                what = f"reward {function!r} gave no reward"
+                if function == LABEL:
+                    what = "the environment gave no answer"
                 if self._counts_as_zero:
                     self._tell(
                         (function, reason),
-                        f"WARNING: reward {function!r} gave no reward ({_words(reason)}); that "
-                        "counts as 0 (rewards.on_error: zero). The generators' logs show the "
-                        "first cases; reward_failures in metrics.jsonl counts them",
+                        f"WARNING: {what} ({_words(reason)}); that counts as 0 (rewards.on_error: "
+                        "zero). The generators' logs show the first cases; reward_failures in "
+                        "metrics.jsonl counts them",
                     )
         for function, value in self._now.largest.items():
             self._tell(

@@ -48,6 +48,7 @@ _REASONS: dict[str, tuple[str, str]] = {
     "task": ("the data order and the prompts depend on it", _NEW_RUN),
     "model": ("the run trains this model", _NEW_RUN),
     "rewards": ("samples of one step would be scored by different rules", _RESUME),
+    "environment": ("what a sample is depends on it", _NEW_RUN),
     "sampling.stop": ("what a response is depends on it", _NEW_RUN),
     "sampling": ("samples of one step would follow different distributions", _RESUME),
     "engine": ("the engines were started with it", _RESUME),

@@ -130,7 +130,7 @@ class SampleRequests:
             file, place, (purpose, *more) = found
             unfinished = Unfinished(file, place, self._sample_seed(str(purpose), sample, *more))
         seed = self._sample_seed("training", sample)
-        return Generate(sample, _payload(prompt), seed, priority, unfinished)
+        return Generate(sample, payload_of(prompt), seed, priority, unfinished)
 
     def verify(self, samples: Sequence[SampleId], min_version: int, *, lineage: int = 0) -> Verify:
         """Verify training samples, with seeds that differ for each policy verified under.
@@ -157,6 +157,8 @@ class SampleRequests:
         prompt: Prompt,
         purpose: tuple[object, ...],
         fixed: FixedVersion | None = None,
+        *,
+        shown_of: str = "",
     ) -> Evaluate:
         """Generate the `index`-th sample of an evaluation round.
 
@@ -166,13 +168,14 @@ class SampleRequests:
             prompt: a held-out one that it answers.
             purpose: what its random numbers depend on, besides the run's seed.
             fixed: the version to evaluate while the run trains; None: the weights that are there.
+            shown_of: its set, if it is to be recorded.
         """
         seed = sample_seed(self._seed, "evaluation", *purpose, index)
         if fixed is not None:
             if self._start:
                 seed = sample_seed(seed, "start", self._start)
             fixed = msgspec.structs.replace(fixed, verify_seed=sample_seed(seed, "verify"))
-        return Evaluate(number, index, _payload(prompt), seed, fixed)
+        return Evaluate(number, index, payload_of(prompt), seed, fixed, shown_of)
 
     def _sample_seed(self, purpose: str, sample: SampleId, *more: object) -> int:
         return self._known_streams.seed_of(purpose, sample.group, sample.sample, *more)
@@ -190,5 +193,6 @@ def sample_seed(seed: int, *purpose: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _payload(prompt: Prompt) -> PromptPayload:
+def payload_of(prompt: Prompt) -> PromptPayload:
+    """A prompt as a generator gets it."""
     return PromptPayload(prompt.prompt_id, encode_tokens(prompt.tokens), prompt.example)

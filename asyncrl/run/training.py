@@ -156,6 +156,7 @@ class Training:
             changes=self._config.scheduler_changes,
             first_groups=self._progress.first_groups(first_step),
             group_key=self._requests.prompt_index,
+            sessions=config.environment.total_sessions,
         )
         await self._fresh_reports()
         self._progress.training_begins(self._scheduler, first_step)

@@ -132,4 +132,7 @@ def settings_digest(config: RunConfig) -> str:
     text = f"{config.sampling.model_dump_json()} {engine.top_k_logprobs} {engine.max_model_len}"
     if config.cache.reuse == "lenient":
         text += " lenient"
+    if config.environment.name is not None:
+        one = config.environment
+        text += f" {one.name} {one.args} {one.max_turns} {one.history}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,9 +12,53 @@ from rich.console import Console
 
 _MIN_TABLE_WIDTH = 104
 """Columns that the tables need; a narrower terminal wraps their lines."""
+_MIN_WIDE_WIDTH = 132
+"""The same with environments."""
+
+
+_OF_ONE_TURN = ("median", "sigma", "longest", "new_length", "regimes")
+
+
+def _environments(
+    context: typer.Context, latency: float | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields of a cluster that the options about environments give.
+
+    Raises:
+        UserError: options that do not go together.
+    """
+    from asyncrl.errors import UserError
+    from asyncrl.simulation.environments import Environments
+
+    def given(names: Iterable[str]) -> list[str]:
+        sources = {name: context.get_parameter_source(name) for name in names}
+        return [name for name, one in sources.items() if one and one.name != "DEFAULT"]
+
+    if latency is None:
+        for name in given(options):
+            raise UserError(
+                f"--{name.replace('_', '-')} is for environments: give --environment-latency too"
+            )
+        return {}
+    for name in given(_OF_ONE_TURN):
+        raise UserError(
+            f"--{name.replace('_', '-')} is for samples of one turn; with --environment-latency "
+            "lengths follow from --turns and --turn-tokens"
+        )
+    environments = Environments(
+        latency, options["environment_sigma"], turns=options["turns"],
+        turn_tokens=options["turn_tokens"], observation_tokens=options["observation_tokens"],
+        go_back=options["go_back"],
+    )  # fmt: skip
+    return {
+        "environments": environments,
+        "sessions": options["sessions"],
+        "kv_room": options["kv_tokens"],
+    }
 
 
 def simulate(
+    context: typer.Context,
     config_file: Annotated[
         Path | None,
         typer.Argument(metavar="CONFIG", help="A run's YAML file: its sizes and its scheduler."),
@@ -117,6 +162,34 @@ def simulate(
     slow_factor: Annotated[
         float, typer.Option(min=1, help="How many times as long slow generators take.")
     ] = 2.0,
+    environment_latency: Annotated[
+        float | None,
+        typer.Option(min=0, help="Median seconds of an environment's step; default: one turn."),
+    ] = None,
+    environment_sigma: Annotated[
+        float, typer.Option(min=0, help="Standard deviation of the log of these seconds.")
+    ] = 1.0,
+    turns: Annotated[
+        float, typer.Option(min=1, help="Median turns of a sample, with environments.")
+    ] = 8.0,
+    turn_tokens: Annotated[
+        float, typer.Option(min=1, help="Median generated tokens of a turn.")
+    ] = 200.0,
+    observation_tokens: Annotated[
+        float, typer.Option(min=0, help="Median tokens of an observation.")
+    ] = 200.0,
+    go_back: Annotated[
+        Literal["restore", "replay", "start over"],
+        typer.Option(help="How environments get to before a turn that verification has changed."),
+    ] = "replay",
+    sessions: Annotated[
+        int | None,
+        typer.Option(min=1, help="Open environments of a generator; default: 4 times its slots."),
+    ] = None,
+    kv_tokens: Annotated[
+        float | None,
+        typer.Option(min=1, help="Tokens of KV that a generator has room for; default: the GPU's."),
+    ] = None,
     mode: Annotated[
         list[str] | None,
         typer.Option(help="Simulate only this mode. Repeat for more; speed is over the first."),
@@ -158,12 +231,19 @@ def simulate(
         "failures": losses,
         "stragglers": stragglers,
     }
+    options = {
+        "environment_sigma": environment_sigma, "turns": turns, "turn_tokens": turn_tokens,
+        "observation_tokens": observation_tokens, "go_back": go_back, "sessions": sessions,
+        "kv_tokens": kv_tokens,
+    }  # fmt: skip
+    changes |= _environments(context, environment_latency, options)
     if steps is not None:
         changes["warm_up"] = min(4, steps - 1)
     config = None if config_file is None else load_config(config_file)
     fit = None if from_run is None else fit_run(from_run)
     cluster = study.cluster(config, fit, **changes)
-    console = Console(width=max(Console().width, _MIN_TABLE_WIDTH))
+    least = _MIN_TABLE_WIDTH if environment_latency is None else _MIN_WIDE_WIDTH
+    console = Console(width=max(Console().width, least))
     if regimes:
         places = study.regime(cluster)
         if as_json:

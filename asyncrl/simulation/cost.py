@@ -29,6 +29,8 @@ class Device:
     bytes_per_second: float
     flops_per_second: float
     """Dense, in the data type of the computation."""
+    memory_bytes: float
+    """For weights, keys and values."""
     memory_efficiency: float = 0.7
     compute_efficiency: float = 0.5
 
@@ -44,10 +46,10 @@ class Model:
     bytes_per_parameter: float = 2.0
 
 
-H200 = Device("H200", 4.8e12, 9.89e14)
-"""From the data sheet: 4.8 TB/s, 989 TFLOP/s in bfloat16 without sparsity."""
-H100 = Device("H100", 3.35e12, 9.89e14)
-"""From the data sheet (SXM): 3.35 TB/s, 989 TFLOP/s in bfloat16 without sparsity."""
+H200 = Device("H200", 4.8e12, 9.89e14, 141e9)
+"""From the data sheet: 141 GB, 4.8 TB/s, 989 TFLOP/s in bfloat16 without sparsity."""
+H100 = Device("H100", 3.35e12, 9.89e14, 80e9)
+"""From the data sheet (SXM): 80 GB, 3.35 TB/s, 989 TFLOP/s in bfloat16 without sparsity."""
 
 DEVICES = {"h200": H200, "h100": H100}
 MODELS = {
@@ -257,6 +259,22 @@ def _between(at: Sequence[float], values: Sequence[float], x: float) -> float:
         return values[min(i, len(at) - 1)]
     share = (x - at[i - 1]) / (at[i] - at[i - 1])
     return values[i - 1] + share * (values[i] - values[i - 1])
+
+
+_USABLE = 0.9
+"""Share of a device's memory that weights, keys and values may take."""
+
+
+def kv_tokens(model: Model, device: Device, *, devices: int = 1) -> float:
+    """Tokens whose keys and values a generator of so many devices has room for.
+
+    Raises:
+        UserError: the weights do not fit.
+    """
+    left = _USABLE * device.memory_bytes * devices - model.parameters * model.bytes_per_parameter
+    if left <= 0:
+        raise UserError(f"the weights of {model.name} do not fit {devices} {device.name}")
+    return left / model.kv_bytes_per_token
 
 
 def roofline(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.simulation.agenda import Agenda, FinishedReport
 from asyncrl.simulation.cost import Costs
+from asyncrl.simulation.environments import Environments
 from asyncrl.simulation.failures import Failures, Stragglers
 from asyncrl.simulation.lengths import Lengths, Survival
 from asyncrl.simulation.network import Network
 from asyncrl.simulation.outcome import Installs
 from asyncrl.simulation.sim_generator import GeneratorSetting, SimGenerator
 from asyncrl.simulation.sim_request import Tally
+from asyncrl.simulation.sim_turns import TurnGenerator
 from rollout.trajectory import SampleId
 from scheduler import commands, events
 from scheduler.config import SchedulerConfig
@@ -65,6 +68,12 @@ class Setting:
     """Nodes of the trainer, each of which takes in its share of the trajectories."""
     failures: Failures = field(default_factory=Failures)
     stragglers: Stragglers = field(default_factory=Stragglers)
+    environments: Environments | None = None
+    """Of samples of several turns; None: a sample is one turn."""
+    sessions: int = 0
+    """Most samples that a generator has while some wait for their environment."""
+    kv_tokens: float = math.inf
+    """Tokens whose keys and values a generator has room for; used with environments only."""
 
     @property
     def nodes(self) -> int:
@@ -125,11 +134,29 @@ class Fleet:
         name = f"g{number}.{restarts}" if restarts else f"g{number}"
         version = -1 if restarts else 0
         rng = random.Random(self._rng.random())  # noqa: S311 - a simulation
-        self._generators[name] = SimGenerator(
-            name, setting.slots, self._shared, rng, slowness=self._slowness[number], version=version
-        )
+        self._generators[name] = self._new(name, rng, self._slowness[number], version)
         self._names[number], self._numbers[name] = name, number
         return events.GeneratorJoined(name, setting.slots, version)
+
+    def _new(self, name: str, rng: random.Random, slowness: float, version: int) -> SimGenerator:
+        setting, shared = self._setting, self._shared
+        if setting.environments is None:
+            return SimGenerator(
+                name, setting.slots, shared, rng, slowness=slowness, version=version
+            )
+        return TurnGenerator(
+            name, setting.slots, shared, rng, setting.environments, seed=setting.seed,
+            kv_tokens=setting.kv_tokens, slowness=slowness, version=version,
+        )  # fmt: skip
+
+    def environment_waits(self) -> list[events.EnvironmentWaits]:
+        """How many samples wait for their environment, of the generators where that has changed."""
+        changed = []
+        for name, generator in self._generators.items():
+            if isinstance(generator, TurnGenerator) and generator.away != generator.told_away:
+                generator.told_away = generator.away
+                changed.append(events.EnvironmentWaits(name, generator.away))
+        return changed
 
     def lose(self, number: int) -> events.GeneratorLost | None:
         """A generator is lost with its samples; None if it is lost already."""
@@ -147,13 +174,15 @@ class Fleet:
             table.pop(name, None)
         return events.GeneratorLost(name)
 
-    def tally(self) -> tuple[float, float]:
-        """(busy seconds, rejected tokens) of all generators until now, lost ones included."""
+    def tally(self) -> Tally:
+        """What all generators did until now, lost ones included."""
         generators = list(self._generators.values())
         for generator in generators:
             generator.advance(self._agenda.now)
-        tallies = [self.lost, *(generator.tally for generator in generators)]
-        return sum(tally.busy for tally in tallies), sum(tally.rejected for tally in tallies)
+        total = Tally()
+        for tally in (self.lost, *(generator.tally for generator in generators)):
+            total.add(tally)
+        return total
 
     # -------------------------------------------------------------------- requests
 
@@ -184,7 +213,8 @@ class Fleet:
         del self._wake_at[name]
         generator.advance(now)
         while (end := generator.next_end()) is not None and end <= now + _AT_ONCE:
-            request = generator.finish_next()
+            if (request := generator.finish_next()) is None:
+                continue
             self._agenda.after(self._message, FinishedReport(name, request, request.finishes))
             if self._rewards_cost and not request.rewarded_at:
                 # Rewards are computed outside the slots, one at a time; delivery waits for them.

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from asyncrl.simulation.sim_request import Tally
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -53,6 +55,15 @@ class Outcome:
     """Groups that were begun for a step and taken by a later one, per step."""
     lost: float = 0.0
     """Tokens lost with generators, in the whole run, over tokens trained on in the whole run."""
+    environment_idle: float = 0.0
+    """Share of the generators' time in which nothing decodes while samples wait for environments;
+    part of `generator_idle`. 0 without environments, like all that follows."""
+    slots_used: float = 0.0
+    """Share of the slots' time in which a sample decodes."""
+    turns_discarded: float = 0.0
+    """Actions behind a rejection over all actions that environments were given."""
+    prefilled_again: float = 0.0
+    """Samples that came back without their KV, over all actions."""
 
 
 def mean(outcomes: Sequence[Outcome]) -> Outcome:
@@ -86,6 +97,8 @@ class Mark:
     """Commands, by type."""
     data_bytes: float
     """Of trajectories."""
+    tally: Tally
+    """All that generators count."""
 
     def rates(self, later: Mark) -> tuple[dict[str, float], dict[str, float]]:
         """Events and commands per second from here to a later mark, by the names of their types."""

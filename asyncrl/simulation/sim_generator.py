@@ -171,8 +171,11 @@ class SimGenerator:
             setting.drawn[sample] = length
         self._add(SimRequest(sample, length, priority))
 
-    def finish_next(self) -> SimRequest:
-        """Finish the request that `next_end` says is done now; it is held from now on."""
+    def finish_next(self) -> SimRequest | None:
+        """Finish the request that `next_end` says is done now; it is held from now on.
+
+        None only of generators with environments: what happened was another thing.
+        """
         request = heapq.heappop(self._ends)[3]
         self._leave(request)
         request.round_off()
@@ -277,7 +280,7 @@ class SimGenerator:
             self._enter(request)
         if self._setting.rebuilds_kv and running:
             prompt_tokens = self._setting.prompt_tokens
-            self._prefill(sum(prompt_tokens + request.generated for request in running))
+            self._prefill(sum(prompt_tokens + one.generated + one.observed for one in running))
         if self.paused_until == math.inf:
             self.paused_until = self._clock
         self.paused_until = max(self.paused_until, self._clock) + self._cost.swap_seconds
@@ -337,7 +340,7 @@ class SimGenerator:
     def _take(self, request: SimRequest) -> None:
         """Give a request a free slot."""
         if not request.prefilled:
-            self._prefill(self._setting.prompt_tokens + request.generated)
+            self._prefill(self._setting.prompt_tokens + request.generated + request.observed)
             request.prefilled = True
         self._enter(request)
 

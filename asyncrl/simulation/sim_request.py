@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from rollout.trajectory import UNKNOWN_VERSION, SampleId
 
@@ -39,6 +39,8 @@ class SimRequest:
     """How many times it finished; a report of an earlier time is outdated."""
     rewarded_at: float = 0.0
     """Time at which it has its reward; 0 if no reward was requested."""
+    observed: float = 0.0
+    """Tokens of environments in its context."""
     unknown: bool = False
     """Whether it has tokens of a policy that was lost with its trainer and that no verification
     has judged."""
@@ -55,9 +57,14 @@ class SimRequest:
             return UNKNOWN_VERSION
         return min(self.segments)[0]
 
+    @property
+    def goal(self) -> int:
+        """Generated tokens at which it leaves its slot."""
+        return self.length
+
     def progress_left(self) -> float:
-        """How far the progress counter has to grow until the request is done."""
-        left = max(0.0, self.length - self.generated)
+        """How far the progress counter has to grow until it has so many."""
+        left = max(0.0, self.goal - self.generated)
         if not self.drafted:
             return self.scoring + left
         drafted = min(left, self.drafted)
@@ -75,7 +82,7 @@ class SimRequest:
             drafted = drafting * self.speedup
             tokens = drafted + progress - drafting
             self.drafted = max(0.0, self.drafted - drafted)
-        tokens = min(self.length - self.generated, tokens)
+        tokens = min(self.goal - self.generated, tokens)
         if tokens > 0:
             self.segments.append((version, tokens))
             self.generated += tokens
@@ -87,8 +94,8 @@ class SimRequest:
         self.generated = tokens
 
     def round_off(self) -> None:
-        """Have exactly `length` tokens; sums of fractions of tokens come only close."""
-        missing = self.length - self.generated
+        """Have exactly `goal` tokens; sums of fractions of tokens come only close."""
+        missing = self.goal - self.generated
         if missing:
             version, tokens = self.segments[-1]
             self.segments[-1] = (version, tokens + missing)
@@ -121,11 +128,18 @@ class Tally:
     """Tokens rejected by verification."""
     preempted: int = 0
     """Requests that lost their slot to due work."""
+    rows: float = 0.0
+    """Slot-seconds in which requests decoded; counted with environments only, as all below."""
+    environment: float = 0.0
+    """Seconds in which nothing decoded while samples waited for their environment."""
+    turns: int = 0
+    """Actions that were given to environments."""
+    turns_discarded: int = 0
+    """Of these, those behind a rejection."""
+    prefilled_again: int = 0
+    """Samples that came back from their environment and had lost their KV."""
 
     def add(self, other: Tally) -> None:
         """Add what another generator did."""
-        self.busy += other.busy
-        self.useful += other.useful
-        self.scored += other.scored
-        self.rejected += other.rejected
-        self.preempted += other.preempted
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))

@@ -10,7 +10,8 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.simulation.cost import DEVICES, MODELS, Cost, Costs, roofline
+from asyncrl.simulation.cost import DEVICES, MODELS, Cost, Costs, kv_tokens, roofline
+from asyncrl.simulation.environments import Environments
 from asyncrl.simulation.failures import Failures, Stragglers
 from asyncrl.simulation.fit import WARM_UP, Fit
 from asyncrl.simulation.lengths import Lengths, Rule, Survival, empirical, lognormal
@@ -32,6 +33,8 @@ MODES: Mapping[str, tuple[Mapping[str, Any], float]] = {
 """By name: settings of the scheduler, and how many whole steps run-ahead may cover. `verify` is the
 default of a run."""
 
+SESSIONS = 4
+"""Open environments of a generator, in times of its slots, if their number is not given."""
 BALANCE = 0.9
 """If the trainer's size is not given, it is chosen so that the trainer would be busy for this share
 of the time if generators were never idle."""
@@ -95,6 +98,12 @@ class Cluster:
     """What is lost, and how often."""
     stragglers: Stragglers = field(default_factory=Stragglers)
     """Which share of the generators is slow."""
+    environments: Environments | None = None
+    """Of samples of several turns, which have their own lengths; None: a sample is one turn."""
+    sessions: int | None = None
+    """Most samples that a generator has while some wait; None: `SESSIONS` times its slots."""
+    kv_room: float | None = None
+    """Tokens of KV that a generator has room for; None: what the device has."""
 
     @property
     def step_groups(self) -> int:
@@ -117,6 +126,19 @@ class Cluster:
         """Costs of the fit or the roofline. Raises UserError for an unknown model or device."""
         return self.roofline()[0] if self.fit is None else self.fit.cost
 
+    def kv_tokens(self) -> float:
+        """Tokens of KV that a generator has room for; infinity for one that a run was fitted to.
+
+        Raises:
+            UserError: the model or the device is unknown, or the model does not fit.
+        """
+        if self.kv_room is not None:
+            return self.kv_room
+        if self.fit is not None:
+            return math.inf
+        self.roofline()
+        return kv_tokens(MODELS[self.model], DEVICES[self.device], devices=self.gpus_per_generator)
+
     def roofline(self) -> tuple[Cost, float]:
         """Costs from the roofline, and the number of devices of the trainer.
 
@@ -133,10 +155,15 @@ class Cluster:
                 model, device, trainer_devices=1, devices_per_generator=self.gpus_per_generator
             )
             rng, draw = random.Random(0), self.lengths()  # noqa: S311 - a simulation
-            mean = sum(draw(rng) for _ in range(4000)) / 4000
-            step = one.decode(self.slots, self.slots * (self.prompt_tokens + mean / 2))
+            given = float(self.prompt_tokens)
+            if self.environments is None:
+                mean = sum(draw(rng) for _ in range(4000)) / 4000
+            else:
+                mean, observed = self.environments.mean_length()
+                given += observed
+            step = one.decode(self.slots, self.slots * (given + mean / 2))
             rate = self.generators * self.slots / step
-            devices = rate * one.train_token_seconds * (1 + self.prompt_tokens / mean) / BALANCE
+            devices = rate * one.train_token_seconds * (1 + given / mean) / BALANCE
         cost = roofline(
             model, device, trainer_devices=devices, devices_per_generator=self.gpus_per_generator
         )
@@ -182,9 +209,20 @@ class Cluster:
             network=self.network, weights_bytes=self.weights_bytes,
             generators_per_node=self.generators_per_node, trainer_nodes=self.trainer_nodes,
             failures=self.failures, stragglers=self.stragglers, signal_share=share,
+            **self._of_environments(),
         )  # fmt: skip
         end = self.steps - self.cool_down if self.cool_down else None
         return World(setting).run(self.warm_up, end)
+
+    def _of_environments(self) -> dict[str, Any]:
+        """The fields of a setting that belong to environments."""
+        if self.environments is None:
+            return {}
+        return {
+            "environments": self.environments,
+            "sessions": SESSIONS * self.slots if self.sessions is None else self.sessions,
+            "kv_tokens": self.kv_tokens(),
+        }
 
     def title(self) -> str:
         """Describe what is simulated, in one sentence."""
@@ -205,10 +243,13 @@ class Cluster:
                 f"and lengths of the run {self.fit.name}, {drift}"
             )
         gpus = f" on {self.gpus_per_generator} GPUs" if self.gpus_per_generator > 1 else ""
+        answers = f"answers of {self.median:.0f} tokens (median) up to {self.longest}"
+        if self.environments is not None:
+            answers = self.environments.described
         return (
             f"simulated: {self.generators} generators ({self.device}, {self.model}, "
             f"{self.slots} rows{gpus} each), a trainer of {self.roofline()[1]:.0f} devices, "
-            f"{groups}, answers of {self.median:.0f} tokens (median) up to {self.longest}, {drift}"
+            f"{groups}, {answers}, {drift}"
         )
 
 

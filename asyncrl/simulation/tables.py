@@ -12,11 +12,15 @@ from asyncrl.simulation.world import Outcome
 
 def mode_table(cluster: Cluster, outcomes: Mapping[str, Outcome]) -> Table:
     """Compare modes; speed is relative to the first one."""
-    result = Table(
-        title=cluster.title(),
-        caption="regen.: tokens rejected by verification over tokens trained on",
-    )
+    caption = "regen.: tokens rejected by verification over tokens trained on"
     columns = "mode,s/step,speed,tokens/s,gen. idle,train idle,staleness,regen."
+    if cluster.environments is not None:
+        columns += ",env. idle,slots,turns lost"
+        caption += (
+            "; env. idle: share of time in which samples only wait for environments; slots: share "
+            "in use; turns lost: actions behind a rejection"
+        )
+    result = Table(title=cluster.title(), caption=caption)
     for column in columns.split(","):
         result.add_column(column, justify="left" if column == "mode" else "right", no_wrap=True)
     first = next(iter(outcomes.values())).step_seconds
@@ -30,8 +34,16 @@ def mode_table(cluster: Cluster, outcomes: Mapping[str, Outcome]) -> Table:
             f"{outcome.trainer_idle:.0%}",
             f"{outcome.staleness_mean:.2f}, max {outcome.staleness_max}",
             f"{outcome.regenerated:.0%}",
+            *_of_environments(cluster, outcome),
         )
     return result
+
+
+def _of_environments(cluster: Cluster, outcome: Outcome) -> list[str]:
+    if cluster.environments is None:
+        return []
+    shares = (outcome.environment_idle, outcome.slots_used, outcome.turns_discarded)
+    return [f"{share:.0%}" for share in shares]
 
 
 def regime_table(places: Sequence[Place]) -> Table:

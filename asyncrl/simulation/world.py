@@ -25,6 +25,8 @@ from scheduler.scheduler import Scheduler
 
 __all__ = ["Outcome", "Setting", "World"]
 
+REPORT_SECONDS = 0.5
+"""Between two reports of how many samples wait for their environment."""
 DAY_SECONDS = 86400.0
 """A simulated run that finishes no step for a day does not go on."""
 
@@ -40,7 +42,9 @@ class World:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        self._scheduler = Scheduler(setting.config, first_step=0, total_steps=setting.steps)
+        self._scheduler = Scheduler(
+            setting.config, first_step=0, total_steps=setting.steps, sessions=setting.sessions
+        )
         self._agenda = Agenda()
         rng = random.Random(setting.seed)  # noqa: S311 - a simulation
         self._fleet = Fleet(setting, self._agenda, rng)
@@ -83,6 +87,8 @@ class World:
             lambda seconds: agenda.after(seconds, self._lose_unit),
             lambda seconds: agenda.after(seconds, self._lose_trainer),
         )
+        if self._setting.environments is not None:
+            agenda.after(REPORT_SECONDS, self._report_environments)
         began = 0.0
         while self._ended is None:
             self._process(agenda.next())
@@ -126,6 +132,12 @@ class World:
         if self._setting.config.dynamic_sampling.enabled:
             known = max(self._agenda.now, report.request.rewarded_at + self._message)
             self._agenda.at(known, lambda: self._tell_reward(report))
+
+    def _report_environments(self) -> None:
+        """The generators report how many samples wait for their environment, as in a run."""
+        self._agenda.after(REPORT_SECONDS, self._report_environments)
+        for waits in self._fleet.environment_waits():
+            self._tell(waits)
 
     def _tell_reward(self, report: FinishedReport) -> None:
         event = self._fleet.rewarded(report)
@@ -215,7 +227,7 @@ class World:
         segments: list[tuple[int, float]] = []
         for name, sample in command.samples:
             request = self._fleet.touch(name, touched).held(sample)
-            tokens += request.length + setting.prompt_tokens
+            tokens += request.length + setting.prompt_tokens + request.observed
             segments += request.segments
             arrives = max(arrives, request.rewarded_at)
         for name in {name: None for name, _ in command.samples}:
@@ -255,10 +267,10 @@ class World:
     # ----------------------------------------------------------------- results
 
     def _mark(self) -> Mark:
-        busy, rejected = self._fleet.tally()
+        tally = self._fleet.tally()
         return Mark(
-            self._agenda.now, busy, self._trainer.busy, rejected, self._told.copy(),
-            self._commanded.copy(), self._data_bytes,
+            self._agenda.now, tally.busy, self._trainer.busy, tally.rejected, self._told.copy(),
+            self._commanded.copy(), self._data_bytes, tally,
         )  # fmt: skip
 
     def _sum_up(self, first: int, last: int) -> Outcome:
@@ -290,7 +302,22 @@ class World:
             without_signal=self._without_signal(),
             left_over=self._scheduler.snapshot().groups_left_over / self._setting.steps,
             lost=self._fleet.lost_tokens / max(1, everything),
+            **self._of_environments(began, ended),
         )
+
+    def _of_environments(self, began: Mark, ended: Mark) -> dict[str, float]:
+        """What there is to say of environments, if there are any."""
+        if self._setting.environments is None:
+            return {}
+        setting, first, last = self._setting, began.tally, ended.tally
+        seconds = max(1e-9, ended.seconds - began.seconds) * setting.generators
+        turns = max(1, last.turns - first.turns)
+        return {
+            "environment_idle": (last.environment - first.environment) / seconds,
+            "slots_used": (last.rows - first.rows) / seconds / setting.slots,
+            "turns_discarded": (last.turns_discarded - first.turns_discarded) / turns,
+            "prefilled_again": (last.prefilled_again - first.prefilled_again) / turns,
+        }
 
     def _without_signal(self) -> float:
         """Groups that were left out, over those that were trained on or left out."""

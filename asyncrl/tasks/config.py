@@ -21,8 +21,8 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     path: LocalPath = Field(default="builtin:arithmetic", min_length=1)
-    """`builtin:arithmetic` (trained on first use), a HF model directory with its tokenizer, or a
-    hub id such as `Qwen/Qwen3-0.6B`."""
+    """`builtin:arithmetic` or `builtin:agent` (trained on first use), a HF model directory with its
+    tokenizer, or a hub id such as `Qwen/Qwen3-0.6B`."""
 
 
 class TaskConfig(BaseModel):

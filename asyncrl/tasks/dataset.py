@@ -24,10 +24,18 @@ EVALUATION_SIZE = 512
 _HELD_OUT_SHARE = 10
 
 
-def dataset_questions(config: TaskConfig, seed: int) -> tuple[list[Question], list[Question]]:
+def dataset_questions(
+    config: TaskConfig, seed: int, *, whole_rows: bool = False
+) -> tuple[list[Question], list[Question]]:
     """Training and evaluation questions. The split depends on the seed and the examples only.
 
     Training examples whose prompt is also held out are dropped; the log says how many.
+
+    Args:
+        config: of the task.
+        seed: of the run.
+        whole_rows: examples are the same only if their whole rows are: an environment makes
+            different samples of rows whose prompts are equal.
 
     Raises:
         DataError: the dataset is missing or empty, an example lacks a field, or the held-out
@@ -51,7 +59,7 @@ def dataset_questions(config: TaskConfig, seed: int) -> tuple[list[Question], li
     else:
         size = _held_out_size(config, len(questions))
         evaluation, train = shuffled[:size], shuffled[size:]
-    train = _without(train, evaluation)
+    train = _without(train, evaluation, whole_rows=whole_rows)
     if not train:
         raise DataError(
             f"task.path: {config.path}: no example is left to train on: {len(evaluation)} are held "
@@ -84,14 +92,18 @@ def _held_out_size(config: TaskConfig, examples: int) -> int:
     return config.evaluation_size
 
 
-def _without(train: Sequence[Question], held_out: Sequence[Question]) -> list[Question]:
-    contents = {_key(question) for question in held_out}
-    kept = [question for question in train if _key(question) not in contents]
+def _without(
+    train: Sequence[Question], held_out: Sequence[Question], *, whole_rows: bool
+) -> list[Question]:
+    contents = {_key(question, whole_rows=whole_rows) for question in held_out}
+    kept = [question for question in train if _key(question, whole_rows=whole_rows) not in contents]
     if len(kept) < len(train):
         log.warning("dropped %d training examples that are also held out", len(train) - len(kept))
     return kept
 
 
-def _key(question: Question) -> str:
+def _key(question: Question, *, whole_rows: bool) -> str:
     content = question.content
+    if whole_rows:
+        return json.dumps([content, question.example["row"]], sort_keys=True, default=str)
     return content if isinstance(content, str) else json.dumps(content, sort_keys=True)

@@ -23,6 +23,8 @@ def load_task(
     model_path: str,
     seed: int,
     sets: Mapping[str, EvaluationSetConfig] | None = None,
+    *,
+    whole_rows: bool = False,
 ) -> LoadedTask:
     """Read, split and tokenise the examples.
 
@@ -31,13 +33,18 @@ def load_task(
         model_path: what `resolve_model` returned.
         seed: of the run.
         sets: further held-out sets, by name (`evaluation.sets`).
+        whole_rows: see `dataset_questions`.
 
     Raises:
         DataError: an example cannot be used; the message names file and line.
         ModelError: the model has no tokenizer or no end-of-sequence token.
     """
-    source = arithmetic_questions if config.kind == "arithmetic" else dataset_questions
-    train_questions, evaluation_questions = source(config, seed)
+    if config.kind == "arithmetic":
+        train_questions, evaluation_questions = arithmetic_questions(config, seed)
+    else:
+        train_questions, evaluation_questions = dataset_questions(
+            config, seed, whole_rows=whole_rows
+        )
     tokenizer = load_tokenizer(model_path)
     encoder = PromptEncoder(tokenizer, config)
     train, left_out = encoder.encode(train_questions)

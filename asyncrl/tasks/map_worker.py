@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import DataError
-from asyncrl.rewards.scoring import last_lines
+from asyncrl.rewards.error_text import last_lines
 from asyncrl.rewards.streams import MAX_FRAME, Streams
 from asyncrl.rewards.supervisor import supervise
 from asyncrl.tasks.map_messages import MAP, Failed, Load, Loaded, Mapped, Refused

@@ -11,34 +11,26 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.errors import ModelError, UserError
 from asyncrl.suggestions import nearest_path
 from asyncrl.tasks import hub
+from asyncrl.tasks.builtin_tokenizer import END, builtin_tokenizer, make_tokenizer, vocabulary_of
 from asyncrl.tasks.config import ModelConfig
-from asyncrl.tasks.warm_start_recipe import RECIPE, WarmStart, recipe_fields
+from asyncrl.tasks.warm_start_recipe import AGENT_RECIPE, RECIPE, WarmStart, recipe_fields
 from trainer.export_files import is_checkpoint
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+__all__ = ["END", "builtin_tokenizer", "default_cache_dir", "ensure_builtin_model", "resolve_model"]
+
 log = logging.getLogger(__name__)
 
 BUILTIN_ARITHMETIC = "builtin:arithmetic"
 
-WORDS = ("what", "is", "add", "to", "compute", "plus", "find", "the", "sum", "of", "and")
-"""Words of the built-in task's questions, one token each. Other text is tokenised by character."""
-CHARACTERS = "0123456789+=,:?. abcdefghijklmnopqrstuvwxyz"
-PAD, END, UNKNOWN, USER, ASSISTANT = "<pad>", "<end>", "<unknown>", "<user>", "<assistant>"
-SPECIAL = (PAD, END, UNKNOWN, USER, ASSISTANT)
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}<assistant>{{ message['content'] }}<end>"
-    "{% else %}<user>{{ message['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+BUILTIN_AGENT = "builtin:agent"
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -55,9 +47,12 @@ def resolve_model(config: ModelConfig, progress: Progress | None) -> str:
     path = config.path
     if path == BUILTIN_ARITHMETIC:
         return str(ensure_builtin_model(default_cache_dir(), progress))
+    if path == BUILTIN_AGENT:
+        return str(ensure_builtin_model(default_cache_dir(), progress, AGENT_RECIPE))
     if path.startswith("builtin:"):
         raise ModelError(
-            f"model.path: there is no model {path!r}; the built-in one is {BUILTIN_ARITHMETIC!r}"
+            f"model.path: there is no model {path!r}; the built-in ones are "
+            f"{BUILTIN_ARITHMETIC!r} and {BUILTIN_AGENT!r}"
         )
     directory = Path(path)
     if directory.is_dir():
@@ -125,7 +120,7 @@ def ensure_builtin_model(
     Raises:
         ModelError: the cache directory cannot be written.
     """
-    place = cache_dir / f"arithmetic-{_recipe_hash(recipe)}"
+    place = cache_dir / f"{recipe.task}-{_recipe_hash(recipe)}"
     if place.is_dir():
         return place
     try:
@@ -145,38 +140,10 @@ def ensure_builtin_model(
     return place
 
 
-def builtin_tokenizer() -> Any:
-    """The built-in model's tokenizer: words of the task and single characters, in lower case."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
-    from tokenizers.pre_tokenizers import Split
-    from transformers import PreTrainedTokenizerFast
-
-    pieces = dict.fromkeys((*SPECIAL, *CHARACTERS, *WORDS))
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.normalizer = normalizers.Lowercase()
-    words = "|".join(sorted(WORDS, key=len, reverse=True))
-    tokenizer.pre_tokenizer = Split(Regex(f"{words}|[\\s\\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[USER, ASSISTANT],
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
-        padding_side="left",
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
-
-
 def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None:
     from asyncrl.tasks.warm_start import warm_start
 
-    tokenizer = builtin_tokenizer()
+    tokenizer = make_tokenizer(vocabulary_of(recipe.task))
     bar = None
     if progress is not None:
         bar = progress.add_task("Warm start of the built-in model (first use)", total=recipe.steps)
@@ -187,7 +154,7 @@ def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None
             progress.update(bar, completed=done, total=total)
 
     result = warm_start(tokenizer, recipe, advance)
-    with _no_transformers_bars():
+    with no_transformers_bars():
         result.model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     record = {
@@ -197,16 +164,14 @@ def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None
         "recipe": recipe_fields(recipe),
     }
     (directory / "warm_start.json").write_text(json.dumps(record, indent=2) + "\n")
-    log.info(
-        "made the built-in model in %.0f s; sampled accuracy %.2f",
-        result.seconds,
-        result.sampled_accuracy,
-    )
+    accuracy = result.sampled_accuracy
+    shown = "" if accuracy is None else f"; sampled accuracy {accuracy:.2f}"
+    log.info("made the built-in model in %.0f s%s", result.seconds, shown)
 
 
 @contextlib.contextmanager
-def _no_transformers_bars() -> Iterator[None]:
-    """Hide the progress bar that transformers shows while it saves a model."""
+def no_transformers_bars() -> Iterator[None]:
+    """Hide the progress bars that transformers shows while it saves or loads a model."""
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()
@@ -228,7 +193,9 @@ def _move(source: Path, place: Path) -> None:
 
 
 def _recipe_hash(recipe: WarmStart) -> str:
-    content = [recipe_fields(recipe), SPECIAL, CHARACTERS, WORDS, CHAT_TEMPLATE]
+    words = vocabulary_of(recipe.task)
+    special, characters, template = words.special, words.characters, words.chat_template
+    content = [recipe_fields(recipe), special, characters, words.words, template]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -243,6 +210,11 @@ def check_directory(directory: Path, setting: str = "model.path") -> None:
         ModelError: it lacks config.json, the tokenizer or the weights.
     """
     if not (directory / "config.json").is_file():
+        if (directory / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{setting}: {directory} is a PEFT adapter, not a whole model; give the model that "
+                "it is of, and the adapter as trainer.lora.adapter"
+            )
         raise ModelError(
             f"{setting}: {directory} is not a HF model directory: it has no config.json; save one "
             "with model.save_pretrained(directory)"

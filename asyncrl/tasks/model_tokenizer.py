@@ -85,6 +85,16 @@ def _known_class(directory: Path) -> Any:
     return getattr(transformers, name)
 
 
+def special_ids(tokenizer: Any) -> set[int]:
+    """Ids of all special tokens, which `decode(..., skip_special_tokens=True)` leaves out.
+
+    `all_special_ids` has those with a role only: not <|eot_id|> of a Llama 3 whose end-of-sequence
+    token is another one.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return {*tokenizer.all_special_ids, *(int(one) for one, token in added if token.special)}
+
+
 def model_stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
     """Ids that end a response, from the generation config and the tokenizer.
 

@@ -51,7 +51,7 @@ def read_questions(
         DataError: the dataset cannot be read, has no usable example, or has one that cannot be
             used, with `on_bad_row: refuse`.
     """
-    reading = _Reading(config, prefix)
+    reading = _Reading(config, prefix, setting.rpartition(".")[0])
     found = read_rows(path, split, config.subset, setting=setting)
     rows: Generator[Row | BadRow | None, None, None] = found
     if config.map is not None:
@@ -71,6 +71,8 @@ class _Reading:
 
     config: TaskConfig
     prefix: str
+    section: str
+    """Of the configuration, which names the fields: `task`, or that of a named set."""
     questions: list[Question] = field(default_factory=list)
     bad: list[BadRow] = field(default_factory=list)
     """The first few."""
@@ -84,11 +86,11 @@ class _Reading:
         """Keep the row's question, or refuse or count the row."""
         if isinstance(row, Row):
             try:
-                question = _question(self.config, index, row, self.prefix)
+                question = self._question(index, row)
                 before = self.places.setdefault(question.prompt_id, row.where)
                 if before != row.where:
                     raise _UnusableError(
-                        f"task.id_field {self.config.id_field!r} must be unique, but "
+                        f"{self.section}.id_field {self.config.id_field!r} must be unique, but "
                         f"{question.prompt_id!r} is also at {before}"
                     )
             except _UnusableError as error:
@@ -103,6 +105,24 @@ class _Reading:
         self.bad_count += 1
         if self.bad_count <= _PLACES:
             self.bad.append(row)
+
+    def _question(self, index: int, row: Row) -> Question:
+        config, section = self.config, self.section
+        content = _column(row.values, config.prompt_field, f"{section}.prompt_field")
+        answer = None
+        if config.answer_field is not None:
+            answer = _column(row.values, config.answer_field, f"{section}.answer_field")
+            if isinstance(answer, int | float) and not isinstance(answer, bool):
+                if not math.isfinite(answer):
+                    raise _UnusableError(
+                        f"{config.answer_field!r} is {answer}, not a finite number"
+                    )
+                answer = str(answer)
+        identity = str(index)
+        if config.id_field is not None:
+            identity = _identity(row.values, config.id_field, f"{section}.id_field")
+        example = {"prompt": _plain_text(content), "answer": answer, "row": row.values}
+        return Question(self.prefix + identity, content, example, row.where)
 
     def finish(self, path: str, setting: str) -> list[Question]:
         """The questions. Raises DataError if there are none; warns about those left out."""
@@ -134,25 +154,11 @@ class _Reading:
         return self.questions
 
 
-def _question(config: TaskConfig, index: int, row: Row, prefix: str) -> Question:
-    content = _column(row.values, config.prompt_field, "task.prompt_field")
-    answer = None
-    if config.answer_field is not None:
-        answer = _column(row.values, config.answer_field, "task.answer_field")
-        if isinstance(answer, int | float) and not isinstance(answer, bool):
-            if not math.isfinite(answer):
-                raise _UnusableError(f"{config.answer_field!r} is {answer}, not a finite number")
-            answer = str(answer)
-    identity = str(index) if config.id_field is None else _identity(row.values, config.id_field)
-    example = {"prompt": _plain_text(content), "answer": answer, "row": row.values}
-    return Question(prefix + identity, content, example, row.where)
-
-
-def _identity(values: dict[str, Any], name: str) -> str:
-    value = _column(values, name, "task.id_field")
+def _identity(values: dict[str, Any], name: str, setting: str) -> str:
+    value = _column(values, name, setting)
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
         raise _UnusableError(
-            f"task.id_field {name!r} must be a text or an integer, got {shortened(repr(value), 40)}"
+            f"{setting} {name!r} must be a text or an integer, got {shortened(repr(value), 40)}"
         )
     text = str(value)
     if len(text) > MAX_ID:

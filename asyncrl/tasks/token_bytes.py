@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.errors import ModelError
+from asyncrl.tasks.model_tokenizer import special_ids
 from engine.stopping import StopRule
 
 _TRIALS = 64
@@ -37,7 +38,7 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
     Raises:
         ModelError: no way of joining tokens gives what the tokenizer decodes.
     """
-    special = set(tokenizer.all_special_ids)
+    special = special_ids(tokenizer)
     added = {token: str(content) for token, content in tokenizer.added_tokens_decoder.items()}
     for piece in (_byte_level, _sentence_piece, _plain, _spaced):
         of_token = piece(tokenizer)

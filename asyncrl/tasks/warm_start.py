@@ -34,9 +34,14 @@ from torch.nn import functional
 
 from asyncrl.rewards.functions import arithmetic
 from asyncrl.tasks.arithmetic import Problem, draw_problems, working
-from asyncrl.tasks.warm_start_recipe import RECIPE, WarmStart
+from asyncrl.tasks.warm_start_recipe import POSITIONS, RECIPE, WarmStart
 
 log = logging.getLogger(__name__)
+
+Lesson = tuple[list[int], list[bool]]
+"""Token ids, and which of them are learned."""
+Lessons = Callable[[float], list[Lesson]]
+"""Draws a batch of lessons, with this probability of a slip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +49,8 @@ class WarmStartResult:
     """A trained model and its accuracy."""
 
     model: Any
-    sampled_accuracy: float
-    """At temperature 1, on problems of the training side."""
+    sampled_accuracy: float | None
+    """At temperature 1, on problems of the training side; None for a model that plays."""
     seconds: float
     steps: int
 
@@ -61,12 +66,14 @@ def warm_start(
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = new_model(tokenizer, recipe)
-        trainer = _Trainer(model, tokenizer, recipe)
+        trainer = _Trainer(model, tokenizer.pad_token_id, recipe, _lessons(tokenizer, recipe))
         steps = 0
         for steps in range(1, recipe.steps + 1):
             trainer.step(recipe.slip if steps > recipe.clean_share * recipe.steps else 0.0)
             if advance is not None:
                 advance(steps, recipe.steps)
+        if recipe.task == "agent":
+            return WarmStartResult(model, None, time.monotonic() - started, steps)
         accuracy = sampled_accuracy(model, tokenizer, recipe)
         for _ in range(recipe.extra_rounds):
             if accuracy >= recipe.expected[0]:
@@ -97,7 +104,7 @@ def new_model(tokenizer: Any, recipe: WarmStart) -> Any:
         num_key_value_heads=recipe.heads,
         head_dim=recipe.head_dim,
         tie_word_embeddings=True,
-        max_position_embeddings=512,
+        max_position_embeddings=POSITIONS,
         initializer_range=0.05,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -107,13 +114,33 @@ def new_model(tokenizer: Any, recipe: WarmStart) -> Any:
     return Qwen3ForCausalLM(config).to(torch.float32)
 
 
+def _lessons(tokenizer: Any, recipe: WarmStart) -> Lessons:
+    if recipe.task == "agent":
+        from asyncrl.tasks.agent_lessons import agent_lessons
+
+        lessons: Lessons = agent_lessons(tokenizer, recipe)
+        return lessons
+    rng = np.random.default_rng(recipe.seed)
+    source = draw_problems(rng, recipe.digits, held_out=False)
+
+    def draw(slip: float) -> list[Lesson]:
+        problems = [next(source) for _ in range(recipe.batch_size)]
+        prompts = _prompt_ids(tokenizer, problems)
+        texts = [working(p, rng, slip) + tokenizer.eos_token for p in problems]
+        responses = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [
+            (prompt + response, [False] * len(prompt) + [True] * len(response))
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+
+    return draw
+
+
 class _Trainer:
     """Trains with AdamW on batches of worked examples, which are drawn on demand."""
 
-    def __init__(self, model: Any, tokenizer: Any, recipe: WarmStart) -> None:
-        self._model, self._tokenizer, self._recipe = model, tokenizer, recipe
-        self._rng = np.random.default_rng(recipe.seed)
-        self._problems = draw_problems(self._rng, recipe.digits, held_out=False)
+    def __init__(self, model: Any, pad: int, recipe: WarmStart, lessons: Lessons) -> None:
+        self._model, self._pad, self._recipe, self._lessons = model, pad, recipe, lessons
         self._optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=recipe.learning_rate,
@@ -143,17 +170,13 @@ class _Trainer:
 
     def _batch(self, slip: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids `[B, T]`, padded on the right, and the response mask `[B, T]`, bool."""
-        problems = [next(self._problems) for _ in range(self._recipe.batch_size)]
-        prompts = _prompt_ids(self._tokenizer, problems)
-        texts = [working(p, self._rng, slip) + self._tokenizer.eos_token for p in problems]
-        responses = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-        longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-        tokens = torch.full((len(problems), longest), self._tokenizer.pad_token_id)
+        lessons = self._lessons(slip)
+        longest = max(len(tokens) for tokens, _ in lessons)
+        tokens = torch.full((len(lessons), longest), self._pad)
         is_response = torch.zeros(tokens.shape, dtype=torch.bool)
-        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            end = len(prompt) + len(response)
-            tokens[row, :end] = torch.tensor(prompt + response)
-            is_response[row, len(prompt) : end] = True
+        for row, (ids, learned) in enumerate(lessons):
+            tokens[row, : len(ids)] = torch.tensor(ids)
+            is_response[row, : len(ids)] = torch.tensor(learned)
         return tokens, is_response
 
 

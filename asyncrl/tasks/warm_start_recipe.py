@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,21 @@ class WarmStart:
     """Optimizer steps of one such round."""
     version: int = 1
     """Increased when a code change makes the same numbers lead to another model."""
+    task: Literal["arithmetic", "agent"] = "arithmetic"
+    """Which model: it decides the vocabulary and what is imitated."""
 
+
+POSITIONS = 512
+"""Longest sequence of a built-in model."""
 
 RECIPE = WarmStart()
+AGENT_RECIPE = WarmStart(task="agent", steps=1000, digits=(2, 3), expected=(0.0, 1.0))
+"""Of `builtin:agent`, which plays the built-in environments carelessly."""
 
 
 def recipe_fields(recipe: WarmStart) -> dict[str, Any]:
     """The recipe as plain values, for its hash and for the record saved with the model."""
-    return dataclasses.asdict(recipe)
+    fields = dataclasses.asdict(recipe)
+    if recipe.task == "arithmetic":  # the model is older than the field
+        del fields["task"]
+    return fields

@@ -27,7 +27,7 @@ from monitoring.report.markup import Markup
 from monitoring.report.sections import orders, samples, settings
 from monitoring.report.time_line import MAX_LANES, recent_time_line, time_line
 from monitoring.report.work import work
-from monitoring.samples import SampleRecord
+from monitoring.samples import SampleRecord, trained_on
 from monitoring.spans import Span, merge
 from wire.orders import OrderRecord
 
@@ -94,8 +94,9 @@ class EndedSections:
 
 
 def newest_samples(run: Path, count: int) -> list[SampleRecord]:
-    """The last lines of samples.jsonl, oldest first."""
-    return read_tail(run / "samples.jsonl", SampleRecord, SAMPLE_BYTES)[-count:] if count else []
+    """The last lines of samples.jsonl that were trained on, oldest first."""
+    found = trained_on(read_tail(run / "samples.jsonl", SampleRecord, SAMPLE_BYTES))
+    return found[-count:] if count else []
 
 
 def recent_spans(run: Path, seconds: float) -> dict[str, list[Span]]:

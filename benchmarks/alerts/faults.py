@@ -22,7 +22,10 @@ DISK = "64m"
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. With nothing to strike with, the children inject it (`child`, `reward`)."""
+    """One fault. With nothing to strike with, the children inject it.
+
+    They are `child`, `reward` and `environment`.
+    """
 
     name: str
     alerts: frozenset[str]
@@ -94,6 +97,9 @@ def _names(*short: str) -> frozenset[str]:
 
 _STALLED = _names("StepOverdue", "PhaseOverdue", "GeneratorIdle", "TrainerIdle")
 
+_ENVIRONMENT = ("environment.name=benchmarks/alerts/environment.py:OneTurn", "rewards.functions=[]")
+"""Settings of a run whose samples an environment judges."""
+
 FAULTS = (
     Fault("killed controller", _names("ProcessDown"), strike=kill_controller),
     Fault(
@@ -134,6 +140,14 @@ FAULTS = (
         from_start=True,
     ),
     Fault("reward that fails", _names("RewardErrors")),
+    Fault("environment that fails", _names("EnvironmentErrors"), settings=_ENVIRONMENT),
+    Fault(
+        "slow environment",
+        _names("EnvironmentsSlow"),
+        follow=_STALLED,
+        settings=(*_ENVIRONMENT, "environment.sessions=16"),
+    ),
+    Fault("environment that cannot go back", _names("SamplesStartOver"), settings=_ENVIRONMENT),
     Fault(
         "full disk",
         _names("CheckpointFailed", "CheckpointOverdue", "DiskFull", "SampleLogIncomplete"),

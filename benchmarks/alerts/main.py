@@ -257,7 +257,8 @@ def main() -> None:
         print("\n".join(table([finding])[2:]), flush=True)
         if finding.error:
             print(finding.error, flush=True)
-    print("\n".join(["", *table(findings), *untested(findings)]))
+    unseen = untested(findings) if chosen == set(names) else []
+    print("\n".join(["", *table(findings), *unseen]))
     if options.json is not None:
         raw = {one.fault: {"fired": one.fired, "wrong": sorted(one.wrong)} for one in findings}
         write_json(options.json, "alerts", raw, {"right": sum(one.is_right for one in findings)})

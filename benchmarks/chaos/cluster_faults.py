@@ -38,7 +38,7 @@ class ClusterFault:
     @property
     def settings(self) -> tuple[str, ...]:
         """Of the run."""
-        return () if self.ranks == 1 else (*RANKS_APART, "launcher.generators=1")
+        return () if self.ranks == 1 else (*RANKS_APART, *_ONE_GENERATOR)
 
     def is_possible(self, run: LiveRun) -> bool:
         """Whether all processes of the run are there."""
@@ -66,6 +66,9 @@ RANKS_APART = (
     *(f"trainer.rank_network={NETWORK}0/24", "launcher.trusted_network=true"),
 )
 """Settings of a run whose trainer has two ranks on two machines."""
+_ONE_GENERATOR = ("launcher.generators=1", "launcher.ray.generator.resources={one: 1}")
+"""On the controller's machine, which has two cores: so one is left there and one on the third
+machine, and a rank whose machine is lost finds another one that has no rank."""
 
 
 def _of_cluster(run: LiveRun) -> ClusterRun:
@@ -226,6 +229,7 @@ def restore_nodes(nodes: RayMachines) -> None:
         if not machine.having("raylet/raylet"):
             nodes.stop(name)
             nodes.start(name)
+            nodes.wait_for([name])
     nodes.wait_for(nodes.machines)
 
 

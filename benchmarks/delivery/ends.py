@@ -39,7 +39,7 @@ def trajectory_of(tokens: int) -> Trajectory:
         topk_ids=np.empty((tokens, 0), np.int32),
         topk_logprobs=np.empty((tokens, 0), np.float32),
         noise_seeds=np.zeros(tokens, np.uint64),
-        provenance=rng.integers(0, len(Provenance), tokens, np.uint8),
+        provenance=rng.integers(0, Provenance.OBSERVED, tokens, np.uint8),
         policy_version=0,
     )
     return builder.finish("stop")

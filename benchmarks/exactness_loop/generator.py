@@ -10,10 +10,10 @@ import numpy as np
 
 from asyncrl.processes.generator.activity import Activity
 from asyncrl.processes.generator.controller_line import ControllerLine
-from asyncrl.processes.generator.generation import SampleGenerator
 from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.process import GeneratorProcess
 from asyncrl.processes.generator.reports import GeneratorRecords
+from asyncrl.processes.generator.sample_generator import SampleGenerator
 from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.rewards.calls import Reward
 from benchmarks.exactness_loop.outcome import reward_of
@@ -21,7 +21,7 @@ from engine.protocol import Engine, SamplingParams
 from monitoring.metrics import GeneratorMetrics, new_registry
 from monitoring.timeline import Timeline
 from rollout.trajectory import SampleId, Trajectory, VerifiableTrajectory
-from wire.records import RewardCounts
+from wire.reward_counts import RewardCounts
 
 
 class EngineClock:

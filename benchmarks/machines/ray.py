@@ -81,13 +81,13 @@ class RayMachines:
             )
 
     def start_all(self) -> None:
-        """Start the head, then the nodes, and wait until each has its raylet."""
-        self.start(self.head)
-        wait_until(self._answers, f"a Ray head at {self.address}", START_SECONDS)
-        for name in self.machines:
-            if name != self.head:
-                self.start(name)
-        self.wait_for(self.machines)
+        """Start the head, then the nodes, each when the one before is ready.
+
+        Ray gives a node 30 s. On a busy machine several at once need longer, again and again.
+        """
+        for name in (self.head, *(one for one in self.machines if one != self.head)):
+            self.start(name)
+            self.wait_for([name])
 
     def begin_anew(self) -> None:
         """Switch all machines off and on again, and start Ray on them."""
@@ -109,15 +109,6 @@ class RayMachines:
         log = self.folder / name / "start.log"
         runs = len(self.machines[name].having("raylet/raylet")) > 0
         return runs and log.exists() and b"Ray runtime started" in log.read_bytes()
-
-    def _answers(self) -> bool:
-        place = (self.machines[self.head].address, _PORT)
-        test = f"import socket; socket.create_connection({place}, 1)"
-        try:
-            self.machines[self.head].run([sys.executable, "-S", "-c", test], 10)
-        except subprocess.SubprocessError:
-            return False
-        return True
 
     def head_process(self) -> int:
         """Process id of the head (GCS)."""

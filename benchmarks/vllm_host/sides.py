@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asyncrl.processes.generator.generation import SampleGeneration, SampleGenerator
+from asyncrl.processes.generator.generation import SampleGeneration
+from asyncrl.processes.generator.sample_generator import SampleGenerator
 from benchmarks.vllm_host.clocks import OURS, PLAIN
 from cache.config import CacheConfig
 from cache.place import CachePlace

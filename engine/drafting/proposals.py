@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from cache.tree import Drafts
 from engine.drafting.continuation import Continuations, path_probabilities
 from engine.drafting.source import NO_HANDLE, DraftSource
-from rollout.trajectory import IntArray
+from engine.jit import kernel
+from rollout.trajectory import FloatArray, IntArray
 
 Index = NDArray[np.integer[Any]]
 
@@ -41,6 +42,7 @@ class Proposer:
         budgets: IntArray,
         max_depths: IntArray,
         *,
+        stops: NDArray[np.integer[Any]],
         min_probability: float,
     ) -> Drafts:
         """Propose drafts for n rows.
@@ -50,6 +52,8 @@ class Proposer:
             handles: `[n]` of the rows in the source; `NO_HANDLE`: none.
             budgets: `[n]` most draft tokens of each row.
             max_depths: `[n]` most tokens of a path; only continuations are cut to it here.
+            stops: `[n, W]` nothing is proposed after one of these; padded with -1. What the cache
+                holds continues there, where the response of another row had several turns.
             min_probability: least estimated path probability that is worth proposing.
         """
         estimates = path_probabilities(int(budgets.max(initial=0)))
@@ -66,7 +70,7 @@ class Proposer:
                 min_probability=min_probability,
             )
             if len(asked) == len(slots):
-                return found
+                return _up_to_stops(found, stops)
             lengths[asked] = np.diff(found.offsets)
         offsets = offsets_of(lengths)
         tokens, parents = (np.empty(offsets[-1], np.int32) for _ in range(2))
@@ -82,7 +86,69 @@ class Proposer:
             tokens[at] = self._continuations.propose(slots[following], width)[inside]
             parents[at] = step - 1
             paths[at] = estimates[step]
-        return Drafts(tokens, parents, offsets, paths)
+        drafts = Drafts(tokens, parents, offsets, paths)
+        return _up_to_stops(drafts, stops)
+
+
+def _up_to_stops(drafts: Drafts, stops: NDArray[np.integer[Any]]) -> Drafts:
+    """Drafts without the nodes that follow a stop token of their row, `[n, W]`."""
+    if not len(drafts.tokens):
+        return drafts
+    tokens, parents = np.empty_like(drafts.tokens), np.empty_like(drafts.parents)
+    offsets, paths = np.empty_like(drafts.offsets), np.empty_like(drafts.path_probabilities)
+    total = _before_stops(
+        drafts.tokens, drafts.parents, drafts.offsets, drafts.path_probabilities,
+        stops.astype(np.int64, copy=False), tokens, parents, offsets, paths,
+    )  # fmt: skip
+    if total == len(drafts.tokens):
+        return drafts
+    return Drafts(tokens[:total], parents[:total], offsets, paths[:total])
+
+
+@kernel
+def _before_stops(
+    tokens: IntArray,
+    parents: IntArray,
+    offsets: IntArray,
+    paths: FloatArray,
+    stops: NDArray[np.int64],
+    out_tokens: IntArray,
+    out_parents: IntArray,
+    out_offsets: IntArray,
+    out_paths: FloatArray,
+) -> int:
+    """Copy the nodes that have no stop token above them; parents come before their children.
+
+    Returns:
+        How many there are.
+    """
+    total = 0
+    out_offsets[0] = 0
+    place = np.empty(len(tokens), np.int32)  # of each node in its row's part of the output
+    for row in range(len(offsets) - 1):
+        first, begin = offsets[row], total
+        for node in range(first, offsets[row + 1]):
+            parent = parents[node]
+            place[node] = -1
+            if parent >= 0:
+                above = first + parent
+                if place[above] < 0 or (stops[row] == tokens[above]).any():
+                    continue
+                parent = place[above]
+            place[node] = total - begin
+            out_tokens[total], out_parents[total] = tokens[node], parent
+            out_paths[total] = paths[node]
+            total += 1
+        out_offsets[row + 1] = total
+    return total
+
+
+def warm_up() -> None:
+    """Compile what `Proposer.propose` calls, or load it compiled."""
+    one, chance = np.zeros(1, np.int32), np.ones(1, np.float32)
+    _up_to_stops(
+        Drafts(one, one - 1, np.arange(2, dtype=np.int32), chance), np.zeros((1, 1), np.int64)
+    )
 
 
 def offsets_of(lengths: Index) -> IntArray:

@@ -94,6 +94,7 @@ _KEPT_ARRAYS = {
     "topk_ids": "<i4",
     "topk_logprobs": "<f4",
     "noise_seeds": "<u8",
+    "observed": "?",
 }
 
 
@@ -110,7 +111,7 @@ def _kept_from_plain(plain: dict[str, Any]) -> KeptTokens:
     shape = len(arrays["tokens"]), plain["k"]
     for name in ("topk_ids", "topk_logprobs"):
         arrays[name] = arrays[name].reshape(shape)
-    return KeptTokens(**arrays, lenience=plain["lenience"])
+    return KeptTokens(**arrays, contexts=(), lenience=plain["lenience"])
 
 
 class StepTable(NamedTuple):

@@ -6,6 +6,9 @@ from typing import Literal
 
 import msgspec
 
+CPU_ATTENTION = "asyncrl_torch"
+"""Of `worker.tree_attention`, in SGLang's `attention_backend`."""
+
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an `EngineConfig` that becomes SGLang's `ServerArgs`, by its own device."""

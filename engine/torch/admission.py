@@ -2,7 +2,8 @@
 
 The order of rows in a step: rows that decode, then new ones that copy the KV of a running sibling's
 prompt (they decode as well, from the prompt's last token), then new ones whose contexts are taken
-in (leaders), then the leaders' siblings (followers).
+in (leaders; first those that continue a session whose KV was parked), then the leaders' siblings
+(followers).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from engine.protocol import GenerateRequest
 from engine.requests import SeedStream
 from engine.torch.drafting import Drafter
+from engine.torch.parked import ParkingLot
 from engine.torch.reports import Unreported
 from engine.torch.rows import NewRows, Rows
 from engine.torch.slots import SlotCache
@@ -39,34 +41,45 @@ class Admission:
         self._drafter = drafter
         self._unreported = unreported
         self._seeds = seeds
+        self.parked = ParkingLot(rows, cache)
 
     def admit(self, requests: Sequence[GenerateRequest], installation: int) -> NewRows:
         """Give each request a row. There must be as many free slots."""
         if not requests:
             return NewRows.none(self._rows.n)
+        claimed = self.parked.claim(requests)
         fresh: list[list[GenerateRequest]] = [[r] for r in requests if r.kept is not None]
         groups: dict[bytes, list[GenerateRequest]] = {}
         for request in requests:
-            if request.kept is None:
+            if request.kept is None and request.request_id not in claimed:
                 groups.setdefault(context_of(request).tobytes(), []).append(request)
+        shared: list[tuple[list[GenerateRequest], int]] = []
         for group in groups.values():
             sibling = self._sibling_row(context_of(group[0]), installation)
             if sibling is None:
                 fresh.append(group)
-                continue
+            else:
+                shared.append((group, sibling))
+        decoding = self._rows.n + sum(len(group) for group, _ in shared)
+        resumed = [one for one in requests if one.request_id in claimed]
+        places = {decoding + i: claimed[one.request_id] for i, one in enumerate(resumed)}
+        self.parked.make_room(range(self._rows.n, self._rows.n + len(requests)), places)
+        for group, sibling in shared:
             given = self._take(group, installation)
             length = len(context_of(group[0])) - 1
             self._cache.copy_row(sibling, given, length)
             self._rows.kv_length[given.start : given.stop] = length
-        decoding = self._rows.n
         fresh.sort(key=lambda group: len(fed_context(group[0])))
+        fresh = [[one] for one in resumed] + fresh
         leaders = self._take([group[0] for group in fresh], installation)
         siblings = [(one, leader) for leader, group in enumerate(fresh) for one in group[1:]]
         rows = self._take([request for request, _ in siblings], installation)
         followers = [(row, leader) for row, (_, leader) in zip(rows, siblings, strict=True)]
-        lengths = np.array([len(fed_context(group[0])) for group in fresh], np.int32)
+        starts = np.zeros(len(fresh), np.int32)
+        starts[: len(resumed)] = [len(one.tokens) for one in places.values()]
+        lengths = np.array([len(fed_context(group[0])) for group in fresh], np.int32) - starts
         wanted = np.array([logits_of(group[0]) for group in fresh], np.int32)
-        return NewRows(decoding, leaders, followers, lengths, wanted)
+        return NewRows(decoding, leaders, followers, lengths, starts, len(resumed), wanted)
 
     def share_prefill(self, new: NewRows) -> None:
         """Copy the KV of leaders' contexts to their followers."""
@@ -76,12 +89,23 @@ class Admission:
             length = int(self._rows.total[source])
             self._cache.copy_row(source, range(rows[0], rows[-1] + 1), length)
 
-    def release(self, row: int) -> None:
-        """Free a row's slot; the last row moves into its place."""
+    def release(self, row: int, installation: int) -> None:
+        """Free a row's slot; the last row moves into its place.
+
+        The KV of a session moves into the last row's, unless it began under other weights.
+        """
         self._drafter.end(row)
-        moved = self._rows.release(row)
+        rows = self._rows
+        session, length = rows.requests[row].session, int(rows.kv_length[row])
+        parks = bool(session and length) and rows.kv_installation[row] == installation
+        if parks:
+            self.parked.park(session, rows.n - 1, rows.tokens[row, :length].copy())
+        moved = rows.release(row)
         if moved is not None:
-            self._cache.copy_row(moved, range(row, row + 1), int(self._rows.kv_length[row]))
+            sources, lengths = [moved], [int(rows.kv_length[row])]
+            if parks:
+                sources, lengths = [moved, row], [*lengths, length]
+            self._cache.move_rows(sources, [row, moved][: len(sources)], lengths)
             self._drafter.move(moved, row)
             self._unreported.move(moved, row)
 

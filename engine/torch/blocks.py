@@ -136,6 +136,37 @@ def decode_block(
     return Block(0, len(lengths), queries, 0, tokens, scatter, mask, decoding)
 
 
+def resumed_blocks(
+    lengths: IntArray,
+    counts: IntArray,
+    *,
+    first_row: int,
+    first_token: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Block]:
+    """A block for each row that is fed `counts` new tokens after `lengths` valid keys.
+
+    Args:
+        lengths: `[r]`
+        counts: `[r]`
+        first_row: slot of the first row.
+        first_token: its first token.
+        dtype: of the masks.
+        device: of all tensors.
+    """
+    blocks = []
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        block = decode_block(
+            np.array([length], np.int32), np.array([count], np.int32), None,
+            dtype=dtype, device=device,
+        )  # fmt: skip
+        block.first_row, block.first_token = first_row + row, first_token
+        first_token += int(count)
+        blocks.append(block)
+    return blocks
+
+
 def causal_blocks(
     lengths: IntArray, *, first_row: int, first_token: int, device: torch.device
 ) -> list[Block]:

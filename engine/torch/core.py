@@ -138,7 +138,7 @@ class DecodeCore:
     def abort(self, request_id: str) -> None:
         """Forget a request and free its slot; nothing happens when it has ended already."""
         if self._waiting.drop(request_id) is None and request_id in self._rows:
-            self._admission.release(self._rows.row_of(request_id))
+            self._admission.release(self._rows.row_of(request_id), self._installations)
 
     @torch.inference_mode()
     def interrupt(self, request_id: str) -> list[TokenChunk]:
@@ -149,6 +149,10 @@ class DecodeCore:
         if request_id not in self._rows:
             return []
         return [self._end(self._rows.row_of(request_id), "abort")]
+
+    def end_session(self, session: str) -> None:
+        """Forget the KV that waits for another turn of this response, if there is any."""
+        self._admission.parked.drop(session)
 
     @torch.inference_mode()
     def close(self) -> list[TokenChunk]:
@@ -203,6 +207,7 @@ class DecodeCore:
         chunks = self.flush()
         self.policy_version = policy_version
         self._installations += 1
+        self._admission.parked.clear()
         self._rows.advance(policy_version)
         self._drafter.advance(policy_version)
         return chunks
@@ -232,6 +237,7 @@ class DecodeCore:
         """Raise EngineError unless free + held == slots and nothing is counted twice."""
         self._rows.check()
         self._waiting.check()
+        self._admission.parked.check()
 
     @torch.inference_mode()
     def step(self) -> list[TokenChunk]:
@@ -242,6 +248,7 @@ class DecodeCore:
             rows.slots - rows.n,
             self._settings.max_prefill_tokens,
             self._settings.max_logits_rows(self._model.vocab_size),
+            self._admission.parked.known,
         )
         new = self._admission.admit(requests, self._installations)
         if not rows.n:
@@ -300,12 +307,12 @@ class DecodeCore:
         chunks = self._chunks(going + gone, reasons)
         # From the last row down: the row that moves into a freed place is then never an ended one.
         for row in gone:
-            self._admission.release(row)
+            self._admission.release(row, self._installations)
         return chunks
 
     def _end(self, row: int, reason: FinishReason) -> TokenChunk:
         [chunk] = self._chunks([row], [reason])
-        self._admission.release(row)
+        self._admission.release(row, self._installations)
         return chunk
 
     def _chunks(self, rows: list[int], reasons: Sequence[FinishReason | None]) -> list[TokenChunk]:

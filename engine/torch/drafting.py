@@ -18,6 +18,7 @@ from engine.torch.paths import Paths
 from engine.torch.rows import Rows
 from engine.torch.step_kernels import pick_tokens
 from engine.torch.waiting import context_of
+from engine.turns import turn_end
 from rollout.acceptance import AcceptedPaths, accept_tree
 
 
@@ -105,6 +106,7 @@ class Drafter:
             self._handles[:n],
             np.minimum(budgets, room),
             left - 1,
+            stops=rows.stops[:n],
             min_probability=min_probability,
         )
         if not len(drafts.tokens):
@@ -141,8 +143,18 @@ class Drafter:
                 every, paths.kept, rows.tokens, every, rows.total[:n], rows.prompt[:n]
             )
         if len(draws.judged):
+            self._leave_earlier_turns(draws)
             # A rejected token was most often substituted by another: continue after it.
             self._continuations.follow_from(draws.judged, draws.accepted[draws.judged] + 1)
+
+    def _leave_earlier_turns(self, draws: Draws) -> None:
+        """Let verified rows draft only the rest of the turn that they are in."""
+        for row in draws.judged.tolist():
+            kept = self._rows.requests[row].kept
+            if kept is not None and kept.observed.any():
+                end = turn_end(kept.observed, int(draws.accepted[row]))
+                self._continuations.end(row)
+                self._continuations.begin(row, kept.tokens[:end])
 
     def _feed_source(self, draws: Draws, paths: Paths) -> None:
         handles = self._handles[: self._rows.n]

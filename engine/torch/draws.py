@@ -45,6 +45,8 @@ class Draws:
     """Rows that came with kept tokens, which `verification.judge_rows` accepts or rejects."""
     accepted: IntArray
     """`[n]` accepted kept tokens; 0 for all other rows."""
+    begun: IntArray
+    """`[n]` of these, the tokens of earlier turns: what they contain ends nothing."""
 
 
 def draw_step(
@@ -116,6 +118,7 @@ def draw_step(
         noise_seeds=places.noise_seeds,
         judged=np.array(judged, np.int64),
         accepted=np.zeros(n, np.int32),
+        begun=np.zeros(n, np.int32),
     )
 
 

@@ -152,6 +152,13 @@ class TorchEngine:
             partial(core.interrupt, request_id), done=self._deliver, failed=self._step_failed
         )
 
+    def end_session(self, session: str) -> None:
+        """Free the KV of a response whose turns are over, before the next step."""
+        if self._core is not None and self._thread is not None and self._ended is None:
+            self._thread.post(
+                partial(self._core.end_session, session), done=_ignore, failed=self._step_failed
+            )
+
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Score given tokens between two steps. Raises RequestError."""
         core, thread = self._running()

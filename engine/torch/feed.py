@@ -23,9 +23,12 @@ class Feed:
     decode_lengths: IntArray
     """`[m]` valid keys of each decoding row."""
     new_tokens: IntArray
-    """`[sum(new_lengths)]` whole contexts, best sorted by length."""
+    """`[sum(new_lengths)]` whole contexts, best sorted by length; of resumed rows, which come
+    first, what follows the keys that they have."""
     new_lengths: IntArray
     """`[r]`; these rows take slots m .. m + r - 1."""
+    new_starts: IntArray | None = None
+    """`[r]` valid keys of each of these rows; None: none."""
     new_wanted: IntArray | None = None
     """`[r]` how many last tokens of each new row need logits; None: one each."""
     decode_depths: IntArray | None = None
@@ -46,6 +49,7 @@ class Feed:
             decode_lengths=rows.kv_length[:decoding],
             new_tokens=rows.contexts(new),
             new_lengths=new.lengths,
+            new_starts=new.starts if new.resumed else None,
             new_wanted=new.wanted,
             decode_depths=trees.fed(root, trees.depths) if trees.forked else None,
             hidden=trees.hidden() if trees.forked else None,

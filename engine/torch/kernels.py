@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import cache.tree
+from engine.drafting.proposals import warm_up as warm_up_proposals
 from engine.drafting.step_times import warm_up as warm_up_step_times
 from engine.drafting.trees import plant
 from engine.drawing import warm_up as warm_up_drawing
@@ -35,6 +36,7 @@ def warm_up(*, drafting: bool) -> None:
     trees = plant(forked, two, two, 2)
     trees.hidden()
     accept_tree(np.zeros(3, np.int64), trees.tokens, trees.parents, trees.offsets)
+    warm_up_proposals()
     warm_up_verification()
     warm_up_drawing()
     _warm_up_step()
@@ -47,7 +49,7 @@ def _warm_up_step() -> None:
     row, starts, _, _, noise = place_draws(zero + 1, none, zero, seeds, seeds)
     chosen, at, step = (np.empty(2, np.int64) for _ in range(3))
     kept, total, stops = zero.copy(), zero.copy(), np.full((2, 1), -1, np.int64)
-    choose_draws(zero, starts, 0, none, row, stops, zero + 1, chosen, at, step, kept, flags)
+    choose_draws(zero, starts, 0, none, row, stops, zero, zero + 1, chosen, at, step, kept, flags)
     lists = np.zeros((2, 1), np.int32), np.zeros((2, 1), np.float32)
     buffers = GeneratedTokens.empty(2, 1, top_k=1)
     append_draws(

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.errors import EngineError, EngineStartError
 from engine.torch.blas import sgemm_address
-from engine.torch.blocks import Block, causal_blocks, decode_block
+from engine.torch.blocks import Block, causal_blocks, decode_block, resumed_blocks
 from engine.torch.feed import Feed
 from engine.torch.fused import FusedDecoder
 from engine.torch.invariant import filled_up, missing
@@ -47,7 +47,8 @@ class _Tokens:
         """Lay out what is fed, row after row."""
         m, r = len(feed.decode_counts), len(feed.new_lengths)
         counts = np.concatenate([feed.decode_counts, feed.new_lengths])
-        first = np.concatenate([feed.decode_lengths, np.zeros(r, np.int32)])
+        starts = np.zeros(r, np.int32) if feed.new_starts is None else feed.new_starts
+        first = np.concatenate([feed.decode_lengths, starts])
         rows = np.repeat(np.arange(m + r), counts)
         starts = np.cumsum(counts) - counts
         places = np.arange(len(rows)) - np.repeat(starts - first, counts)
@@ -162,13 +163,21 @@ class SlotModel:
                     device=self.device,
                 )
             )
-        if len(feed.new_lengths):
-            blocks += causal_blocks(
-                feed.new_lengths,
-                first_row=len(feed.decode_counts),
-                first_token=len(feed.decode_tokens),
+        row, token, fresh = len(feed.decode_counts), len(feed.decode_tokens), feed.new_lengths
+        if feed.new_starts is not None:
+            resumed = int(np.count_nonzero(feed.new_starts))
+            counts, fresh = fresh[:resumed], fresh[resumed:]
+            blocks += resumed_blocks(
+                feed.new_starts[:resumed],
+                counts,
+                first_row=row,
+                first_token=token,
+                dtype=self.dtype,
                 device=self.device,
             )
+            row, token = row + resumed, token + int(counts.sum())
+        if len(fresh):
+            blocks += causal_blocks(fresh, first_row=row, first_token=token, device=self.device)
         return blocks
 
     def _run(

@@ -54,12 +54,12 @@ def choose(rows: Rows, draws: Draws, walks: AcceptedPaths | None) -> Paths:
     chosen, row, step = (np.empty(most, np.int64) for _ in range(3))
     kept, stopped = np.empty(n, np.int32), np.empty(n, np.bool_)
     size = choose_draws(
-        accepted, draws.starts, walked, walk, draws.tokens, rows.stops, rows.left(),
+        accepted, draws.starts, walked, walk, draws.tokens, rows.stops, draws.begun, rows.left(),
         chosen, row, step, kept, stopped,
     )  # fmt: skip
     chosen, row, step = chosen[:size], row[:size], step[:size]
     if rows.with_stop_rule:
-        _follow_strings(rows, row, step, draws.tokens[chosen], kept, stopped)
+        _follow_strings(rows, draws, row, step, draws.tokens[chosen], kept, stopped)
         if int(kept.sum()) < size:
             inside = step < kept[row]
             chosen, row, step = chosen[inside], row[inside], step[inside]
@@ -68,6 +68,7 @@ def choose(rows: Rows, draws: Draws, walks: AcceptedPaths | None) -> Paths:
 
 def _follow_strings(
     rows: Rows,
+    draws: Draws,
     row: NDArray[np.int64],
     step: NDArray[np.int64],
     tokens: NDArray[np.int64],
@@ -76,6 +77,13 @@ def _follow_strings(
 ) -> None:
     """Advance the rows' stop rules over their new tokens; cut `kept` where one is completed."""
     of_row = [request.sampling.stop_rule for request in rows.requests]
+    renewed = np.flatnonzero(draws.begun)
+    if len(renewed):
+        for one in renewed.tolist():
+            rule = of_row[one]
+            rows.stop_state[one] = rule.start if rule is not None else 0
+        this_turn = step >= draws.begun[row]
+        row, step, tokens = row[this_turn], step[this_turn], tokens[this_turn]
     for rule in {id(rule): rule for rule in of_row if rule is not None}.values():
         mine = np.array([other is rule for other in of_row])
         cut_rows(rule.table, rule.classes, mine, rows.stop_state, row, step, tokens, kept, stopped)

@@ -11,7 +11,8 @@ from engine.torch.draws import Draws
 from engine.torch.paths import Paths
 from engine.torch.rows import Rows
 from engine.torch.step_kernels import GeneratedTokens, advance_rows, append_draws, pack
-from rollout.trajectory import FinishReason, Provenance
+from engine.turns import provenance_of
+from rollout.trajectory import FinishReason, KeptTokens, Provenance
 
 
 class Unreported:
@@ -56,7 +57,7 @@ class Unreported:
             rows.tokens, rows.total, self.count, self._buffers,
         )  # fmt: skip
         for row in draws.judged.tolist():
-            self._long[row] = _judged(draws, row, int(paths.kept[row]), int(draws.accepted[row]))
+            self._long[row] = _judged(draws, row, int(paths.kept[row]), rows.requests[row].kept)
 
     def advance(
         self, draws: Draws, paths: Paths, rows: Rows, chunk_tokens: int
@@ -117,12 +118,14 @@ class Unreported:
         return out
 
 
-def _judged(draws: Draws, row: int, kept: int, accepted: int) -> GeneratedTokens:
-    """What a row with kept tokens has generated: accepted ones, then a draw."""
+def _judged(draws: Draws, row: int, count: int, kept: KeptTokens | None) -> GeneratedTokens:
+    """What a row with kept tokens has generated, `count` tokens: accepted ones, then a draw."""
     start = int(draws.starts[row])
-    span = slice(start, start + kept)
-    provenance = np.full(kept, Provenance.SAMPLED, np.uint8)
-    provenance[:accepted] = Provenance.VERIFIED
+    span = slice(start, start + count)
+    provenance = np.full(count, Provenance.SAMPLED, np.uint8)
+    if kept is not None:
+        accepted = min(int(draws.accepted[row]), count)
+        provenance[:accepted] = provenance_of(kept, accepted)
     return GeneratedTokens(
         draws.tokens[span].astype(np.int32),
         draws.logprobs[span].copy(),

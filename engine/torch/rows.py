@@ -104,7 +104,8 @@ class Rows:
         self._set_stops(row, sampling.stop_tokens)
         rule = sampling.stop_rule
         if rule is not None:
-            _, self.stop_state[row] = rule.follow(rule.start, request.prefix_tokens)
+            turn = request.prefix_tokens[request.turn_start :]
+            _, self.stop_state[row] = rule.follow(rule.start, turn)
             self.with_stop_rule += 1
         self.requests.append(request)
         self._row_of[request.request_id] = row
@@ -114,7 +115,11 @@ class Rows:
         if not new.leaders:
             return _NO_TOKENS
         leaders = slice(new.decoding, new.decoding + len(new.leaders))
-        return self.tokens[leaders][np.arange(self.tokens.shape[1]) < new.lengths[:, None]]
+        place = np.arange(self.tokens.shape[1])
+        fed = place < (new.starts + new.lengths)[:, None]
+        if new.resumed:
+            fed &= place >= new.starts[:, None]
+        return self.tokens[leaders][fed]
 
     def release(self, row: int) -> int | None:
         """End a row; gives the row that has moved into its place, or None."""
@@ -158,15 +163,19 @@ class NewRows:
     decoding: int
     """Rows before them, which decode."""
     leaders: range
-    """Rows whose contexts are fed, sorted by how much they feed."""
+    """Rows whose contexts are fed: first the resumed ones, then others sorted by how much."""
     followers: list[tuple[int, int]]
     """(row, index of its leader): rows that share their leader's KV and logits."""
     lengths: IntArray
     """`[leaders]` tokens that each leader feeds: its context and its kept tokens."""
+    starts: IntArray
+    """`[leaders]` tokens of the context whose KV is in the slot: they are not fed."""
+    resumed: int
+    """Leaders for which it is more than none."""
     wanted: IntArray
     """`[leaders]` how many last positions need logits: one, and one for each kept token."""
 
     @classmethod
     def none(cls, decoding: int) -> NewRows:
         """A step that takes nothing in."""
-        return cls(decoding, range(0), [], _NO_TOKENS, _NO_TOKENS)
+        return cls(decoding, range(0), [], _NO_TOKENS, _NO_TOKENS, 0, _NO_TOKENS)

@@ -14,6 +14,7 @@ H query heads, J key/value heads, G = H / J, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -126,6 +127,20 @@ class SlotCache(Cache):
         at = slice(targets.start, targets.stop)
         for stored in (*self.keys, *self.values):
             stored[at, :, :length] = stored[source, :, :length]
+
+    def move_rows(
+        self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Copy the first `lengths[i]` positions of slots into others; all are read before."""
+        moved = [one for one in zip(sources, targets, lengths, strict=True) if one[0] != one[1]]
+        if not moved:
+            return
+        for stored in (*self.keys, *self.values):
+            read = [stored[source, :, :length] for source, _, length in moved]
+            if len(moved) > 1:
+                read = [one.clone() for one in read]
+            for values, (_, target, length) in zip(read, moved, strict=True):
+                stored[target, :, :length] = values
 
     def move(
         self, rows: NDArray[np.integer], sources: NDArray[np.integer], targets: NDArray[np.integer]

@@ -117,6 +117,7 @@ def choose_draws(
     walk: IntArray,
     tokens: LongArray,
     stops: LongArray,
+    begun: IntArray,
     left: IntArray,
     chosen: LongArray,
     row: LongArray,
@@ -133,6 +134,7 @@ def choose_draws(
         walk: `[P]` draws of these rows' paths, row after row.
         tokens: `[N]` of the draws.
         stops: `[n, stops]` stop tokens, padded with -1.
+        begun: `[n]` leading tokens of each path that are of earlier turns, and end nothing.
         left: `[n]` tokens that each row may still generate.
         chosen: `[M]` to fill, the draws of the paths, row after row.
         row: `[M]` to fill, the row of each.
@@ -152,6 +154,8 @@ def choose_draws(
             chosen[at], row[at], step[at] = draw, r, place
             at += 1
             kept[r] = place + 1
+            if place < begun[r]:
+                continue
             for stop in stops[r]:
                 stopped[r] |= stop == tokens[draw]
             if stopped[r]:

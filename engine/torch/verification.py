@@ -18,6 +18,7 @@ from engine.errors import EngineError
 from engine.logits import Distributions
 from engine.torch.draws import Draws, arrays_of, not_finite
 from engine.torch.rows import Rows
+from engine.turns import turn_start
 from engine.verification import KeptBatch, judge
 from rollout.trajectory import FloatArray, IntArray, SeedArray
 
@@ -65,6 +66,7 @@ def judge_rows(rows: Rows, draws: Draws, policy_version: int) -> None:
         draws.tokens[start : start + accepted] = one.tokens[:accepted]
         draws.tokens[start + accepted] = token
         draws.accepted[row] = accepted
+        draws.begun[row] = turn_start(one.observed, int(accepted))
 
 
 def judge_kept(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -66,7 +67,13 @@ class Waiting:
         self._heap.clear()
         return out
 
-    def take(self, free: int, budget: int, positions: int) -> list[GenerateRequest]:
+    def take(
+        self,
+        free: int,
+        budget: int,
+        positions: int,
+        known: Callable[[GenerateRequest], int] = lambda _: 0,
+    ) -> list[GenerateRequest]:
         """Remove and return up to `free` requests with at most `budget` tokens of context.
 
         The first is taken whatever its length. A context that several share counts once; contexts
@@ -76,6 +83,7 @@ class Waiting:
             free: slots.
             budget: context tokens, kept ones included.
             positions: most positions whose logits are needed.
+            known: tokens of a request's context that need not be fed.
         """
         contexts: set[bytes] = set()
         out: list[GenerateRequest] = []
@@ -86,7 +94,8 @@ class Waiting:
                 context = fed_context(request)
                 key = context.tobytes()
                 shared = request.kept is None and key in contexts
-                cost, logits = 0 if shared else len(context), logits_of(request)
+                cost, logits = len(context) - known(request), logits_of(request)
+                cost = 0 if shared else cost
                 if out and (cost > budget or logits > positions):
                     break
                 budget -= cost

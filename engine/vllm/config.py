@@ -46,6 +46,9 @@ class VllmConfig(BaseModel):
     later. 1 sends every step."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """GPUs of one generator, which split every layer among them."""
+    lora_rank: int = Field(default=0, ge=0, le=512)
+    """Rank of an adapter that is kept apart from the model. The run sets it, by
+    `trainer.lora.serve: adapter`; 0: there is none."""
     startup_timeout_seconds: float | None = Field(default=None, ge=1, le=WEEK_SECONDS)
     """Longest wait for vLLM to become ready, at most `launcher.startup_seconds`. null: 90% of that,
     so that vLLM's own error is seen before its process is killed."""

@@ -13,6 +13,8 @@ DRAFTER_PATH = "engine.vllm.worker.drafter.make_drafter"
 """What `speculative_config["model"]` names."""
 SCHEDULER_PATH = "engine.vllm.worker.scheduler.make_scheduler"
 """What `scheduler_cls` names."""
+ADAPTER_ID = 1
+"""Of the adapter that all requests name, where one is kept apart from the model."""
 
 
 class VllmWorker(RemoteWorker):

@@ -290,6 +290,23 @@ FLOW = (
         ),
     ),
     Panel(
+        "Environments",
+        "95th percentile of an environment's calls, by method; samples that wait for an answer, "
+        "or until one may be opened; samples that began again.",
+        "step or reset slow: more environment.workers, or a faster environment. Samples that wait "
+        "to be opened: more environment.sessions. Started over: give it restore or replay.",
+        "s",
+        (
+            *(
+                _query(G["environment_time"].where(method=method).quantile(0.95), f"{method}, 95 %")
+                for method in ("reset", "step", "restore")
+            ),
+            Query(_summed(G["environment_waiting"]), "samples waiting", "short"),
+            Query(_summed(G["environment_queued"]), "waiting to be opened", "short"),
+            Query(_summed(G["environment_started_over"].rate), "started over per second", "short"),
+        ),
+    ),
+    Panel(
         "Weights",
         "Time to write one version, and how long generators pause to install it.",
         "A pause above a second: look at the disk or memory that the weights go through, and at "
@@ -359,4 +376,4 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     ("Where are the samples?", FLOW),
     ("Is it healthy?", HEALTH),
 )
-"""Titles of rows, and their panels: at most 25 in all."""
+"""Titles of rows, and their panels: at most 26 in all."""

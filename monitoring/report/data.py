@@ -18,8 +18,8 @@ from monitoring.evaluations_log import read_evaluations
 from monitoring.jsonl import read_jsonl
 from monitoring.metrics_log import read_metrics
 from monitoring.occupancy import SlotPiece, read_slots
-from monitoring.report.series import finite
-from monitoring.samples import SampleRecord, read_samples
+from monitoring.report.series import finite, independent_trials
+from monitoring.samples import SampleRecord, read_samples, trained_on
 from monitoring.spans import Span, read_spans
 from wire.evaluations import EvaluationRecord
 from wire.orders import OrderRecord
@@ -47,7 +47,7 @@ class RunData:
     slots: dict[str, list[SlotPiece]] = field(default_factory=dict)
     """Generator to the use of its slots. Processes without such a record are left out."""
     samples: list[SampleRecord] = field(default_factory=list)
-    """The records of samples.jsonl, in order."""
+    """The records of samples.jsonl that were trained on, in order."""
     orders: list[OrderRecord] = field(default_factory=list)
     """The records of orders.jsonl, in order."""
     evaluations: list[EvaluationRecord] = field(default_factory=list)
@@ -83,10 +83,38 @@ class RunData:
             return self.begun.accuracy_before, None
         return self.result.accuracy_before, self.result.accuracy_after
 
-    def evaluation_samples(self) -> int | None:
-        """Number of held-out samples that each accuracy is measured on."""
+    def trials(self) -> tuple[float, float] | None:
+        """Independent samples that the accuracies before and after training are measured on.
+
+        Those of one prompt stand for fewer than there are. None: it is not known.
+        """
         known = self.begun if self.result is None else self.result
-        return known.evaluation_samples or None
+        drawn = float(known.evaluation_samples)
+        if not drawn:
+            return None
+        before, after = (self._trials(when, drawn) for when in ("before", "after"))
+        return before, after
+
+    def _trials(self, when: str, drawn: float) -> float:
+        for record in reversed(self.evaluations):
+            one = record.main
+            if record.when == when and one is not None and one.accuracy is not None:
+                return independent_trials(
+                    one.accuracy, one.accuracy_error, one.prompts, one.samples
+                )
+        return drawn
+
+    @property
+    def held_out(self) -> str:
+        """How many held-out samples the accuracies are of, as text; empty if that is not known."""
+        known = self.begun if self.result is None else self.result
+        samples = known.evaluation_samples
+        if not samples:
+            return ""
+        main = next((one.main for one in self.evaluations if one.main is not None), None)
+        several = main is not None and main.samples > main.prompts
+        prompts = f" of {main.prompts:,} prompts" if main is not None and several else ""
+        return f"{samples:,} held-out samples{prompts}"
 
     def setting(self, path: str, default: Any = None) -> Any:
         """The setting at a dotted path, such as `run.steps`."""
@@ -134,7 +162,9 @@ def load_run(run_dir: Path) -> RunData:
     data.evaluations = _load_or_note(
         data, lambda: read_evaluations(run_dir / "evaluations.jsonl"), []
     )
-    data.samples = _load_or_note(data, lambda: read_samples(run_dir / "samples.jsonl"), [])
+    data.samples = _load_or_note(
+        data, lambda: trained_on(read_samples(run_dir / "samples.jsonl")), []
+    )
     if (run_dir / "orders.jsonl").exists():
         data.orders = _load_or_note(
             data, lambda: read_jsonl(run_dir / "orders.jsonl", OrderRecord), []

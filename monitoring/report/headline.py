@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from monitoring.evaluation_text import incomplete
 from monitoring.group_account import account_of
-from monitoring.occupancy import SlotUse, slot_shares
+from monitoring.occupancy import EMPTY, slot_shares
 from monitoring.report.data import RunData
 from monitoring.report.markup import Child, Markup, element
 from monitoring.report.series import difference_interval, mean
@@ -109,13 +110,14 @@ def empty_slots(data: RunData) -> float | None:
     training = training_window(data, whole_window(data.timelines))
     pieces = [piece for generator in data.slots.values() for piece in generator]
     shares = slot_shares(pieces, training.start, training.end)
-    return shares.get(SlotUse.IDLE.value, 0.0) if shares else None
+    return sum(shares.get(use, 0.0) for use in EMPTY) if shares else None
 
 
 def _main_settings(data: RunData) -> list[Child]:
     settings = (
         ("engine", data.setting("engine.kind") if data.result is None else data.result.engine),
         ("algorithm", data.setting("trainer.algorithm")),
+        ("environment", data.setting("environment.name")),
         ("on update", data.setting("scheduler.on_update")),
         ("off-policy steps allowed", data.setting("scheduler.max_off_policy_steps")),
         ("learning rate", data.setting("trainer.learning_rate")),
@@ -166,15 +168,17 @@ def _tiles(data: RunData) -> list[Markup]:
 
 def _accuracy_tile(data: RunData) -> Markup:
     before, after = data.accuracies()
-    samples = data.evaluation_samples()
+    trials = data.trials()
     arrow = element("span", "→", class_="arrow")
+    lacks = [text for one in data.evaluations if one.when != "during" and (text := incomplete(one))]
     details = "not measured" if before is None else "not measured after training"
+    details = "; ".join(lacks) or details
     if before is not None and after is not None:
         details = f"{100 * (after - before):+.1f} points"
-        if samples is not None and 0 <= before <= 1 and 0 <= after <= 1:
-            low, high = difference_interval(before, after, samples)
+        if trials is not None and 0 <= before <= 1 and 0 <= after <= 1:
+            low, high = difference_interval(before, after, trials)
             details += f", 95% interval {100 * low:+.1f} to {100 * high:+.1f}"
-            details += f", {samples} held-out samples"
+            details += f", {data.held_out}"
     value: list[Child] = [percent(before, 1), arrow, percent(after, 1)]
     return _tile("held-out accuracy, before → after", value, details, hero=True)
 

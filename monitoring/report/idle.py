@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from monitoring.occupancy import SlotPiece, SlotUse, slot_shares
+from monitoring.occupancy import EMPTY, SlotPiece, SlotUse, slot_shares
 from monitoring.report.lanes import Window
 from monitoring.report.markup import Child, Markup, element
 from monitoring.report.slot_strip import NAMES, STYLES
@@ -54,10 +54,13 @@ def slots_card(slots: Mapping[str, Sequence[SlotPiece]], window: Window) -> Mark
     for name, uses in shares.items():
         if uses:
             bar = _bar([part for part in _parts(uses, STYLES) if part[0] != idle])
-            lines.append((name, 1.0 - uses.get(idle, 0.0), bar, _in_words(uses, NAMES)))
+            empty = sum(uses.get(use, 0.0) for use in EMPTY)
+            lines.append((name, 1.0 - empty, bar, _in_words(uses, NAMES)))
     if not lines:
         return None
-    legend = {NAMES[use]: style for use, style in STYLES.items()}
+    waits = SlotUse.ENVIRONMENT.value
+    used = {use for uses in shares.values() for use in uses}
+    legend = {NAMES[use]: style for use, style in STYLES.items() if use != waits or waits in used}
     return _card(
         "Slots",
         "A generator counts as busy even if only two of its slots generate. So this is the share "

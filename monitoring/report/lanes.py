@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from monitoring.occupancy import SlotPiece
+from monitoring.occupancy import SlotPiece, SlotUse
 from monitoring.report.markup import Child, Markup, element
-from monitoring.report.slot_strip import slot_strip
+from monitoring.report.slot_strip import NAMES, STYLES, slot_strip
 from monitoring.report.stacks import SLICES, Box, stacked_slices
 from monitoring.spans import Span, SpanKind, clip, flatten
 from monitoring.wording import duration, percent
@@ -107,13 +107,19 @@ def _track(label: str, box: Box, style: str) -> Markup:
     )
 
 
-def kinds_legend(lanes: Mapping[str, Sequence[Span]]) -> Markup:
-    """The colours of the kinds of spans that occur."""
+def kinds_legend(
+    lanes: Mapping[str, Sequence[Span]], slots: Mapping[str, Sequence[SlotPiece]]
+) -> Markup:
+    """The colours of the kinds of spans and of slots that occur."""
     seen = {span.kind for spans in lanes.values() for span in spans}
     known = [kind for kind in SpanKind if kind.value in seen]
     items = [
         element("span", element("i", class_=f"swatch k-{kind}"), KIND_NAMES[kind]) for kind in known
     ]
+    waits = SlotUse.ENVIRONMENT.value
+    if any(waits in piece.used for pieces in slots.values() for piece in pieces):
+        words = f"slots: {NAMES[waits]}"
+        items.append(element("span", element("i", class_=f"swatch {STYLES[waits]}"), words))
     items.append(element("span", element("i", class_="swatch track"), "nothing recorded"))
     return element("div", items, class_="legend")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from monitoring.evaluation_text import incomplete
 from monitoring.report.data import RunData
 from monitoring.report.markup import Child, Markup, element
 from monitoring.report.plots import (
@@ -20,11 +21,15 @@ from monitoring.report.plots import (
 )
 from monitoring.report.sections import section
 from monitoring.report.series import smooth, ticks, wilson
-from monitoring.wording import percent
+from monitoring.wording import brief, counted, percent
+from wire.environments import EnvironmentCounts
 from wire.evaluations import SetEvaluation
-from wire.records import Measured, RewardCounts, StepMetrics
+from wire.records import Measured, StepMetrics
+from wire.reward_counts import RewardCounts
 
 _RIGHT = 28
+_NAMED = 3
+"""Incomplete evaluations that are named."""
 
 
 def learning(data: RunData) -> Markup:
@@ -34,6 +39,8 @@ def learning(data: RunData) -> Markup:
         "The reward is that of the samples that each step trained on. Accuracy is measured on "
         "held-out prompts, sampled as in training.",
         _failures(data),
+        _environment(data),
+        _incomplete(data),
         element(
             "div", _reward(data), _terms(data), _evaluation(data), *_by_step(data), class_="grid"
         ),
@@ -86,10 +93,61 @@ def _failures(data: RunData) -> Markup | None:
     if not counts.failures:
         return None
     text = (
-        f"{counts.failures} rewards failed and counted as 0 (rewards.on_error: zero): "
+        f"{counts.failures} rewards failed and counted as 0 in training (rewards.on_error: zero): "
         f"{counts.describe_failures()}."
     )
     return element("p", text, class_="note")
+
+
+def _incomplete(data: RunData) -> Markup | None:
+    """A sentence about evaluations without an accuracy; None if all have one."""
+    texts = [text for one in data.evaluations if (text := incomplete(one)) is not None]
+    if not texts:
+        return None
+    more = len(texts) - _NAMED
+    named = "; ".join(texts[:_NAMED]) + (f"; so are {more:,} more" if more > 0 else "")
+    return element(
+        "p",
+        f"The {named}. They have no accuracy: more samples than evaluation.max_unscored_share "
+        "allows have no reward, or all rewards failed.",
+        class_="note",
+    )
+
+
+def _environment(data: RunData) -> Markup | None:
+    """A sentence about environments; None without them."""
+    counts = data.steps[-1].environments if data.steps else EnvironmentCounts()
+    if not counts.turns:
+        return None
+    mean = brief(counts.mean_seconds or 0.0)
+    text = [f"Environments answered {counts.turns:,} turns, in {mean} each on average."]
+    if counts.replayed:
+        text.append(
+            f"{counts.replayed:,} times one was made again and given the accepted turns once more."
+        )
+    if counts.restored:
+        text.append(f"{counts.restored:,} times one went back by its restore.")
+    if counts.started_over:
+        text.append(
+            f"{counted(counts.started_over, 'sample')} started over, because an environment could "
+            "not go back."
+        )
+    if counts.lost:
+        text.append(
+            f"{counts.lost:,} of them because their worker process had ended: if their environment "
+            "answers at random, samples that take long are a little rarer than they should be."
+        )
+    if counts.hanging:
+        text.append(
+            f"{counted(counts.hanging, 'thread')} of environments or agents hung and were left "
+            "behind."
+        )
+    if counts.calls:
+        text.append(
+            f"Turns called tools {counts.calls:,} times, {counts.wrong_calls:,} of them wrongly."
+        )
+    is_wrong = counts.lost or counts.hanging
+    return element("p", " ".join(text), class_="note" if is_wrong else "about")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +168,16 @@ class _Accuracy:
 
 
 def _evaluation(data: RunData) -> Markup:
-    samples = data.evaluation_samples()
+    trials = data.trials()
     accuracies = []
     names = (("before", "c6"), ("after", "c3"))
-    for (name, style), value in zip(names, data.accuracies(), strict=True):
+    for place, ((name, style), value) in enumerate(zip(names, data.accuracies(), strict=True)):
         if value is not None and 0 <= value <= 1:
-            low, high = wilson(value, samples) if samples else (value, value)
+            low, high = wilson(value, trials[place]) if trials else (value, value)
             accuracies.append(_Accuracy(name, style, value, low, high))
     if not accuracies:
         return empty("Held-out accuracy", "Not evaluated.")
-    note = f"With 95% intervals from {samples} samples." if samples else ""
+    note = f"With 95% intervals. {data.held_out}." if trials else ""
     return figure("Held-out accuracy", note, _intervals(accuracies))
 
 
@@ -154,7 +212,7 @@ def _by_step(data: RunData) -> list[Markup]:
     return [accuracy, passes]
 
 
-def _accuracy(one: SetEvaluation) -> float:
+def _accuracy(one: SetEvaluation) -> float | None:
     return one.accuracy
 
 

@@ -32,7 +32,7 @@ def samples(data: RunData) -> Markup | None:
         "Sample trajectories",
         "Newest first. The colour of a token shows where it came from; point at a token for its "
         "probability.",
-        samples_legend(),
+        samples_legend(chosen),
         *cards[:OPEN_SAMPLES],
         more if rest else None,
     )

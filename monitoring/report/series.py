@@ -73,7 +73,26 @@ def thin(values: Values, limit: int) -> list[float | None]:
     return [mean(values[a:b]) for a, b in itertools.pairwise(edges)]
 
 
-def wilson(share: float, trials: int, z: float = 1.96) -> tuple[float, float]:
+def independent_trials(share: float, error: float | None, prompts: int, samples: int) -> float:
+    """How many independent samples would give this standard error of a share.
+
+    Samples of one prompt are alike, so they stand for fewer. Where the error says nothing (all
+    right, all wrong, one prompt), each prompt counts once.
+
+    Example:
+        >>> round(independent_trials(0.415, 0.0441, 62, 248))
+        125
+        >>> independent_trials(1.0, 0.0, 62, 248)
+        62.0
+    """
+    if samples <= prompts:
+        return float(samples)
+    if not error or not 0.0 < share < 1.0:
+        return float(prompts)
+    return min(float(samples), max(1.0, share * (1.0 - share) / error**2))
+
+
+def wilson(share: float, trials: float, z: float = 1.96) -> tuple[float, float]:
     """Wilson's interval for a proportion, 95% by default. Raises ValueError for 0 trials."""
     if trials < 1:
         raise ValueError("an interval needs at least one trial")
@@ -84,11 +103,18 @@ def wilson(share: float, trials: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def difference_interval(
-    before: float, after: float, trials: int, z: float = 1.96
+    before: float, after: float, trials: tuple[float, float], z: float = 1.96
 ) -> tuple[float, float]:
-    """Newcombe's interval (method 10) for after - before, for independent samples of equal size."""
-    low_b, high_b = wilson(before, trials, z)
-    low_a, high_a = wilson(after, trials, z)
+    """Newcombe's interval (method 10) for after - before, for independent samples.
+
+    Args:
+        before: a share.
+        after: another one.
+        trials: of each.
+        z: standard errors to either side.
+    """
+    low_b, high_b = wilson(before, trials[0], z)
+    low_a, high_a = wilson(after, trials[1], z)
     change = after - before
     below = math.hypot(after - low_a, high_b - before)
     above = math.hypot(high_a - after, before - low_b)

@@ -15,6 +15,7 @@ STYLES = {
     SlotUse.RUN_AHEAD.value: "k-run_ahead",
     SlotUse.EVALUATING.value: "k-evaluating",
     SlotUse.STOPPED.value: "k-transferring_weights",
+    SlotUse.ENVIRONMENT.value: "k-environment",
 }
 """CSS class of each use, in the order from the bottom. Empty slots are not drawn."""
 
@@ -24,6 +25,7 @@ NAMES = {
     SlotUse.RUN_AHEAD.value: "run-ahead",
     SlotUse.EVALUATING.value: "evaluation",
     SlotUse.STOPPED.value: "stopped (new weights or paused)",
+    SlotUse.ENVIRONMENT.value: "empty, samples wait for environments",
     SlotUse.IDLE.value: "empty",
 }
 

@@ -27,7 +27,7 @@ def time_line(data: RunData) -> Markup | None:
     return section(
         "What each process did",
         _about(data, hidden=len(data.timelines) - len(lanes)),
-        _card("The whole run", kinds_legend(lanes), all_lanes),
+        _card("The whole run", kinds_legend(lanes, data.slots), all_lanes),
         _card("A few steps in the middle", few_lanes),
         idle_card(data.timelines, training),
         slots_card(data.slots, training),
@@ -41,7 +41,7 @@ def recent_time_line(data: RunData, window: Window) -> Markup:
     return section(
         "What each process does",
         _about(data, hidden=0),
-        _card(f"The last {seconds}", kinds_legend(data.timelines), lanes),
+        _card(f"The last {seconds}", kinds_legend(data.timelines, data.slots), lanes),
         idle_card(data.timelines, window, f"Over the last {seconds}"),
         slots_card(data.slots, window),
     )

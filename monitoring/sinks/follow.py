@@ -35,7 +35,11 @@ class SinkState(msgspec.Struct, kw_only=True):
     evaluation_time: float = 0.0
     """Time of that evaluation."""
     sample_step: int = -1
-    """Step of the newest sample."""
+    """Step of the newest sample that was trained on."""
+    shown_step: int = -1
+    """Version of the newest samples of an evaluation."""
+    shown: list[str] = []
+    """Those of that version, each with its set."""
     failures: int = 0
     """Calls of the sink that failed, since the run began."""
 
@@ -106,6 +110,11 @@ class News:
         return bool(self.steps or self.evaluations or self.samples)
 
 
+def shown_as(sample: SampleRecord) -> str:
+    """What tells a sample of an evaluation from others of its version."""
+    return f"{sample.evaluation} {sample.sample_id}"
+
+
 class Follower:
     """Reads the files of a run as they grow.
 
@@ -123,13 +132,25 @@ class Follower:
     def news(self) -> News:
         """What was written since the last call and is new to the sink."""
         state = self.state
+        read = self._evaluations.new()  # first, so that the steps before them are there as well
         steps = _unseen(*self._steps.new(), state.step, state.step_time)
         if steps and steps[0].step <= state.step:  # the run went back
             state.sample_step = min(state.sample_step, steps[0].step - 1)
+            if state.shown_step > steps[0].step:
+                state.shown_step, state.shown = steps[0].step, []
         evaluated = state.evaluation, state.evaluation_time
-        evaluations = _unseen(*self._evaluations.new(), *evaluated)
-        samples = [one for one in self._samples.new()[0] if one.step > state.sample_step]
+        evaluations = _unseen(*read, *evaluated)
+        samples = [one for one in self._samples.new()[0] if self._is_new(one)]
         return News(steps, evaluations, samples)
+
+    def _is_new(self, sample: SampleRecord) -> bool:
+        """Whether the sink has not had a sample. Those of one evaluation come one by one."""
+        state = self.state
+        if not sample.evaluation:
+            return sample.step > state.sample_step
+        if sample.step == state.shown_step:
+            return shown_as(sample) not in state.shown
+        return sample.step > state.shown_step
 
     def save(self, path: Path) -> None:
         """Write what the sink has had to the file of its state. Raises OSError."""

@@ -18,11 +18,12 @@ from typing import Any, TextIO
 
 import yaml
 
+from monitoring.samples import SampleRecord
 from monitoring.sinks.config import SinkConfig
-from monitoring.sinks.follow import Follower, News, read_state
+from monitoring.sinks.follow import Follower, News, read_state, shown_as
 from monitoring.sinks.kinds import open_sink
 from monitoring.sinks.numbers import numbers_of_evaluation, numbers_of_step
-from monitoring.sinks.sink import Sink, SinkRun
+from monitoring.sinks.sink import Sink, SinkRun, table_of
 
 logger = logging.getLogger("asyncrl.sink")
 
@@ -89,11 +90,24 @@ class Following:
             sink.log(record.step, record.time, numbers_of_evaluation(record))
             state.evaluation, state.evaluation_time = record.step, record.time
             del news.evaluations[0]
-        if news.samples:
-            sink.table(news.samples)
-            state.sample_step = max(one.step for one in news.samples)
-            news.samples.clear()
+        while news.samples:
+            name = table_of(news.samples[0])
+            sink.table(name, [one for one in news.samples if table_of(one) == name])
+            for one in [one for one in news.samples if table_of(one) == name]:
+                self._had(one)
+                news.samples.remove(one)
         sink.flush()
+
+    def _had(self, sample: SampleRecord) -> None:
+        """The sink has this sample."""
+        state = self._state
+        if not sample.evaluation:
+            state.sample_step = max(state.sample_step, sample.step)
+            return
+        if sample.step > state.shown_step:
+            state.shown_step, state.shown = sample.step, []
+        if sample.step == state.shown_step:
+            state.shown.append(shown_as(sample))
 
     def _opened(self, news: News) -> Sink:
         if self._sink is None:

@@ -40,14 +40,19 @@ class Sink(Protocol):
     def went_back(self, step: int) -> None:
         """The run repeats the steps from this one on: what follows supersedes what was logged."""
 
-    def table(self, samples: list[SampleRecord]) -> None:
-        """Log samples, which belong to the steps that they have."""
+    def table(self, name: str, samples: list[SampleRecord]) -> None:
+        """Log samples, which belong to the steps that they have, as this table."""
 
     def flush(self) -> None:
         """Hand over what waits."""
 
     def close(self) -> None:
         """End the sink's run."""
+
+
+def table_of(sample: SampleRecord) -> str:
+    """The name of a sample's table: `samples`, or `evaluation/held_out/samples`."""
+    return f"evaluation/{sample.evaluation}/samples" if sample.evaluation else "samples"
 
 
 def row_of(sample: SampleRecord) -> list[Any]:

@@ -44,6 +44,15 @@ def test_the_resolved_configuration_of_each_engine_loads_again(kind: str) -> Non
         assert parse_config(yaml.safe_load(dump_config(config)), source="the dump") == config
 
 
+def test_each_example_of_an_environment_has_a_dry_run_and_says_how_it_is_run() -> None:
+    examples = [path for path in EXAMPLES if load_config(path).environment.name is not None]
+    assert {"calculator", "guessing", "code_repair", "agent_openai"} == {e.stem for e in examples}
+    for path in examples:
+        done = CliRunner().invoke(app, ["run", str(path), "--dry-run"])
+        assert done.exit_code == 0, done.output
+        assert f"  asyncrl run examples/{path.name} " in path.read_text()
+
+
 def test_overrides_reach_any_depth(tmp_path: Path) -> None:
     file = write(tmp_path, "run: {name: a}\n")
     config = load_config(
@@ -75,6 +84,16 @@ def test_overrides_reach_any_depth(tmp_path: Path) -> None:
                 "trainer.device=cuda",
             ],
             r"steps: 1, because .*lenient, because .*vllm, because .*set trainer.device: cpu",
+        ),
+        (
+            "{run: {repeatable: true}, environment: {name: 'agent:mine.py:play'}}",
+            ["scheduler.on_update=keep", "scheduler.max_off_policy_steps=0"],
+            r"with environment.name: agent:mine.py:play, because a program runs by its own clock",
+        ),
+        (
+            "{run: {repeatable: true}, environment: {name: 'openenv:generic'}}",
+            ["scheduler.on_update=keep", "scheduler.max_off_policy_steps=0"],
+            r"with environment.name: openenv:generic, .*environment.args.replay: deterministic",
         ),
         (
             "scheduler: {on_update: keep, max_runahead_groups: 3}",

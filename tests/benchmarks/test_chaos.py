@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from asyncrl_runs import OWN
+from asyncrl_runs import OWN, UNHURRIED
 
 from benchmarks.chaos.campaign import Kill, Outcome, kill_one_after_the_other
 from benchmarks.chaos.findings import Findings, compare
@@ -24,7 +24,7 @@ from wire.records import BatchMetrics, StalenessMetrics, StepGroups, StepMetrics
 def test_a_run_survives_generator_reward_worker_and_controller(tmp_path: Path) -> None:
     model = tmp_path / "model"
     runpy.run_path(str(OWN / "make_model.py"))["make"](model)
-    own = (f"model.path={model}", "engine.slots=16")
+    own = (f"model.path={model}", "engine.slots=16", f"rewards.functions={UNHURRIED}")
     setup = Setup(OWN / "run.yaml", tmp_path, (*SETTINGS, *own))
     outcome = kill_one_after_the_other(setup, "run", [GENERATOR, REWARD, CONTROLLER], seed=1)
     assert outcome.failure is None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from asyncrl_runs import ROOT
+from run_in_threads import ThreadLauncher, as_command
 from transformers import AutoModelForCausalLM
 
 from asyncrl.tasks.config import TaskConfig
@@ -76,8 +79,12 @@ def test_the_distance_of_policies_is_exact(policies: Policies) -> None:
 
 @pytest.mark.slow
 def test_policies_are_trained_once_and_made_again_when_missing(
-    recipe: Recipe, tmp_path: Path
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In threads of this process; `test_vocabulary` takes steps by the command."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("asyncrl.run.launching.LocalLauncher", ThreadLauncher)
+    monkeypatch.setattr("benchmarks.policies.subprocess", SimpleNamespace(run=as_command))
     made = ensure_policies(recipe, tmp_path)
     assert sorted(made.paths) == [0, 1, 2]
     assert made.drift.keys() == {"0-1", "0-2", "1-2"}

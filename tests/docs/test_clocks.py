@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("asyncrl", "engine", "trainer", "scheduler", "cache", "monitoring", "wire", "rollout")
 RECORDS = {
+    "asyncrl/environments/endpoint.py": "when an answer was made, as OpenAI's answers say",
     "asyncrl/evaluation/round.py": "when an evaluation ended, for its record",
     "asyncrl/web/feed.py": "the time of a snapshot, for the reader",
     "asyncrl/web/sections.py": "the last seconds of time lines, which have that time",
@@ -15,6 +16,7 @@ RECORDS = {
     "asyncrl/processes/trainer/checkpoints.py": "when a step ended, for its record",
     "asyncrl/run/directory.py": "which run was started last, for commands without a name",
     "asyncrl/run/failed_starts.py": "the name of a folder",
+    "asyncrl/rewards/services/retries.py": "a server says by a date when it may be asked again",
     "asyncrl/run/machine_checks.py": "`asyncrl doctor` judges the clock itself",
     "asyncrl/run/orders.py": "when an order was given, for people",
     "asyncrl/run/progress.py": "when a step ended and the run began, for people",

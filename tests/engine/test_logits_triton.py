@@ -95,8 +95,9 @@ def test_a_gpu_draws_and_names_the_same_tokens() -> None:
     rows, ids = np.arange(0, 500, 3), here.listed.ids.numpy()[::3].copy()
     outside = logits.argmin(1)[::3].numpy().astype(np.int32)
     columns = KeptColumns(
-        outside, ids, streams.positions[::3], streams.noise_seeds[::3], np.ones(len(rows), np.bool_)
-    )
+        outside, ids, streams.positions[::3], streams.noise_seeds[::3],
+        np.ones(len(rows), np.bool_), rows % 5 == 0,
+    )  # fmt: skip
     found, wanted = there.read(rows, columns), ProcessedRows(logprobs).read(rows, columns)
     np.testing.assert_array_equal(found.names, wanted.names)
     np.testing.assert_allclose(found.name_logprobs, wanted.name_logprobs, atol=1e-5)

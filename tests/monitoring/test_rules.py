@@ -79,6 +79,11 @@ TRUNCATED = series("trainer", "asyncrl_truncated_samples_ratio")
 REWARD_FAILURES = series(
     "generator-0", "asyncrl_reward_failures_total", function="score", reason="timeout"
 )
+ENVIRONMENT_FAILURES = series(
+    "generator-0", "asyncrl_reward_failures_total", function="environment", reason="raised"
+)
+ENVIRONMENT_SLOTS = series("generator-0", "asyncrl_slot_seconds_total", kind="environment")
+STARTED_OVER = series("generator-0", "asyncrl_environment_started_over_samples_total")
 FAILED = series("controller", "asyncrl_samples_total", outcome="failed")
 KV = series("generator-0", "asyncrl_engine_kv_used_ratio")
 DUE_WAIT = series("generator-0", "asyncrl_due_wait_seconds")
@@ -115,6 +120,11 @@ HEALTHY = {one: steady(1) for one in UP} | {
     TRUNCATED: steady(0.1),
     series("generator-0", "asyncrl_reward_seconds_count"): growing(200),
     REWARD_FAILURES: growing(0.1),
+    series("generator-0", "asyncrl_finished_samples_total", reason="stop"): growing(200),
+    ENVIRONMENT_FAILURES: growing(0.1),
+    series("generator-0", "asyncrl_engine_slots"): steady(64),
+    ENVIRONMENT_SLOTS: growing(0.2 * 64 * 60),
+    STARTED_OVER: growing(20),
     FAILED: steady(0),
     KV: steady(0.97),
     series("generator-0", "asyncrl_engine_waiting_requests"): steady(40),
@@ -194,6 +204,18 @@ FAULTS: dict[str, tuple[dict[str, str], set[str]]] = {
         {REWARD_FAILURES: then(0, 0, grows=(0, 20))},
         {"RewardErrors"},
     ),
+    "environment that raises": (
+        {ENVIRONMENT_FAILURES: then(0, 0, grows=(0, 20))},
+        {"EnvironmentErrors"},
+    ),
+    "slow environment": (
+        {
+            ENVIRONMENT_SLOTS: f"0+{0.2 * 64 * 60}x{BEFORE} "
+            f"{0.2 * 64 * 60 * BEFORE}+{0.8 * 64 * 60}x{AFTER}"
+        },
+        {"EnvironmentsSlow"},
+    ),
+    "environment that cannot go back": ({STARTED_OVER: growing(120)}, {"SamplesStartOver"}),
     "groups given up": ({FAILED: then(0, 0, grows=(0, 1))}, {"GroupsFail"}),
     "KV space full": ({DUE_WAIT: then(0, 25)}, {"KvFull"}),
     "checkpoints that never succeed": ({UNSAVED: then(40, 151)}, {"CheckpointOverdue"}),

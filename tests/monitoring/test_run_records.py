@@ -13,6 +13,7 @@ from step_records import full_step
 from monitoring.errors import RecordError
 from monitoring.jsonl import JsonlWriter, read_jsonl
 from monitoring.metrics_log import MetricsLog, drop_superseded, read_metrics
+from monitoring.sample_text import sample_text
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment, choose_samples, read_samples
 from wire.records import LearningMetrics, MismatchMetrics, StepMetrics, TokenCounts
 
@@ -172,3 +173,22 @@ def test_unknown_provenance_in_a_file_is_named(tmp_path):
 def test_chosen_samples_span_the_run(most, steps):
     records = [record(step) for step in range(10)]
     assert [one.step for one in choose_samples(records, most)] == steps
+
+
+def test_a_terminal_shows_what_was_observed_and_where_a_context_begins() -> None:
+    record = SampleRecord(
+        step=3,
+        prompt="?",
+        tokens=["a", "b", "c", "d", "e"],
+        provenance=["sampled", "observed", "observed", "observed", "verified"],
+        segments=[SampleSegment(3, 0, 5)],
+        reward=1.5,
+        rewards={"format": 1.0, "environment": 0.5},
+        finish_reason="length",
+        contexts=[2],
+    )
+    text = sample_text(record, colours=False).plain
+    assert "reward 1.50 (format 1.00, environment 0.50), 2 turns, 5 tokens (3 of the env" in text
+    assert "environment), cut at the limit of tokens or turns, policy version 3" in text
+    assert "?a(b)\n-- another context --\n(cd){e}" in text
+    assert "reference" not in text, "the task has no answer"

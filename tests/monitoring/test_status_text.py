@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from monitoring.run_view import RunView
 from monitoring.status_text import status_lines
-from wire.records import GroupTotals, TokenCounts
+from wire.environments import EnvironmentCounts
+from wire.records import GroupTotals, StepMetrics, TokenCounts
 
 ABOUT = {"run": "mine", "steps": 30, "engine": "torch"}
 
@@ -48,3 +49,14 @@ def test_what_is_not_known_yet_is_left_out() -> None:
         "mine: starting, step 0 of 30, torch engine",
         "groups: 0 trained on, 0 failed",
     ]
+
+
+def test_environments_and_failed_rewards_are_shown() -> None:
+    failed = {"environment": {"died": 2, "timeout": 1}}
+    counts = EnvironmentCounts(turns=1200, seconds=6.0, started_over=3)
+    last = StepMetrics(step=7, time=0.0, environments=counts, reward_failures=failed)
+    view = RunView(phase="training", last=last, samples_running=9, samples_in_environments=7)
+    lines = status_lines({**ABOUT, **view.as_status()})
+    assert "samples: 9 running, 7 of them wait for environments" in lines
+    assert "environments: 1,200 turns answered, 5.0 ms each, 3 samples started over" in lines
+    assert "rewards: 3 failed and counted as 0 (environment: 2 died, 1 timeout)" in lines

@@ -24,6 +24,8 @@ from wire.records import RunResult, StepMetrics
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "your_own"
+UNHURRIED = f"[{{name: {Path(__file__).with_name('unhurried_rewards.py')}:digits_please}}]"
+"""`rewards.functions` of a run that leaves the cores to what the test waits for."""
 
 
 @dataclass

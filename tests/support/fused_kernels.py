@@ -141,7 +141,7 @@ def _same_reading(logits: torch.Tensor, k: int, sampling: SamplingColumns) -> in
     ids[::3, -1] = -1
     columns = KeptColumns(
         rng.integers(0, vocabulary, rows).astype(np.int32), ids.astype(np.int32),
-        np.arange(rows), streams_of(rows).seeds, np.arange(rows) % 4 > 0,
+        np.arange(rows), streams_of(rows).seeds, np.arange(rows) % 4 > 0, np.arange(rows) % 7 == 5,
     )  # fmt: skip
     logprobs = processed_logprobs(logits.float().clone(), sampling)
     right = read(logprobs, np.arange(rows), columns)
@@ -168,7 +168,7 @@ def _same_of_some(logits: torch.Tensor, k: int, sampling: SamplingColumns) -> No
         torch.testing.assert_close(listed.logprobs, theirs.listed.logprobs, rtol=1e-5, atol=1e-5)
     columns = KeptColumns(
         np.array([1, 2, 0, 1], np.int32), theirs.listed.ids.numpy(), np.arange(4),
-        streams_of(4).seeds, np.ones(4, np.bool_),
+        streams_of(4).seeds, np.ones(4, np.bool_), np.arange(4) == 2,
     )  # fmt: skip
     for found, wanted in zip(fused.read(rows, columns), processed.read(rows, columns), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
@@ -185,8 +185,9 @@ def names() -> None:
         seeds, positions = np.arange(rows, dtype=np.uint64), np.arange(rows)
         tail = np.arange(rows) % 4 > 0
         columns = KeptColumns(
-            ids.numpy()[:, 0].copy(), ids.numpy(), positions, seeds, np.zeros(rows, np.bool_)
-        )
+            ids.numpy()[:, 0].copy(), ids.numpy(), positions, seeds,
+            np.zeros(rows, np.bool_), np.zeros(rows, np.bool_),
+        )  # fmt: skip
         found = logits_triton.look_up_rows(logits, SamplingColumns.unset(rows), columns, tail)
         wanted = identify_by_tensors(logprobs, ids, stream_bits(seeds, positions))
         assert wanted[3] == -1

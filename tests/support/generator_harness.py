@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.errors import AsyncrlError
 from asyncrl.processes.generator.activity import Activity
 from asyncrl.processes.generator.controller_line import ControllerLine
-from asyncrl.processes.generator.generation import SampleGenerator
+from asyncrl.processes.generator.episodes import Episodes
 from asyncrl.processes.generator.process import GeneratorProcess
 from asyncrl.processes.generator.reports import GeneratorRecords
+from asyncrl.processes.generator.sample_generator import SampleGenerator
 from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.processes.generator.sample_traces import SampleTraces
 from asyncrl.rewards.calls import Reward
@@ -37,7 +40,8 @@ from monitoring.timeline import Timeline
 from rollout.trajectory import Provenance, SampleId
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
-from wire.records import EngineStats, RewardCounts
+from wire.records import EngineStats
+from wire.reward_counts import RewardCounts
 from wire.weights.layout import Fingerprint, WeightManifest
 
 SAMPLE = SampleId(group=5, sample=1)
@@ -56,6 +60,7 @@ class FakeEngine:
         self.chunks: dict[str, asyncio.Queue[TokenChunk]] = {}
         self.interrupted: list[str] = []
         self.abandoned: list[str] = []
+        self.ended_sessions: list[str] = []
         self.serving: set[str] = set()
         self.unreported: dict[str, tuple[list[int], int]] = {}
         self.version = 0
@@ -85,11 +90,20 @@ class FakeEngine:
                 self.abandoned.append(request.request_id)
 
     def feed(
-        self, name: str, tokens: list[int], version: int, *, verified: int = 0, end: Any = None
+        self,
+        name: str,
+        tokens: list[int],
+        version: int,
+        *,
+        verified: int = 0,
+        end: Any = None,
+        origins: Sequence[Provenance] = (),
     ):
+        """The next chunk; `origins` gives the provenance of each token, instead of `verified`."""
         n = len(tokens)
         provenance = np.full(n, Provenance.SAMPLED, np.uint8)
         provenance[:verified] = Provenance.VERIFIED
+        provenance[: len(origins)] = origins
         chunk = TokenChunk(
             name,
             np.array(tokens, np.int32),
@@ -108,6 +122,9 @@ class FakeEngine:
         self.serving.discard(name)
         tokens, version = self.unreported.pop(name, ([], 0))
         self.feed(name, tokens, version, end="abort")
+
+    def end_session(self, session: str) -> None:
+        self.ended_sessions.append(session)
 
     async def stage_weights(self, manifest: WeightManifest) -> None:
         self.staged.append(manifest.policy_version)
@@ -139,16 +156,19 @@ class FakeRewards:
 
     waiting = running = 0
     counts = RewardCounts()
+    has_functions = False
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.rows: list[dict[str, Any]] = []
         self.error: AsyncrlError | None = None
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def score(self, _prompt: str, text: str, _row: Any, *, example_id: str) -> Reward:
+    async def score(self, _prompt: str, text: str, row: Any, *, example_id: str) -> Reward:
         assert example_id == "p"
         self.asked.append(text)
+        self.rows.append(row)
         await self.gate.wait()
         if self.error is not None:
             raise self.error
@@ -186,6 +206,8 @@ class GeneratorHarness:
         self,
         noise_floor_every: int | None = None,
         traces: SampleTraces | None = None,
+        episodes: Episodes | None = None,
+        environment: EnvironmentPool | None = None,
         **settings: Any,
     ) -> None:
         self.engine, self.rewards = FakeEngine(), FakeRewards()
@@ -195,6 +217,7 @@ class GeneratorHarness:
             self.rewards,  # type: ignore[arg-type]
             lambda tokens: " ".join(map(str, tokens)),
             metrics,
+            environment,
         )
         self.generator = SampleGenerator(
             self.engine,  # type: ignore[arg-type]
@@ -202,6 +225,7 @@ class GeneratorHarness:
             SamplingParams(max_tokens=8),
             noise_floor_every=noise_floor_every,
             traces=traces,
+            episodes=episodes,
         )
         self.process = GeneratorProcess(
             self.engine,  # type: ignore[arg-type]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rollout.trajectory import Trajectory
 from trainer.config import TrainerConfig
 from trainer.learner import Learner
+from trainer.lora.adapter import Adapter
 from trainer.lora.config import LoraConfig
+from trainer.lora.tensors import write_adapter
+from trainer.model_loading import load_model
 
 Groups = Callable[..., list[Trajectory]]
 """The fixture `group_of`."""
@@ -28,3 +33,14 @@ def trained(learner: Learner, group_of: Groups, steps: int = 1) -> Learner:
         learner.add_group(group, np.arange(4, dtype=np.float32))
         learner.step()
     return learner
+
+
+def random_adapter(model: str, directory: Path) -> Path:
+    """A PEFT directory of an adapter of `LORA` with which the policy is far from the model."""
+    adapter = Adapter(load_model(model, torch.float32), LORA, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        name: 0.3 * torch.randn(one.shape, generator=generator) for name, one in adapter.tensors()
+    }
+    write_adapter(directory, tensors, adapter.settings(model))
+    return directory

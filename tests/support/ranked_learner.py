@@ -46,6 +46,12 @@ DEALS: dict[str, Callable[[int, int], int]] = {
     "all to the last": lambda _group, size: size - 1,
     "at random": lambda group, size: (7 * group + 3) // 2 % size,
 }
+RUNS = [(case, "in turn", 1) for case in CASES]
+RUNS += [(case, deal, 2) for case in CASES for deal in DEALS]
+RUNS += [("grpo", deal, 4) for deal in DEALS]
+RUNS += [(case, "at random", 4) for case in CASES if case != "grpo"]
+RESUMED = [(1, 1), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)]
+"""Ranks before and after."""
 
 
 def groups_of(step: int) -> list[tuple[list[Trajectory], np.ndarray]]:
@@ -65,6 +71,10 @@ def _group(group: int, rng: np.random.Generator, version: int) -> list[Trajector
         length = int(rng.integers(1, 14))
         tokens = rng.integers(0, 32, length).astype(np.int32)
         behaviour = rng.normal(-3.5, 0.5, length).astype(np.float32)
+        provenance = np.full(length, Provenance.SAMPLED, np.uint8)
+        if group % 2:  # of several turns
+            provenance[1::3] = Provenance.OBSERVED
+            behaviour[1::3] = 0
         builder = TrajectoryBuilder(SampleId(group, sample), f"p{group}", prompt)
         builder.append(
             tokens=tokens,
@@ -72,7 +82,7 @@ def _group(group: int, rng: np.random.Generator, version: int) -> list[Trajector
             topk_ids=tokens[:, None],
             topk_logprobs=behaviour[:, None],
             noise_seeds=np.full(length, 17, np.uint64),
-            provenance=np.full(length, Provenance.SAMPLED, np.uint8),
+            provenance=provenance,
             policy_version=version,
         )
         out.append(builder.finish("stop"))
@@ -101,10 +111,8 @@ def train(learner: Learner, step: int, deal: str) -> dict[str, Any]:
 
 def steps(folder: Path, model: str, world: World) -> None:
     """Two steps of each case and deal; rank 0 writes weights, moments and metrics."""
-    for case in CASES:
-        for deal in DEALS:
-            if world.size == 1 and deal != "in turn":
-                continue
+    for case, deal, size in RUNS:
+        if world.size == size:
             learner = learner_of(case, model, world)
             metrics = [train(learner, 0, deal)]
             at = path_of(folder / f"{case} {deal} {world.size}", 1)
@@ -142,13 +150,14 @@ def saved(folder: Path, model: str, world: World) -> None:
 
 def resumed(folder: Path, model: str, world: World) -> None:
     """A step after each checkpoint that `saved` wrote."""
-    for before in (1, 2, 4):
-        learner = learner_of("grpo", model, world)
-        learner.restore(path_of(folder / f"of {before}", 1))
-        train(learner, 1, "at random")
-        if world.leads:
-            tensors = {name: one.contiguous() for name, one in learner.tensors()}
-            save_file(tensors, folder / f"{before} to {world.size}.safetensors")
+    for before, after in RESUMED:
+        if world.size == after:
+            learner = learner_of("grpo", model, world)
+            learner.restore(path_of(folder / f"of {before}", 1))
+            train(learner, 1, "at random")
+            if world.leads:
+                tensors = {name: one.contiguous() for name, one in learner.tensors()}
+                save_file(tensors, folder / f"{before} to {world.size}.safetensors")
 
 
 def lost(folder: Path, model: str, world: World) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import subprocess
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,14 +98,29 @@ class ThreadedRun:
 
     def run(self, **settings: object) -> RunResult:
         """Carry out a run; `__` in a setting stands for the dot."""
-        torch.set_num_threads(1)
         values = {"model.path": self.model, "run.directory": self.runs} | {
             key.replace("__", "."): value for key, value in settings.items()
         }
-        config = load_config(OWN / "run.yaml", [f"{key}={value}" for key, value in values.items()])
-        console = Console(file=self.output, width=120)
-        prepared = prepare(config, console)
-        return execute(prepared, resume=False, clean=False, console=console)
+        pairs = [f"{key}={value}" for key, value in values.items()]
+        return carry_out(OWN / "run.yaml", pairs, self.output)
 
     def metrics(self) -> list[StepMetrics]:
         return read_metrics(self.folder / "metrics.jsonl")
+
+
+def carry_out(config: Path, settings: Sequence[str], output: io.StringIO) -> RunResult:
+    """Carry out a run with these settings; `ThreadLauncher` stands for `LocalLauncher`."""
+    torch.set_num_threads(1)
+    console = Console(file=output, width=120)
+    prepared = prepare(load_config(config, list(settings)), console)
+    return execute(prepared, resume=False, clean=False, console=console)
+
+
+def as_command(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+    """In the place of `subprocess.run` for `benchmarks.run_command`: the run, in threads."""
+    assert list(command[1:4]) == ["-m", "asyncrl", "run"]
+    assert command[5] == "--end-with"
+    assert set(command[7::2]) == {"--set"}
+    output = io.StringIO()
+    carry_out(Path(command[4]), command[8::2], output)
+    return subprocess.CompletedProcess(command, 0, output.getvalue(), "")

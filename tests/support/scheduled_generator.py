@@ -31,12 +31,17 @@ class FakeGenerator:
     """Version that it has reported; an installed one may be newer."""
     paused: bool = False
     kv_used: float = 0.0
+    away: set[SampleId] = field(default_factory=set)
+    """Running samples that wait for their environment."""
+    told_away: int = 0
+    """How many it has reported."""
 
     def enabled(self, trained, overwrites, trainer):
         """What can happen next here; `overwrites`: an install may find its weights overwritten."""
         happenings = []
         if not self.paused and self.version >= 0:
-            happenings += [("finish", self.name, s) for s in list(self.running)[: self.slots]]
+            decoding = [s for s in self.running if s not in self.away]
+            happenings += [("finish", self.name, s) for s in decoding[: self.slots]]
             happenings += [("verified", self.name, s) for s in list(self.verifying)[: self.slots]]
         if self.unread:
             happenings.append(("read", self.name, len(self.unread)))
@@ -108,6 +113,7 @@ class FakeGenerator:
 
     def discard(self, samples):
         for sample in samples:
+            self.away.discard(sample)
             self.running.pop(sample, None)
             self.held.pop(sample, None)
             self.verifying.pop(sample, None)

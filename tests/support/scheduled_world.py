@@ -20,11 +20,15 @@ class World(Orders):
     Long because there is a method for each command and for each happening.
     """
 
-    def __init__(self, config, *, first_step=0, total_steps=4, group_key=None):
-        self.config = config
+    def __init__(self, config, *, first_step=0, total_steps=4, group_key=None, sessions=0):
+        self.config, self.sessions = config, sessions
         self.first_step, self.total_steps = first_step, total_steps
         self.scheduler = Scheduler(
-            config, first_step=first_step, total_steps=total_steps, group_key=group_key
+            config,
+            first_step=first_step,
+            total_steps=total_steps,
+            group_key=group_key,
+            sessions=sessions,
         )
         self.generators: dict[str, FakeGenerator] = {}
         self.lost: list[str] = []
@@ -251,7 +255,8 @@ class World(Orders):
             assert not self.verifies
             assert self.placed[c.sample.group] == c.generator, "it begins no group"
         g.running[c.sample] = g.version if g.version >= 0 else None
-        assert len(g.running) <= g.limit
+        assert len(g.running) <= g.limit + g.told_away
+        assert len(g.running) <= max(g.limit, self.sessions)
         assert not g.paused
         self.placed[c.sample.group] = c.generator
 

@@ -40,6 +40,7 @@ def serving(
     kv_cache_gib: float = 0.25,
     max_prefill_tokens: int = 4096,
     tensor_parallel_size: int = 1,
+    lora_rank: int = 0,
 ) -> Iterator[Served]:
     """An engine that starts with the first of two policies; drafts of at most 4 tokens.
 
@@ -60,6 +61,7 @@ def serving(
             max_step_tokens=64,
             max_prefill_tokens=max_prefill_tokens,
             tensor_parallel_size=tensor_parallel_size,
+            lora_rank=lora_rank,
         ),
     )
     cache = CacheConfig(max_draft_tokens=4, min_match=1, min_probability=0.0, max_bytes=1 << 26)

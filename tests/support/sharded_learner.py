@@ -8,7 +8,9 @@ came to into FOLDER, for `test_sharding`.
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +28,7 @@ from trainer.errors import RankLost
 from trainer.learner import Learner
 from trainer.ranks import World
 from trainer.sharding.lockstep import Act, Has, Word
+from trainer.sharding.rows import local
 
 EXACT: dict[str, Any] = {"dtype": "float64", "learning_rate": 1e-3, "device": "cpu", "fused": False}
 PPO = {"algorithm": "ppo", "kl_coefficient": 0.1, "kl_estimator": "k1"}
@@ -86,6 +89,7 @@ def cases(folder: Path, models: dict[str, str], world: World) -> None:
             learner = learner_of(models[model], settings, world)
             metrics = [train(learner, 0, deal)]
             at = path_of(folder / name, 1)
+            learner.fingerprint(torch.bfloat16)  # as published: an export compares with it
             learner.save(at)
             world.barrier("the checkpoint")
             metrics.append(train(learner, 1, deal))
@@ -137,7 +141,42 @@ def lost(folder: Path, models: dict[str, str], world: World) -> None:
         (folder / f"lost {world.rank}").write_text(str(error))
 
 
-JOBS = {cases: (1, 2, 4), resumed: (1, 2, 4), bits: (2,), lost: (2,)}
+def live(folder: Path, models: dict[str, str], world: World) -> None:
+    """What a rank holds in the middle of its second step, in bytes."""
+    for full in (True, False):
+        gc.collect()
+        before = _live()
+        settings = {"dtype": "float32", "async_checkpoints": False}  # float32 as the file: mapped
+        learner = learner_of(models["untied"], settings, world, full=full)
+        mapped = f"{models['untied']}/model.safetensors" in Path("/proc/self/maps").read_text()
+        train(learner, 0, "in turn", 2)
+        for index, group in enumerate(groups_of(1)[2:4]):
+            if index == world.rank:
+                learner.add_group(*group)
+        gc.collect()
+        held = _live() - before
+        sizes = [(math.prod(one.shape) * one.itemsize, one.ndim) for _, one in learner.tensors()]
+        matrices = sum(size for size, ndim in sizes if ndim > 1)
+        said = {"held": held, "mapped": mapped, "matrices": matrices}
+        said["vectors"] = sum(size for size, ndim in sizes if ndim < 2)
+        (folder / f"live {full} {world.rank}.json").write_text(json.dumps(said))
+        world.barrier("the middle of the step")
+        del learner
+
+
+def _live() -> int:
+    """Bytes of the memory of all tensors that Python can reach."""
+    found: dict[int, int] = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor):
+            for tensor in (one, one.grad if one.is_leaf else None):
+                if tensor is not None:
+                    storage = local(tensor).untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+JOBS = {live: (2,), cases: (1, 2, 4), resumed: (1, 2, 4), bits: (2,), lost: (2,)}
 
 
 def main(folder: Path, models: dict[str, str], only: Sequence[str] = ()) -> int:

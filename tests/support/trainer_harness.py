@@ -15,13 +15,13 @@ from deliveries_of import delivery_of, order_of
 from generator_harness import FakeLine
 from step_records import full_step
 
-from asyncrl.config import RunSection
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.intake import Intake
 from asyncrl.processes.trainer.process import TrainerProcess
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
+from asyncrl.run_section import RunSection
 from monitoring.metrics import TrainerMetrics, new_registry
 from monitoring.timeline import Timeline
 from monitoring.trained_samples import read_trained_samples
@@ -159,7 +159,11 @@ class TrainerHarness:
         self.registry = new_registry()
         metrics = TrainerMetrics.register(self.registry, "trainer")
         self.samples = TrainedSampleLog(
-            directory / "samples", FakeTokenizer(), RunSection(log_sample_tokens=True), metrics
+            directory / "samples",
+            FakeTokenizer(),
+            RunSection(log_sample_tokens=True),
+            metrics,
+            labels=("score", "environment"),
         )
         records = TrainerRecords(metrics, Timeline(None, "trainer"), self.samples, check)
         learner: Any = self.learner
@@ -192,10 +196,10 @@ class TrainerHarness:
             stops_on_wrong_policy=stops,
         )
 
-    def deliver(self, group: int, *, step: int) -> None:
+    def deliver(self, group: int, *, step: int, terms: tuple[float, ...] = ()) -> None:
         """Order a whole group and queue it."""
         samples = [SampleId(group, sample) for sample in range(GROUP_SIZE)]
-        deliveries = [delivery_of(sample, step=step, version=0) for sample in samples]
+        deliveries = [delivery_of(one, step=step, version=0, terms=terms) for one in samples]
         self.control.inbox.put_nowait(order_of("g0", *deliveries))
         for delivery in deliveries:
             self.hub.inbox.put_nowait(("g0", delivery))

@@ -63,6 +63,15 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralConfig(
         **_without_heads(), num_local_experts=4, num_experts_per_tok=2
     ),
+    "olmo_clipped": lambda: transformers.OlmoConfig(**_without_heads(), clip_qkv=0.3),
+    "smollm3": lambda: transformers.SmolLM3Config(**_without_heads(), no_rope_layers=[1, 0]),
+    "glm4": lambda: transformers.Glm4Config(**COMMON),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**_without_heads(), "num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=4, n_routed_experts=4, n_group=2,
+        topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1,
+        first_k_dense_replace=1,
+    ),
     "llama4": lambda: transformers.Llama4TextConfig(
         **COMMON, num_local_experts=4, attention_chunk_size=8192, intermediate_size_mlp=48
     ),

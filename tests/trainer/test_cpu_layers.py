@@ -31,7 +31,11 @@ def _results(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 )
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(40, 24), (1, 33, 24), (2, 24)])
-def test_linear(bias: bool, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("large", [0, 1 << 60], ids=["rows as they are", "rows filled up"])
+def test_linear(
+    bias: bool, shape: tuple[int, ...], large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_layers, "LARGE", large)
     torch.manual_seed(0)
     layer = nn.Linear(24, 10, bias=bias)
     x = torch.randn(shape)
@@ -39,6 +43,18 @@ def test_linear(bias: bool, shape: tuple[int, ...]) -> None:
     layer.__class__ = OnednnLinear
     for got, expected in zip(_results(layer, x), want, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("large", "rows"), [(33 * 240, 33), (33 * 240 + 1, 48)])
+def test_rows_of_large_products_are_not_filled_up(
+    large: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_layers, "LARGE", large)
+    x = torch.randn(1, 33, 24)
+    count, flat = cpu_layers.whole_rows(x, torch.empty(10, 24))
+    assert (count, len(flat)) == (33, rows)
+    assert torch.equal(flat[:33], x[0])
+    assert not flat[33:].any()
 
 
 @pytest.mark.skipif(

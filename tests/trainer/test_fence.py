@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from trainer_harness import FakeTokenizer
 
-from asyncrl.config import RunSection
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog
+from asyncrl.run_section import RunSection
 from monitoring.metrics import TrainerMetrics, new_registry
 from monitoring.trained_samples import read_trained_samples
 from trainer import checkpoint

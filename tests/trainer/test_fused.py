@@ -13,7 +13,8 @@ from trainer import fused, fused_kernels
 from trainer import policy as policy_module
 from trainer.cpu_layers import whole_blocks
 from trainer.fused import FusedDecoder
-from trainer.policy import PackedBatch, Policy
+from trainer.packed_batch import PackedBatch
+from trainer.policy import Policy
 
 ModelPath = Callable[[str], str]
 

@@ -362,3 +362,36 @@ def test_tied_weights_are_given_once(model_path: ModelPath) -> None:
     assert "model.embed_tokens.weight" in tied
     assert "lm_head.weight" not in tied
     assert "lm_head.weight" in [name for name, _ in _learner(model_path("llama")).tensors()]
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator"),
+    [("gpg", "k3"), ("reinforce_plus_plus", "k1"), ("reinforce_plus_plus", "k2"), ("ppo", "k3")],
+)
+def test_a_loss_that_the_step_scales_is_reported_with_and_without_its_penalty(
+    name: str, estimator: str, model_path: ModelPath, group_of: GroupOf
+) -> None:
+    learner = _learner(
+        model_path("qwen3"), algorithm=name, kl_coefficient=0.5, kl_estimator=estimator
+    )
+    for seed in range(2):  # in the first step the policy is its reference
+        for trajectories, rewards in _batch(group_of, seed=seed):
+            learner.add_group(trajectories, rewards)
+        metrics = learner.step()
+    policy_loss, kl = metrics.algorithm["policy_loss"], metrics.algorithm["reference_kl"]
+    assert policy_loss is not None
+    assert kl is not None
+    penalty = 0.5 * kl if estimator != "k1" else 0.0  # k1 is part of the advantages
+    assert abs(kl) > 1e-6
+    assert metrics.learning.loss == pytest.approx(policy_loss + penalty, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_rewards_of_zero_are_no_lack_of_signal_where_nothing_compares_a_group(
+    name: str, model_path: ModelPath, group_of: GroupOf
+) -> None:
+    learner = _learner(model_path("qwen3"), algorithm=name)
+    for index, (trajectories, rewards) in enumerate(_batch(group_of)):
+        learner.add_group(trajectories, rewards * (index != 0))  # group 1 has rewards of 1
+    silent = learner.step().batch.zero_variance_groups
+    assert silent == (2 if name == "reinforce_plus_plus_baseline" else 0)

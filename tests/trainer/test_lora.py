@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
@@ -32,6 +33,7 @@ from trainer.errors import CheckpointError
 from trainer.export import export, export_adapter
 from trainer.learner import Learner
 from trainer.lora.config import LoraConfig
+from trainer.policy import _close
 from wire.weights import adapter as arithmetic
 from wire.weights.adapter import Pair, merged
 from wire.weights.fingerprint import fingerprint
@@ -105,6 +107,37 @@ def test_engines_decode_with_what_was_trained(
     whole = sum(one.nbytes for one in policy.model.state_dict().values())
     assert loop.publisher._nbytes < whole / 2
     loop.close()
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_model_held_in_bfloat16_is_trained(
+    *, recomputed: bool, model_path: ModelPath, group_of: Groups
+) -> None:
+    """Rounding is not taken for a model that cannot be packed, and the adapter learns the same."""
+    path, sample = model_path("qwen3"), group_of(9, np.random.default_rng(9))
+
+    def scores(steps: int, **settings: Any) -> np.ndarray:
+        learner = trained(learner_of(path, **settings), group_of, steps)
+        assert learner.policy.has_plain_head
+        assert {one.dtype for _, one in learner.tensors()} == {torch.float32}
+        with torch.no_grad():
+            return np.concatenate(logprobs_of(learner.policy, sample))
+
+    low = scores(2, dtype="bfloat16", gradient_checkpointing=recomputed)
+    moved = np.abs(scores(2) - scores(0)).mean()
+    assert np.abs(low - scores(2)).mean() < 0.2 * moved
+
+
+def test_logits_of_other_sequences_are_no_rounding() -> None:
+    wanted = torch.randn(20, 32, generator=torch.Generator().manual_seed(1))
+    for kind in (torch.float32, torch.bfloat16):
+        right = wanted.to(kind)
+        assert _close(right, right)
+        wrong = right.clone()
+        wrong[18:] = right[:2]
+        assert not _close(wrong, right)
+    assert _close(wanted.bfloat16(), (1.003 * wanted).bfloat16())
+    assert not _close(1.003 * wanted, wanted)
 
 
 def test_an_engine_samples_from_the_merged_model(tmp_path: Path) -> None:

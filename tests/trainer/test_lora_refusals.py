@@ -11,11 +11,13 @@ import pytest
 import torch
 from lora_learners import LORA, Groups, learner_of, trained
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 from tiny_models import make_llama
 
-from asyncrl.config import RunConfig
-from asyncrl.errors import UserError
-from asyncrl.run.lora_check import with_adapter
+from asyncrl.config import RunConfig, parse_config
+from asyncrl.errors import ModelError, UserError
+from asyncrl.run.lora_check import check_serving, with_adapter
+from asyncrl.tasks.model import check_directory
 from engine.errors import WeightsError
 from engine.torch.weights import ModuleWeights
 from trainer.checkpoint_files import path_of
@@ -40,7 +42,6 @@ ModelPath = Callable[[str], str]
         ({"alpha": 8}, "alpha has no effect with rank: 0"),
         ({"rank": 4, "targets": "q_proj"}, "must be all-linear or a list"),
         ({"rank": 4, "targets": []}, "has no name"),
-        ({"rank": 4, "serve": "adapter"}, "is not built"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -74,9 +75,10 @@ def test_layers_and_adapters_that_do_not_fit_are_named(
         lora = LORA.model_copy(update={"targets": (target, "q_proj")})
         with pytest.raises(UnsupportedModelError, match=message):
             learner_of(path, lora=lora)
-    config = RunConfig.model_validate({"trainer": {"lora": {"rank": 3, "targets": ["query"]}}})
-    with pytest.raises(UserError, match=r"query is no layer of .* give some of down_proj, "):
-        with_adapter(config, Path(path))
+    for target, what in [("query", "no layer"), ("embed_tokens", "no layer in a block")]:
+        config = RunConfig.model_validate({"trainer": {"lora": {"rank": 3, "targets": [target]}}})
+        with pytest.raises(UserError, match=f"{target} is {what} of .*; give some of down_proj, "):
+            with_adapter(config, Path(path))
     trained(learner_of(path), group_of).save(path_of(tmp_path / "checkpoints", 1))
     adapter = tmp_path / "adapter"
     export_adapter(path_of(tmp_path / "checkpoints", 1), adapter)
@@ -96,6 +98,25 @@ def test_layers_and_adapters_that_do_not_fit_are_named(
     fewer = LORA.model_copy(update={"targets": ("q_proj",), "adapter": str(adapter)})
     with pytest.raises(UnsupportedModelError, match="does not fit"):
         learner_of(path, lora=fewer)
+    with_adapter(config, Path(path))  # the one that was trained here
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(one for one in tensors if "q_proj.lora_A" in one)
+    save_file(tensors | {name: torch.zeros(3, 33)}, file)
+    message = r"is of another model than .*q_proj.lora_A.weight is for .* side of 33, and .* 32 x"
+    with pytest.raises(UserError, match=message):
+        with_adapter(config, Path(path))
+    file.write_bytes(b"nonsense")
+    with pytest.raises(
+        UserError, match=r"adapter_model.safetensors is no safetensors file, or damaged"
+    ):
+        with_adapter(config, Path(path))
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"is a PEFT adapter, .* as trainer.lora.adapter"):
+        check_directory(tmp_path)
 
 
 def test_an_adapter_that_does_not_fit_the_engines_model_changes_nothing(tmp_path: Path) -> None:
@@ -137,3 +158,41 @@ def test_a_7b_model_with_an_adapter_fits_one_gpu() -> None:
         shape, config.model_copy(update={"lora": LoraConfig()}), samples, on_gpu=True
     )
     assert whole.device > 100 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("engine", "lora", "message"),
+    [
+        ({}, {}, r"for vLLM alone, and engine\.kind is torch; use trainer\.lora\.serve: merged"),
+        ({"kinds": ["vllm", "sglang"]}, {}, r"engine\.kind is sglang"),
+        ({"kind": "vllm", "vllm": {"tensor_parallel_size": 2}}, {}, "tensor_parallel_size above 1"),
+        ({"kind": "vllm"}, {"rank": 600}, "adapters of rank 512 at most"),
+        ({"kind": "vllm", "vllm": {"lora_rank": 4}}, {}, "lora_rank: 4 is set by the run itself"),
+    ],
+)
+def test_an_adapter_that_an_engine_cannot_keep_apart_is_refused(
+    engine: dict[str, Any], lora: dict[str, Any], message: str
+) -> None:
+    sections = {
+        "engine": engine,
+        "trainer": {"lora": {"rank": 4, "serve": "adapter"} | lora},
+        "launcher": {"generators": 2},
+    }
+    config = parse_config(sections, source="test")
+    with pytest.raises(UserError, match=message):
+        check_serving(config)
+
+
+def test_vllm_keeps_an_adapter_apart() -> None:
+    sections = {"engine": {"kind": "vllm"}, "trainer": {"lora": {"rank": 4, "serve": "adapter"}}}
+    check_serving(parse_config(sections, source="test"))
+
+
+def test_engines_that_hold_the_model_more_finely_are_refused() -> None:
+    trainer = {"lora": {"rank": 4}, "dtype": "bfloat16"}
+    for engine in ({"dtype": "float32"}, {"device": "cpu"}):
+        config = parse_config({"engine": engine, "trainer": trainer}, source="test")
+        with pytest.raises(UserError, match=r"Set engine\.dtype: bfloat16, or trainer\.dtype"):
+            check_serving(config)
+    low = {"dtype": "bfloat16", "device": "cpu"}
+    check_serving(parse_config({"engine": low, "trainer": trainer}, source="test"))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -161,8 +162,8 @@ def test_the_copy_for_checkpoints_is_counted_and_can_be_done_without() -> None:
         (400, True, []),
         (170, True, ["trainer.gradient_checkpointing: selective"]),
         (141, True, ["trainer.gradient_checkpointing: true"]),
-        (100, True, ["trainer.optimizer_state: int8"]),
-        (85, True, ["trainer.optimizer_state: int8", "trainer.optimizer_offload: true"]),
+        (100, True, ["trainer.gradient_checkpointing: true", "trainer.optimizer_state: int8"]),
+        (85, True, ["trainer.gradient_checkpointing: true", "trainer.optimizer_offload: true"]),
         (40, True, None),
     ],
 )
@@ -181,4 +182,26 @@ def test_remedies_are_the_cheapest_that_are_enough(
         assert step_memory(shape, config, samples, on_gpu=on_gpu).device <= room
         return
     assert needed <= room
-    assert set(wanted) <= set(settings)
+    assert settings == wanted, "and none that changes nothing"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"compile": True, "ranks": 2},
+        {"algorithm": "reinforce_plus_plus"},
+        {"algorithm": "ppo", "critic": {"passes": 2}, "ranks": 2},
+        {"lora": {"rank": 8}, "ranks": 2},
+    ],
+    ids=str,
+)
+def test_remedies_go_with_the_other_settings(other: dict[str, Any]) -> None:
+    shape = ModelShape.of(QWEN_7B)
+    assert shape is not None
+    config = TrainerConfig(dtype="bfloat16", **other)
+    for gib in (20, 40, 70, 90, 110, 130, 150, 200):
+        for on_gpu in (True, False):
+            settings, _ = remedies(shape, config, SAMPLES, gib * memory.GIB, on_gpu=on_gpu)
+            for one in settings:
+                name, _, value = one.removeprefix("trainer.").partition(": ")
+                TrainerConfig(**{"dtype": "bfloat16", **other, name: yaml.safe_load(value)})

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rollout.trajectory import Trajectory
 from trainer.errors import NonFiniteError, TrainerError
-from trainer.policy import PackedBatch
+from trainer.packed_batch import PackedBatch
 from trainer.token_batch import token_batch
 
 ModelPath = Callable[[str], str]

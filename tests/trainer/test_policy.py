@@ -11,7 +11,7 @@ import torch
 from enumerated_policies import truncated
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.protocol import SamplingParams
 from engine.sampling import SamplingColumns, processed_logprobs
@@ -20,8 +20,9 @@ from trainer import head as head_module
 from trainer import packing
 from trainer.errors import UnsupportedModelError
 from trainer.micro_batches import split_by_tokens
+from trainer.packed_batch import PackedBatch
 from trainer.packing import Family, Layout, packed_attention
-from trainer.policy import PackedBatch, Policy
+from trainer.policy import Policy
 
 CPU = torch.device("cpu")
 VOCAB = 32
@@ -38,15 +39,23 @@ def _pairs(count: int = 7) -> list[tuple[np.ndarray, np.ndarray]]:
     ]
 
 
-def _plain_logits(path: str, pairs: list[tuple[np.ndarray, np.ndarray]]) -> torch.Tensor:
-    """`[N, V]`: one unpadded forward pass per sequence, transformers' own attention."""
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+def _plain_model(path: str) -> PreTrainedModel:
+    """With transformers' own attention."""
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+
+
+def _logits_of(model: PreTrainedModel, pairs: list[tuple[np.ndarray, np.ndarray]]) -> torch.Tensor:
+    """`[N, V]`: one unpadded forward pass per sequence."""
     rows = []
-    with torch.no_grad():
-        for prompt, response in pairs:
-            ids = torch.from_numpy(np.concatenate([prompt, response])).long()[None]
-            rows.append(model(input_ids=ids).logits[0, len(prompt) - 1 : -1])
+    for prompt, response in pairs:
+        ids = torch.from_numpy(np.concatenate([prompt, response])).long()[None]
+        rows.append(model(input_ids=ids).logits[0, len(prompt) - 1 : -1])
     return torch.cat(rows)
+
+
+def _plain_logits(path: str, pairs: list[tuple[np.ndarray, np.ndarray]]) -> torch.Tensor:
+    with torch.no_grad():
+        return _logits_of(_plain_model(path), pairs)
 
 
 def _group(prompt: int = 6) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -60,7 +69,8 @@ def _group(prompt: int = 6) -> list[tuple[np.ndarray, np.ndarray]]:
     "name",
     [
         *("qwen3", "llama", "mistral_window", "gpt2", "granite", "gemma2", "gemma3", "cohere"),
-        *("phi3", "gpt_oss", "qwen3_moe", "mixtral"),
+        *("phi3", "gpt_oss", "qwen3_moe", "mixtral", "olmo_clipped", "smollm3", "glm4"),
+        "deepseek_v3",
     ],
 )
 def test_packed_equals_separate(
@@ -68,14 +78,22 @@ def test_packed_equals_separate(
 ) -> None:
     path = model_path(name)
     batch = PackedBatch.of(pairs, CPU)
-    want = torch.log_softmax(_plain_logits(path, pairs) / 0.7, -1)
+    weight = torch.linspace(-1.0, 2.0, len(batch.targets))
+    plain = _plain_model(path)
+    want = torch.log_softmax(_logits_of(plain, pairs) / 0.7, -1)
+    chosen = want.gather(-1, batch.targets[:, None])[:, 0]
+    (chosen * weight).sum().backward()
     policy = Policy(path, dtype="float32", device=CPU, temperature=0.7)
-    with torch.no_grad():
-        got = policy.score(batch)
-    torch.testing.assert_close(
-        got.logprobs, want.gather(-1, batch.targets[:, None])[:, 0], atol=1e-5, rtol=0
-    )
+    got = policy.score(batch)
+    (got.logprobs * weight).sum().backward()
+    torch.testing.assert_close(got.logprobs, chosen, atol=1e-5, rtol=0)
     torch.testing.assert_close(got.entropy, -(want.exp() * want).sum(-1), atol=1e-5, rtol=0)
+    mine = dict(policy.model.named_parameters())
+    for parameter_name, parameter in plain.named_parameters():
+        expected = parameter.grad
+        if expected is not None:
+            close = 1e-5 + 1e-4 * float(expected.abs().max())
+            torch.testing.assert_close(mine[parameter_name].grad, expected, atol=close, rtol=0)
 
 
 @pytest.mark.parametrize(

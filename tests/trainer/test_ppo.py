@@ -19,13 +19,12 @@ from plain_policies import (
     RATE,
     Group,
     GroupOf,
-    make_batch,
     make_learner,
-    plain_logprobs,
     plain_model,
 )
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from turns_of import Row, Rows, plain_scores, trained_of, turn_batch
 
 from rollout.trajectory import Trajectory
 from trainer.config import TrainerConfig
@@ -33,17 +32,22 @@ from trainer.errors import UnsupportedModelError
 from trainer.gae import advantages_of
 from trainer.learner import Learner
 from trainer.policy import Policy
+from trainer.value_loss import value_loss
 
 ModelPath = Callable[[str], str]
 
 CRITIC_RATE, CAP = 3e-2, 2.0
 
 
-def _values(trunk: Any, head: nn.Linear, one: Trajectory) -> Tensor:
-    """`[L + 1]`: of the states before each token, and after the last one."""
-    row = torch.from_numpy(np.concatenate([one.prompt_tokens, one.tokens]).astype(np.int64))
-    hidden = trunk(input_ids=row[None]).last_hidden_state[0, len(one.prompt_tokens) - 1 :]
-    return head(hidden)[:, 0]
+def _values(trunk: Any, head: nn.Linear, rows: Sequence[Row]) -> Tensor:
+    """`[N + 1]`: of the states before each generated token, and after the last token."""
+    found = []
+    for prompt, response, trained in rows:
+        row = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+        hidden = trunk(input_ids=row[None]).last_hidden_state[0, len(prompt) - 1 :]
+        values = head(hidden)[:, 0]
+        found.append(values[:-1][torch.from_numpy(trained)])
+    return torch.cat([*found, values[-1:]])
 
 
 def _whitened(rows: list[Tensor]) -> list[Tensor]:
@@ -64,7 +68,8 @@ def _recursion(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Ten
 class PlainPpo:
     """The published algorithm over a whole step, one sample at a time."""
 
-    def __init__(self, path: str, learner: Learner, settings: dict[str, Any]) -> None:
+    def __init__(self, path: str, learner: Learner, settings: dict[str, Any], rows: Rows) -> None:
+        self.rows = rows
         self.config = TrainerConfig.model_validate(COMMON | settings)
         self.policy = plain_model(path)
         self.reference = plain_model(path)
@@ -96,15 +101,14 @@ class PlainPpo:
         rewards = np.concatenate([values for _, values in batch])
         with torch.no_grad():
             start = [self._policy(one) for one in samples]
-            initial = [
-                plain_logprobs(self.reference, one.prompt_tokens, one.tokens) for one in samples
-            ]
-            values = [_values(self.trunk, self.head, one) for one in samples]
+            initial = [plain_scores(self.reference, self.rows[one.id]) for one in samples]
+            values = [_values(self.trunk, self.head, self.rows[one.id]) for one in samples]
+        counts = trained_of(batch, self.rows)
         advantages, returns = [], []
         for i, one in enumerate(samples):
             if critic.truncated == "terminal" or one.finish_reason == "stop":
                 values[i][-1] = 0
-            each = torch.zeros(len(one.tokens), dtype=torch.float64)
+            each = torch.zeros(counts[i], dtype=torch.float64)
             each[-1] = rewards[i]
             if config.kl_estimator == "k1":
                 each -= config.kl_coefficient * (start[i] - initial[i])
@@ -119,20 +123,24 @@ class PlainPpo:
                 for i in share:
                     loss = loss + self._policy_loss(samples[i], advantages[i], start[i], initial[i])
                     errors = errors + self._value_loss(samples[i], values[i][:-1], returns[i])
-                tokens = sum(len(samples[i].tokens) for i in share)
+                tokens = sum(counts[i] for i in share)
                 sums += loss.item(), errors.item(), tokens
                 ((loss + critic.value_coefficient * errors) / tokens).backward()
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-        self._fit_critic(samples, values, returns)
+        self._fit_critic(samples, counts, values, returns)
         return float(sums[0] / sums[2]), float(sums[1] / sums[2])
 
     def _policy(self, one: Trajectory) -> Tensor:
-        return plain_logprobs(self.policy, one.prompt_tokens, one.tokens)
+        return plain_scores(self.policy, self.rows[one.id])
 
     def _fit_critic(
-        self, samples: list[Trajectory], values: list[Tensor], returns: list[Tensor]
+        self,
+        samples: list[Trajectory],
+        counts: list[int],
+        values: list[Tensor],
+        returns: list[Tensor],
     ) -> None:
         critic = self.config.critic
         for _pass in range(1, critic.passes):
@@ -140,14 +148,14 @@ class PlainPpo:
                 errors = torch.zeros((), dtype=torch.float64)
                 for i in share:
                     errors = errors + self._value_loss(samples[i], values[i][:-1], returns[i])
-                tokens = sum(len(samples[i].tokens) for i in share)
+                tokens = sum(counts[i] for i in share)
                 (critic.value_coefficient * errors / tokens).backward()
                 self.optimizers[1].step()
                 self.optimizers[1].zero_grad()
 
     def _value_loss(self, one: Trajectory, old: Tensor, target: Tensor) -> Tensor:
         clip = self.config.critic.value_clip
-        now = _values(self.trunk, self.head, one)[:-1]
+        now = _values(self.trunk, self.head, self.rows[one.id])[:-1]
         moved = old + (now - old).clamp(-clip, clip)
         return 0.5 * torch.maximum((now - target) ** 2, (moved - target) ** 2).sum()
 
@@ -155,7 +163,7 @@ class PlainPpo:
         self, one: Trajectory, advantages: Tensor, start: Tensor, initial: Tensor
     ) -> Tensor:
         config = self.config
-        p, b = self._policy(one), torch.tensor(one.behaviour_logprobs).double()
+        p, b = self._policy(one), torch.tensor(one.behaviour_logprobs[one.trained]).double()
         if config.proximal_policy == "current":
             ratio, weight = (p - start).exp(), (start - b).exp().clamp(max=CAP)
         else:
@@ -208,19 +216,20 @@ SHARED = {"shared_trunk": True}
     ],
 )
 def test_a_step_is_that_of_a_plain_loop(
-    model_path: ModelPath, group_of: GroupOf, settings: dict[str, Any], critic: dict[str, Any]
+    model_path: ModelPath, settings: dict[str, Any], critic: dict[str, Any]
 ) -> None:
+    """Most samples have several turns; some have several contexts."""
     path = model_path("qwen3")
     settings = {
         "algorithm": "ppo",
         "critic": {"learning_rate": CRITIC_RATE, **critic},
         **settings,
     }
-    batch = make_batch(group_of, path)
+    batch, rows = turn_batch(path, branches=True)
     cut = batch[2][0][1]
     object.__setattr__(cut, "finish_reason", "length")
     learner = make_learner(path, **settings)
-    plain = PlainPpo(path, learner, settings)
+    plain = PlainPpo(path, learner, settings, rows)
     for index in (2, 0, 3, 1):  # in any order of arrival
         learner.add_group(*batch[index])
     metrics = learner.step()
@@ -317,3 +326,13 @@ def test_hidden_states_that_cannot_be_had_are_not_shared(
 def test_without_samples_there_are_no_advantages() -> None:
     found = advantages_of(np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
     assert len(found.advantages) == 0
+
+
+def test_a_value_near_the_old_one_is_not_counted_as_clipped() -> None:
+    old, returns = torch.randn(2, 4096, generator=torch.Generator().manual_seed(1))
+    values, ones = old * 0.3 + 0.05, torch.ones(4096)
+    far = (values - old).abs() > 1.0
+    found = value_loss(values, old, returns, ones, 1.0)
+    near, moved = (values[far] - returns[far]).square(), old + (values - old).clamp(-1, 1)
+    worse = (moved[far] - returns[far]).square() > near
+    assert found.sums["value_clipped"] == worse.sum()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rollout.trajectory import Trajectory
 from trainer.config import TrainerConfig
@@ -93,3 +94,37 @@ def test_rates_of_a_critic_may_change_and_its_advantages_may_not(
     other = _learner(model_path("qwen3"), algorithm="ppo", critic={"gae_lambda": 1.0})
     with pytest.raises(CheckpointError, match=r"critic\.gae_lambda: 0\.95 -> 1\.0"):
         other.restore(tmp_path / "step-000001")
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_refused"),
+    [
+        ({}, False),
+        ({"kl_coefficient": 0.1}, True),
+        ({"kl_coefficient": 0.1, "reference_decay": 0.9}, False),
+    ],
+    ids=["no reference", "the initial model", "one that is in the checkpoint"],
+)
+def test_another_reference_than_before_is_refused(
+    settings: dict[str, Any],
+    is_refused: bool,
+    model_path: Callable[[str], str],
+    group_of: Callable[..., list[Trajectory]],
+    tmp_path: Path,
+) -> None:
+    """model.path has a model of the same shape by now."""
+    learner = _learner(model_path("qwen3"), **settings)
+    _train(learner, group_of)
+    learner.save(tmp_path / "step-000001")
+    other = AutoModelForCausalLM.from_pretrained(model_path("qwen3"))
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.5)
+    other.save_pretrained(tmp_path / "other")
+    resumed = _learner(str(tmp_path / "other"), **settings)
+    if is_refused:
+        with pytest.raises(CheckpointError, match="would be the reference of its KL penalty"):
+            resumed.restore(tmp_path / "step-000001")
+        return
+    resumed.restore(tmp_path / "step-000001")
+    wanted, found = _state(learner), _state(resumed)
+    assert all(torch.equal(found[name], one) for name, one in wanted.items())

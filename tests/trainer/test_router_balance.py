@@ -14,7 +14,8 @@ from trainer.algorithms.factory import make
 from trainer.config import TrainerConfig
 from trainer.errors import UnsupportedModelError
 from trainer.learner import Learner
-from trainer.policy import PackedBatch, Policy
+from trainer.packed_batch import PackedBatch
+from trainer.policy import Policy
 from trainer.router import why_no_routes
 
 CPU = torch.device("cpu")

@@ -18,8 +18,11 @@ import torch
 from safetensors.torch import load_file
 from sharded_learner import CASES, RESUMED, RUNS
 from threaded_world import ThreadedWorld
+from transformers import AutoModelForCausalLM
 
+from trainer.checkpoint_files import path_of
 from trainer.config import TrainerConfig
+from trainer.export import export
 from trainer.sharding.lockstep import Act, Has, Word, decided
 from trainer.sharding.policy import one_by_one
 
@@ -93,6 +96,31 @@ def test_with_the_same_order_of_sums_every_bit_is_the_same(ran: Path, dtype: str
     want = load_file(ran / f"{dtype} False.safetensors")
     got = load_file(ran / f"{dtype} True.safetensors")
     assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_holds_its_part_of_weights_gradients_and_moments(ran: Path, rank: int) -> None:
+    """Of its tensors, not of its pages; vectors are whole but for their moments.
+
+    One more copy of the matrices would be a quarter more; torch's own tables are the rest.
+    """
+    full, plain = (_said(ran, f"live {which} {rank}") for which in (True, False))
+    matrices, vectors = full["matrices"], full["vectors"]
+    assert full["held"] == pytest.approx(4 * matrices / 2 + 3 * vectors, rel=0.05)
+    assert plain["held"] == pytest.approx(3 * matrices + 3 * vectors, rel=0.05)
+    assert not full["mapped"], "the file of the weights, which a view of it keeps in memory"
+
+
+def test_a_checkpoint_of_parts_is_exported_as_that_of_one_rank(ran: Path, tmp_path: Path) -> None:
+    tokens = torch.randint(0, 32, (4, 12), generator=torch.Generator().manual_seed(0))
+    found = []
+    for size in (1, 2):
+        target = tmp_path / str(size)
+        export(path_of(ran / f"grpo in turn {size}", 1), target)
+        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        found.append(model(tokens).logits.log_softmax(-1))
+    assert found[0].dtype == torch.float64
+    torch.testing.assert_close(found[1], found[0], atol=1e-10, rtol=1e-10)
 
 
 def test_a_rank_that_is_lost_in_a_micro_batch_is_noticed(ran: Path) -> None:

@@ -38,7 +38,7 @@ def trajectory(topk: int = 2) -> VerifiableTrajectory:
             provenance=np.full(n, Provenance.DRAFTED, np.uint8),
             policy_version=version,
         )
-    return builder.finish("stop")
+    return replace(builder.finish("stop"), contexts=(2,))
 
 
 def delivery() -> TrajectoryDelivery:
@@ -47,11 +47,11 @@ def delivery() -> TrajectoryDelivery:
 
 def test_a_trajectory_survives_the_wire() -> None:
     sent = delivery()
-    assert (sent.step, sent.reward) == (4, 0.5)
+    assert (sent.step, sent.reward, sent.contexts) == (4, 0.5, (2,))
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=TrajectoryDelivery)
     before, after = trajectory(), decode_trajectory(received)
     assert type(after) is Trajectory
-    for name in ("id", "prompt_id", "segments", "finish_reason"):
+    for name in ("id", "prompt_id", "segments", "finish_reason", "contexts"):
         assert getattr(after, name) == getattr(before, name)
     for name in ("prompt_tokens", "tokens", "behaviour_logprobs", "provenance"):
         expected, decoded = getattr(before, name), getattr(after, name)
@@ -109,6 +109,7 @@ def test_the_digest_is_of_the_trajectory_only() -> None:
     digest = digest_of(sent)
     assert len(digest) == DIGEST_BYTES
     assert digest == digest_of(msgspec.structs.replace(sent, step=9, reward=3.0, lineage=1))
+    assert digest != digest_of(msgspec.structs.replace(sent, contexts=()))
     bytes_moved = msgspec.structs.replace(
         sent,
         prompt_tokens=memoryview(bytes(sent.prompt_tokens) + bytes(sent.tokens)[:4]),

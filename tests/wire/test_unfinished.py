@@ -24,6 +24,8 @@ def kept(length: int, topk: int = 3) -> KeptTokens:
         rng.integers(0, 50, (length, topk)).astype(np.int32),
         np.full((length, topk), -np.inf, np.float32),
         rng.integers(0, 2**64, length, np.uint64),
+        (np.arange(length) % 3 == 2) & (length > 5),
+        contexts=(2, 5) if length > 5 else (),
     )
 
 
@@ -41,8 +43,9 @@ def test_tokens_come_back_as_they_were(file: Path) -> None:
     assert [place.sample for place in index.places] == [SampleId(9, n) for n in range(3)]
     for n, place in enumerate(index.places):
         found, expected = read_sample(file, place, prompt_id=f"p{n}"), kept(5 + n)
-        for name in ("tokens", "logprobs", "topk_ids", "topk_logprobs", "noise_seeds"):
+        for name in ("tokens", "logprobs", "topk_ids", "topk_logprobs", "noise_seeds", "observed"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+        assert found.contexts == expected.contexts
     assert [path.name for path in file.parent.iterdir()] == [file.name], "a temporary is left"
 
 

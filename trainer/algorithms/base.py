@@ -1,6 +1,7 @@
 """What an algorithm is: two pure functions, the tensors they take, and the signals they report.
 
-Shapes: G samples in a group; N response tokens of one micro-batch, packed one after another.
+Shapes: G samples in a group; N response tokens of one micro-batch, packed one after another. Tokens
+that no policy has drawn (`Trajectory.trained`) are not among them, and in no length or denominator.
 
 An algorithm never divides. `loss` returns **sums**, and the learner divides by the step's loss
 denominator, which is known only when the step's last group has arrived (`trainer.normalization`).
@@ -88,6 +89,8 @@ class Signal:
     value is (sum of w)^2 / (tokens * sum of w^2), the share of tokens that count (Kish). explained:
     the sum is `[4]`, of errors e, of e^2, of targets R and of R^2, and the value is 1 - var(e) /
     var(R)."""
+    of_loss: bool = False
+    """Whether it is the algorithm's own loss, for which the step's factors (`Finish`) hold too."""
 
     @property
     def size(self) -> int:

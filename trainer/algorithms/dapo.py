@@ -5,8 +5,9 @@
 
 These are GRPO's equations with DAPO's defaults: `proximal_policy: behaviour`, `clip_ratio_high:
 0.28`, `loss_normalization: token`. Overlong shaping (eq. 13) is `trainer.overlong_buffer`, for any
-algorithm (`trainer.algorithms.overlong`). DAPO's dynamic sampling is not here yet: groups without
-signal are counted and reported, and take part in the denominator. Empty batch: loss 0.
+algorithm (`trainer.algorithms.overlong`), and dynamic sampling, for any algorithm too,
+is `scheduler.dynamic_sampling`: without it groups without signal are counted and reported, and take
+part in the denominator. Empty batch: loss 0.
 """
 
 from __future__ import annotations

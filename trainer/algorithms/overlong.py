@@ -1,7 +1,7 @@
 """Overlong shaping of rewards (DAPO, arXiv 2503.14476, eq. 13).
 
 With the longest response L_max (`sampling.max_tokens`), the buffer B (`trainer.overlong_buffer`)
-and a response of L tokens:
+and a response of L tokens, observed ones included, as `sampling.max_tokens` counts them:
 
     0                            L <= L_max - B
     (L_max - B - L) / B          L_max - B < L <= L_max

@@ -54,7 +54,7 @@ from trainer.algorithms.base import (
 from trainer.algorithms.sequences import owners_of, sums_to_go
 
 _SIGNALS = {
-    "policy_loss": Signal("loss without the KL penalty", per="loss"),
+    "policy_loss": Signal("loss without the KL penalty", per="loss", of_loss=True),
     "reference_kl": Signal("KL of the policy from its reference, nats per token"),
 }
 

@@ -24,7 +24,7 @@ from trainer.errors import UnsupportedModelError
 from trainer.lora.config import LoraConfig
 from trainer.lora.files import adapter_settings
 from trainer.lora.tensors import read_adapter
-from wire.weights.adapter import Pair, layer_of, merged, names_of
+from wire.weights.adapter import Pair, layer_of, merged, names_of, served_apart
 from wire.weights.fingerprint import TensorSums, collect, fingerprint, sums_of
 from wire.weights.layout import Fingerprint, LoraSpec
 
@@ -74,7 +74,7 @@ class Adapter:
     @property
     def spec(self) -> LoraSpec:
         """What a manifest says of it."""
-        return LoraSpec(self.config.rank, self.config.scaling)
+        return LoraSpec(self.config.rank, self.config.scaling, self.config.serve)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """A and B of each layer, as they are published; alive."""
@@ -104,11 +104,12 @@ class Adapter:
         return fingerprint([*self.base(), *self.tensors()])
 
     def fingerprint(self, dtype: torch.dtype) -> Fingerprint:
-        """Of the merged weights, as engines of this data type hold them.
+        """Of the merged weights, or of weights and adapter apart, in the engines' data type.
 
         A merged matrix exists one at a time. Digests of weights without adapter are kept.
         """
-        pairs = self._pairs()
+        apart = self.config.serve == "adapter"
+        pairs = {} if apart else self._pairs()
         named: list[tuple[str, TensorSums]] = []
         for name, tensor in self.base():
             if name in pairs:
@@ -119,6 +120,9 @@ class Adapter:
             if key not in self._constant:
                 self._constant[key] = sums_of(tensor, dtype)
             named.append((name, self._constant[key]))
+        if apart:
+            served = served_apart(self.tensors(), self.config.scaling, dtype)
+            named += [(name, sums_of(one)) for name, one in served]
         return collect(named)
 
     @contextmanager

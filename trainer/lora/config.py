@@ -7,6 +7,12 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 ALL_LINEAR = "all-linear"
+FINER_ENGINES = (
+    "trainer.lora with trainer.dtype: bfloat16 holds the model in bfloat16, and the engines in "
+    "float32: they would sample from another policy. Set engine.dtype: bfloat16, or trainer.dtype: "
+    "float32"
+)
+"""Why a run is refused whose engines hold what an adapter is added to more finely."""
 
 
 class LoraConfig(BaseModel):
@@ -29,7 +35,8 @@ class LoraConfig(BaseModel):
     also the KL's reference. Unset: A is random and B is 0, so the first policy is the model."""
     serve: Literal["merged", "adapter"] = "merged"
     """How engines decode with it. merged: each adds it to its own copy of the weights, in the
-    engine's data type."""
+    engine's data type. adapter: vLLM keeps it apart and computes both branches, without rounding
+    small adapters away; slower."""
     dropout: float = 0.0
     """Refused unless 0: with dropout, the trainer's policy is not the one that engines sample."""
     modules_to_save: tuple[str, ...] = ()
@@ -52,16 +59,6 @@ class LoraConfig(BaseModel):
             raise ValueError(
                 f"{value} is not possible: gradients would be of another policy than the one that "
                 "engines sample from. It must be 0"
-            )
-        return value
-
-    @field_validator("serve")
-    @classmethod
-    def _served_as_built(cls, value: str) -> str:
-        if value == "adapter":
-            raise ValueError(
-                "adapter is not built: engines would keep the model and the adapter apart. Use "
-                "merged, which every engine serves"
             )
         return value
 

@@ -18,6 +18,8 @@ from typing import Any
 from trainer.lora.config import LoraConfig
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Of the names in a PEFT file, before those of the model's layers."""
 ADAPTER = "adapter"
 """Folder of a checkpoint with the settings of its adapter; others have none."""
 _PLAIN: dict[str, Any] = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainer.lora.adapter import Adapter
-from trainer.policy import PackedBatch, Policy
+from trainer.packed_batch import PackedBatch
+from trainer.policy import Policy
 from trainer.reference import Reference
 
 

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from trainer.errors import UnsupportedModelError
 from trainer.lora.config import LoraConfig
-from trainer.lora.files import TENSORS, why_not_started_from, write_settings
-
-_PREFIX = "base_model.model."
+from trainer.lora.files import PREFIX, TENSORS, why_not_started_from, write_settings
 
 
 def read_adapter(directory: Path, config: LoraConfig) -> dict[str, Tensor]:
@@ -53,9 +51,9 @@ def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[
 
 def _outer(name: str) -> str:
     """From the model's name to the file's."""
-    return _PREFIX + name.replace(".default.weight", ".weight")
+    return PREFIX + name.replace(".default.weight", ".weight")
 
 
 def _inner(name: str) -> str:
-    inner = name.removeprefix(_PREFIX)
+    inner = name.removeprefix(PREFIX)
     return inner.removesuffix(".weight") + ".default.weight"

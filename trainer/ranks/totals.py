@@ -67,6 +67,7 @@ _TOGETHER: dict[str, _Together] = {
     "zero_variance_groups": _added,
     "samples": _added,
     "tokens": _added,
+    "observed": _added,
     "lengths": _counted,
     "truncated": _added,
     "rewards": _added,

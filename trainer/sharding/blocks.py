@@ -137,7 +137,11 @@ def _own(value: Any) -> Any:
 
 @torch.no_grad()
 def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """Bring what is not divided to the device."""
+    """Bring what is not divided to the device, in memory of its own.
+
+    A tensor that was read from a file is a view of the file's mapping, so one norm would keep the
+    whole model in memory.
+    """
     for one in [*model.parameters(), *model.buffers()]:
-        if one.device.type != device.type and not isinstance(one, DTensor):
-            one.data = one.data.to(device)
+        if not isinstance(one, DTensor):
+            one.data = one.data.to(device, copy=True)

@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from trainer.errors import TrainerError
 from trainer.head import TokenScores
-from trainer.policy import PackedBatch, Policy
+from trainer.host_memory import memory_left
+from trainer.packed_batch import PackedBatch
+from trainer.policy import Policy
 from trainer.ranks.world import World
 from trainer.sharding.blocks import ShardedModel
-from trainer.snapshot import memory_left
 from wire.weights.fingerprint import fingerprint
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from rollout.trajectory import FinishReason, SampleId, Segment
-from wire.decoding import Finite
+from wire.decoding import Count, Finite
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -25,7 +25,7 @@ class TrajectoryDelivery(Message, frozen=True):
     sample: SampleId
     prompt_id: str
     prompt_tokens: memoryview
-    """`[P]` int32"""
+    """`[P]` int32; samples of a group need not have the same prompt"""
     tokens: memoryview
     """`[L]` int32"""
     behaviour_logprobs: memoryview
@@ -40,6 +40,8 @@ class TrajectoryDelivery(Message, frozen=True):
     counts as 0. Only reported; `reward` is what is trained on."""
     lineage: int = 0
     """Of the trainer that it is for; another one must not train on it."""
+    contexts: tuple[Count, ...] = ()
+    """`rollout.trajectory.Trajectory.contexts`"""
 
 
 class Received(Message, frozen=True):

@@ -8,9 +8,12 @@ import msgspec
 
 from rollout.trajectory import FinishReason, SampleId
 from wire.decoding import Amount, Count, Finite
+from wire.environments import EnvironmentCounts
+from wire.evaluations import Verdict
 from wire.frames import DIGEST_BYTES
 from wire.noise_floor import NoiseFloor
-from wire.records import EngineStats, RewardCounts
+from wire.records import EngineStats
+from wire.reward_counts import RewardCounts
 from wire.weights.layout import Fingerprint
 from wire.wrong_policy import WrongPolicy
 
@@ -27,6 +30,8 @@ class GeneratorReady(Message, frozen=True):
     slots: Annotated[int, msgspec.Meta(ge=1)]
     """Samples that it decodes at once."""
     policy_version: int
+    """Of the weights that it starts with. -1: they are no policy of the run, and nothing is
+    generated before others are installed."""
     fingerprint: Fingerprint
     """Of the weights that it starts with."""
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
@@ -88,6 +93,8 @@ class EvaluationSample(Message, frozen=True):
     held_seconds: Amount = 0.0
     """How long its generator has kept its version for this round, when it had a newer one to
     install."""
+    verdict: Verdict = "scored"
+    """What is known of it; unless `scored`, `reward` is 0."""
 
 
 class EvaluationMissed(Message, frozen=True):
@@ -152,6 +159,10 @@ class GeneratorReport(Message, frozen=True):
     """Of its reward workers, since its start."""
     noise_floor: NoiseFloor = NoiseFloor()
     """What verification rejects under unchanged weights, since its start."""
+    in_environments: Count = 0
+    """Samples that wait for their environment now, and take no slot."""
+    environment: EnvironmentCounts = EnvironmentCounts()
+    """Of its environments, since its start."""
 
 
 class Failure(Message, frozen=True):

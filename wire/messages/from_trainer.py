@@ -93,7 +93,7 @@ class PeerCutOff(Message, frozen=True):
 
 
 class SuspectSample(msgspec.Struct, frozen=True):
-    """A sample whose recorded log-probabilities nothing explains."""
+    """A context of a sample whose recorded log-probabilities nothing explains."""
 
     prompt_tokens: bytes
     """`[P]` int32"""
@@ -102,7 +102,9 @@ class SuspectSample(msgspec.Struct, frozen=True):
     recorded: bytes
     """`[L]` float32, the engine's."""
     expected: bytes
-    """`[L]` float32, the trainer's."""
+    """`[L]` float32, the trainer's; 0 for an observed token."""
+    observed: bytes = b""
+    """`[L]` uint8, 0 or 1: tokens that no policy has drawn, which are not compared; empty: none."""
 
 
 class WrongPolicyFound(Message, frozen=True):

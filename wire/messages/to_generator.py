@@ -97,6 +97,8 @@ class Evaluate(Message, frozen=True):
     seed: int
     fixed: FixedVersion | None = None
     """None: under the weights that are installed, which do not change meanwhile."""
+    shown_of: str = ""
+    """The set of the sample if it is to be recorded in samples.jsonl; otherwise empty."""
 
 
 class AbandonEvaluation(Message, frozen=True):

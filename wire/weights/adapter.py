@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from wire.errors import WeightsReadError
+from wire.weights.layout import ADAPTER_ENDINGS
 
-_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
-"""What peft puts behind the name of an adapted layer; "default" is the adapter's name."""
+_A, _B = ADAPTER_ENDINGS
 _ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Of a block, by kind of device."""
 
@@ -106,6 +106,28 @@ def merged(base: Tensor, pair: Pair, scaling: float, dtype: torch.dtype) -> Tens
     out = torch.empty(base.shape, dtype=dtype, device=base.device)
     merge(base.detach(), pair, scaling, out)
     return out
+
+
+def served_apart(
+    tensors: Iterable[tuple[str, Tensor]], scaling: float, dtype: torch.dtype
+) -> list[tuple[str, Tensor]]:
+    """A and scaling * B as an engine holds them that keeps an adapter apart from the model.
+
+    Each number of B is multiplied in float32 and rounded to the engine's data type once, so the
+    trainer and every engine come to the same bits.
+
+    Args:
+        tensors: A and B as they are published.
+        scaling: of the adapter.
+        dtype: the engine's.
+    """
+    found = []
+    for name, tensor in tensors:
+        one = tensor.detach().to(torch.float32)
+        if name.endswith(_B):
+            one = one * torch.tensor(scaling, dtype=torch.float32, device=one.device)
+        found.append((name, one.to(dtype)))
+    return found
 
 
 def adapter_mistakes(

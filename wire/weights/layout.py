@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -93,11 +94,18 @@ class BroadcastPlace(msgspec.Struct, frozen=True):
     """Unlike any other sender that ever listened there."""
 
 
+ADAPTER_ENDINGS = (".lora_A.default.weight", ".lora_B.default.weight")
+"""What peft puts behind the name of an adapted layer; "default" is the adapter's name."""
+
+
 class LoraSpec(msgspec.Struct, frozen=True):
     """The tensors are those of a LoRA adapter (`wire.weights.adapter`), and no others."""
 
     rank: int
     scaling: float
+    serve: Literal["merged", "adapter"] = "merged"
+    """adapter: engines keep it apart from the model; `WeightManifest.fingerprint` is then of the
+    model's own weights and of A and scaling * B, in the engines' data type."""
 
 
 class WeightManifest(msgspec.Struct, frozen=True):
@@ -117,4 +125,4 @@ class WeightManifest(msgspec.Struct, frozen=True):
     file only."""
     lora: LoraSpec | None = None
     """The tensors are an adapter's, and `fingerprint` is of the weights with the adapter merged
-    into them. None: they are all weights."""
+    into them, unless it is served apart. None: they are all weights."""

@@ -224,7 +224,7 @@ class Broker:
             self._calls.clear()
             for process in list(self._running.values()):
                 self._tell(process.status(_KILLED, self._gone))
-        for end in self._losses.settled(now):
+        for end in self._losses.settled(now, head_is_lost=self._head_is_lost):
             self._tell(end)
         for name, process in list(self._running.items()):
             if process.kill_at is not None and now > process.kill_at:

@@ -54,14 +54,18 @@ class Losses:
         self._held[end.name] = now, end
         return True
 
-    def settled(self, now: float) -> list[Status]:
-        """Ends of which it is known now whether it was the node's, each once."""
+    def settled(self, now: float, *, head_is_lost: bool = False) -> list[Status]:
+        """Ends of which it is known now whether it was the node's, each once.
+
+        Without a head nobody will know it: the end is told at once.
+        """
         found = []
         asked, alive = self._answer
         for at, end in list(self._held.values()):
             gone = asked >= at and end.node is not None and end.node.id not in alive
             waited = now - at
-            if gone or (asked >= at and waited > NODE_SECONDS) or waited > LONGEST_SECONDS:
+            known = gone or (asked >= at and waited > NODE_SECONDS)
+            if known or head_is_lost or waited > LONGEST_SECONDS:
                 del self._held[end.name]
                 found.append(_with_its_node(end) if gone else end)
         return found

@@ -41,6 +41,8 @@ class GeneratorState:
     """Held-out samples in generation."""
     rewarding: int = 0
     """Samples that wait for a reward worker or are with one (`SampleRewards.pending`)."""
+    environment: int = 0
+    """Samples whose environment has to answer before they need a slot; not in the counts above."""
     installing: int | None = None
     """Policy version whose weights are being swapped in, while the engine is stopped for it."""
     paused: bool = False
@@ -56,13 +58,16 @@ class GeneratorState:
 def cause_of_waiting(state: GeneratorState) -> str:
     """Say what a generator waits for when its engine has nothing to generate or to score.
 
-    `resume`: the user has paused it. `rewards`: reward workers have samples of this generator while
+    `resume`: the user has paused it. `environment`: samples in generation wait for the answers of
+    their environments. `rewards`: reward workers have samples of this generator while
     its engine is idle. `new weights`: step b has its samples from here, and version b+1 is not
     installed. `other samples`: the samples held here are not needed yet, because their group or
     their step is incomplete. `prompts`: none of these; the scheduler has admitted nothing.
     """
     if state.paused:
         return "resume"
+    if state.environment:
+        return "environment"
     if state.rewarding:
         return "rewards"
     if state.delivered_step >= 0 and state.delivered_step >= state.policy_version:
@@ -94,7 +99,8 @@ def slots_of(state: GeneratorState) -> dict[str, int]:
 
     The engine reports how many requests hold a slot, not which. They are attributed in the order of
     their priority: verification, due samples, evaluation, run-ahead. The remainder (requests that
-    have just ended) counts as due.
+    have just ended) counts as due. Of the empty slots, one counts as `environment` for each sample
+    that waits for its environment.
     """
     if state.installing is not None or state.paused:
         return {SlotUse.STOPPED.value: state.slots}
@@ -109,6 +115,8 @@ def slots_of(state: GeneratorState) -> dict[str, int]:
         used[use.value] = min(left, wanted)
         left -= used[use.value]
     used[SlotUse.PRIMARY.value] += left
+    empty = state.slots - sum(used.values())
+    used[SlotUse.ENVIRONMENT.value] = min(empty, state.environment)
     return {use: count for use, count in used.items() if count}
 
 

@@ -114,6 +114,7 @@ class Deliveries:
             # A sample may have been discarded during the wait for the rewards.
             if command.lineage >= self._lineage and self._held.get(sample) is held:
                 del self._held[sample]
+                held.close()
                 self._send(held, reward, command)
 
     def _send(self, held: HeldSample, reward: Reward, command: to_generator.Deliver) -> None:
@@ -135,7 +136,7 @@ class Deliveries:
         if self._lenient_reuse is not None:
             self._lenient_reuse.remember(held.trajectory)
         if self._recorder is not None:
-            self._recorder.consider(held, reward=reward.value, step=step)
+            self._recorder.consider(held, reward=reward, step=step)
         self._metrics.deliveries.inc()
         line.send_soon(delivery)
 

@@ -22,8 +22,10 @@ from dataclasses import dataclass
 
 from asyncrl.processes.generator.background import BackgroundTasks
 from asyncrl.processes.generator.controller_line import ControllerLine
-from asyncrl.processes.generator.generation import SampleGeneration, SampleGenerator
+from asyncrl.processes.generator.generation import SampleGeneration
 from asyncrl.processes.generator.held_sample import HeldSample
+from asyncrl.processes.generator.sample_generator import SampleGenerator
+from asyncrl.processes.generator.sample_recorder import SampleRecorder
 from rollout.trajectory import SampleId
 from wire.messages import from_generator, to_generator
 from wire.messages.to_generator import FixedVersion
@@ -52,8 +54,9 @@ class Evaluation:
     Args:
         generator: of their tokens.
         controller: is told of each.
-        version: of the weights that are installed.
+        version: of the weights that are installed; -1: they are no policy of the run.
         compared: waits until these have been compared with the trainer's.
+        recorder: of samples that are shown; None: none is.
     """
 
     def __init__(
@@ -62,11 +65,13 @@ class Evaluation:
         controller: ControllerLine,
         version: Callable[[], int],
         compared: Callable[[], Awaitable[None]],
+        recorder: SampleRecorder | None = None,
     ) -> None:
         self._generator = generator
         self._controller = controller
         self._version = version
         self._compared = compared
+        self._recorder = recorder
         self._tasks: set[asyncio.Task[None]] = set()
         self._fixed: set[_HeldOut] = set()
         self._changed = asyncio.Event()
@@ -210,7 +215,11 @@ class Evaluation:
         )
         held = await self._generate(one, first)
         while held.trajectory.oldest_version < target:
-            await self._is_installed(target)
+            try:
+                await self._is_installed(target)
+            except asyncio.CancelledError:
+                held.close()
+                raise
             again = SampleGeneration(
                 _id(command),
                 command.prompt,
@@ -220,6 +229,7 @@ class Evaluation:
                 previously_held=held,
                 purpose="eval",
                 order=AFTER_DUE,
+                episode=held.episode,
             )
             held = await self._generate(one, again)
         await self._report(command, held)
@@ -238,9 +248,13 @@ class Evaluation:
             await self._changed.wait()
 
     async def _report(self, command: to_generator.Evaluate, held: HeldSample) -> None:
+        held.close()
         reward = await held.reward
         await self._compared()
         trajectory = held.trajectory
+        is_shown = command.shown_of and reward.verdict != "unscored"
+        if self._recorder is not None and is_shown:
+            self._recorder.evaluated(held, reward=reward, shown_of=command.shown_of)
         await self._controller.send(
             from_generator.EvaluationSample(
                 self._controller.generator,
@@ -249,8 +263,9 @@ class Evaluation:
                 reward.value,
                 trajectory.oldest_version,
                 max(segment.policy_version for segment in trajectory.segments),
-                len(trajectory.tokens),
+                trajectory.trained_count,
                 self._held_so_far(),
+                reward.verdict,
             )
         )
 

@@ -5,6 +5,9 @@
                  │  └── interrupted                  │ verification requested
                  └───── resumed ◄────────────────────┘
 
+With an environment, an attempt that ends by `stop` ends a turn. The environment answers while the
+sample has no slot, and the next attempt follows its answer (`episodes`).
+
 Each attempt is one request to the engine. An interrupted sample resumes from the tokens that it
 has. They are a prefix where they stay as they are (its slot was needed, or its KV is rebuilt), and
 tokens to verify where they are too old.
@@ -18,23 +21,20 @@ stream with every token that was drawn (docs/decisions/0011).
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from asyncrl.processes.generator.episode import Episode
 from asyncrl.processes.generator.held_sample import HeldSample
-from asyncrl.processes.generator.noise_floor import NoiseFloorProbe
-from asyncrl.processes.generator.sample_rewards import SampleRewards
-from asyncrl.processes.generator.sample_traces import AttemptTrace, SampleTraces
+from asyncrl.processes.generator.sample_traces import AttemptTrace
 from asyncrl.rewards.calls import Reward
-from engine.errors import EngineError
-from engine.protocol import Engine, GenerateRequest, SamplingParams
+from engine.protocol import GenerateRequest, SamplingParams
+from rollout.contexts import Verification, joined, seed_of_context
 from rollout.trajectory import (
     FinishReason,
     KeptTokens,
-    Provenance,
     SampleId,
     Trajectory,
     TrajectoryBuilder,
@@ -42,12 +42,6 @@ from rollout.trajectory import (
 from wire.frames import decode_tokens
 from wire.messages.to_generator import PromptPayload
 from wire.records import TokenCounts
-
-_MAX_ENGINE_ABORTS = 8
-"""How often an engine may end a sample without being asked to before that is an error."""
-
-_INTERRUPT_SECONDS = 60.0
-"""Longest wait for an engine to end interrupted requests."""
 
 
 class PendingVerification(NamedTuple):
@@ -101,13 +95,44 @@ class SampleGeneration:
     """Attempts since the last verification began."""
     trace: AttemptTrace | None = None
     """Of the running attempt, if its group is traced."""
+    environment_seed: int | None = None
+    """Its environment's seed follows from this; None: from `seed`."""
+    episode: Episode | None = None
+    """What it and its environment have said; None: it has not begun, or has no environment."""
+    answering: asyncio.Task[FinishReason | None] | None = None
+    """While its environment answers a turn."""
+    opening: bool = False
+    """Its environment is being made."""
 
     def __post_init__(self) -> None:
-        self._clear_tokens()
+        if self.environment_seed is None:
+            self.environment_seed = self.seed
+        self.clear_tokens()
 
-    def _clear_tokens(self) -> None:
+    def clear_tokens(self) -> None:
+        """Begin with no token, after the prompt that its environment has given, if it has."""
         prompt = decode_tokens(self.prompt.tokens)
+        if self.episode is not None and len(self.episode.prompt):
+            prompt = self.episode.prompt
         self.builder = TrajectoryBuilder(self.sample, self.prompt.prompt_id, prompt)
+
+    @property
+    def waits_for_environment(self) -> bool:
+        """Whether it needs no slot now, because its environment has to answer first."""
+        return self.answering is not None or self.opening
+
+    def start_over(self) -> None:
+        """Drop all tokens, to be generated anew with another session of the environment.
+
+        The seed stays. A verification brings another one; what was lost with a process is drawn
+        with the same numbers again, since others would be rarer in long samples than in short ones
+        (docs/decisions/0082).
+        """
+        self.tokens_to_verify = self.previously_held = None
+        self.first_token_at, self.expired = None, False
+        if self.episode is not None:
+            self.episode.begin_again()
+        self.clear_tokens()
 
     @property
     def keeps_slot(self) -> bool:
@@ -116,9 +141,10 @@ class SampleGeneration:
 
     @property
     def awaits_verification(self) -> bool:
-        """Whether it has tokens that are to be verified and of which none has been accepted yet."""
+        """Whether its next request is to verify tokens."""
+        verification = self._verification
         return self.pending_verification is not None or (
-            self.tokens_to_verify is not None and not len(self.builder)
+            verification is not None and verification.to_verify_now() is not None
         )
 
     def request_verification(self, seed: int, min_version: int) -> bool:
@@ -154,16 +180,31 @@ class SampleGeneration:
             return  # every token that came since the request is new enough
         self.seed, self.min_version, self.attempts = seed, min_version, 0
         self.first_token_at, self.expired = None, False  # as for a held sample
-        if len(self.builder):
-            self.tokens_to_verify = self.builder.kept()
-            self._clear_tokens()
+        if not len(self.builder) and self.tokens_to_verify is None:
+            return
+        if self.episode is not None and not self.episode.goes_back:
+            self.start_over()  # whatever its tokens are
+        elif len(self.builder):
+            self.tokens_to_verify = self._all_kept()
+            self.clear_tokens()
 
     def unfinished(self) -> KeptTokens | None:
         """Between two attempts: the tokens to verify if the run is resumed; None if none."""
         if len(self.builder):
-            return self.builder.kept()
+            return self._all_kept()
         kept = self.tokens_to_verify
         return kept if kept is not None and kept.lenience is None else None
+
+    def _all_kept(self) -> KeptTokens:
+        """The tokens so far, and those of contexts that are still to be verified."""
+        kept, verification = self.builder.kept(), self._verification
+        rest = None if verification is None else verification.unjudged()
+        return kept if rest is None else joined(kept, rest)
+
+    @property
+    def _verification(self) -> Verification | None:
+        kept = self.tokens_to_verify
+        return None if kept is None else Verification(kept, self.builder)
 
     def rewind(self, version: int, lineage: int, *, versions_gone: int) -> None:
         """Between two attempts: the policies after this version are gone.
@@ -189,21 +230,44 @@ class SampleGeneration:
         if self.attempts:
             name += f"+{self.attempts}"
         self.attempts += 1
+        builder, verification = self.builder, self._verification
+        limit = self._last_token(sampling.max_tokens)
+        seed = seed_of_context(self.seed, len(builder.contexts))
         request = GenerateRequest(
             request_id=name,
-            cache_key=self.builder.prompt_id,
-            prompt_tokens=self.builder.prompt_tokens,
-            sampling=replace(sampling, seed=self.seed),
-            kept=self.tokens_to_verify if not len(self.builder) else None,
+            cache_key=builder.prompt_id,
+            prompt_tokens=builder.context_prompt,
+            sampling=replace(sampling, seed=seed, max_tokens=limit),
+            kept=None if verification is None else verification.to_verify_now(),
             priority=self.priority,
             order=self.sample.group if self.purpose == "train" else self.order,
+            session=session_of(self),
         )
-        if len(self.builder):
-            request = replace(request, prefix_tokens=self.builder.tokens())
-            if self.tokens_to_verify is not None:
-                rest = self.tokens_to_verify.tokens[len(self.builder) :]
-                request = replace(request, draft_tokens=rest)
+        if len(builder) > (start := builder.context_start):
+            turn = max(0, builder.turn_start - start)
+            request = replace(request, prefix_tokens=builder.tokens()[start:], turn_start=turn)
+            if verification is not None:
+                request = replace(request, draft_tokens=verification.draft())
         return request
+
+    def _last_token(self, max_tokens: int) -> int:
+        """The length that the context's response may have at the end of this turn."""
+        builder, room = self.builder, self._room(max_tokens)
+        limit = None if self.episode is None else self.episode.max_turn_tokens
+        began = builder.turn_start - builder.context_start
+        return room if limit is None else min(room, began + limit)
+
+    def _room(self, max_tokens: int) -> int:
+        """The length that the context's response may have: a longer prompt leaves less."""
+        begun = len(self.builder) - self.builder.context_start
+        return max(1, max_tokens - self.builder.used_tokens + begun)
+
+    def turn_has_ended(self, end: FinishReason | None, max_tokens: int) -> bool:
+        """Whether an attempt's end is one of a turn: a stop, or the limit of this turn alone."""
+        if end != "length":
+            return end == "stop"
+        length = len(self.builder) - self.builder.context_start
+        return length == self._last_token(max_tokens) < self._room(max_tokens)
 
     def end_attempt(self, reason: FinishReason) -> FinishReason | None:
         """How the sample ends now that an attempt has ended; None if another attempt follows.
@@ -215,176 +279,31 @@ class SampleGeneration:
         if pending is not None and self._is_outdated(pending.min_version):
             return None
         if reason != "abort":
-            return reason
+            verification = self._verification
+            return None if verification is not None and verification.begin_next() else reason
         return "deadline" if self.expired and len(self.builder) else None
 
     def known_reward(self, trajectory: Trajectory) -> asyncio.Task[Reward] | None:
-        """The reward of the sample before its verification, if that changed no token."""
+        """The reward of the sample before its verification, if that changed nothing.
+
+        A sample that a deadline has ended while its environment was answering may end otherwise
+        now, with the same tokens and another reward.
+        """
         before = self.previously_held
-        if before is None or not np.array_equal(before.trajectory.tokens, trajectory.tokens):
+        if before is None or before.trajectory.finish_reason != trajectory.finish_reason:
             return None
-        return before.reward
+        same = np.array_equal(before.trajectory.tokens, trajectory.tokens)
+        return before.reward if same else None
 
     def verification_counts(self) -> TokenCounts:
-        """How many of the tokens to verify were accepted and rejected; 0 if none was judged."""
-        if self.tokens_to_verify is None or not len(self.builder):
+        """How many tokens a request has verified and rejected; 0 if none was judged."""
+        verification = self._verification
+        if verification is None or len(self.builder) == self.builder.context_start:
             return TokenCounts()
-        accepted = self.builder.count(Provenance.VERIFIED)
-        return TokenCounts(verified=accepted, rejected=len(self.tokens_to_verify) - accepted)
+        accepted, rejected = verification.judged()
+        return TokenCounts(verified=accepted, rejected=rejected)
 
 
-class SampleGenerator:
-    """Generates samples with an engine, in as many attempts as each needs.
-
-    Args:
-        engine: draws the tokens.
-        rewards: computes the rewards of finished samples.
-        sampling: of every request; the seed is the sample's.
-        noise_floor_every: see `noise_floor`; None: it is not measured.
-        traces: of training samples; None: nothing is traced.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        rewards: SampleRewards,
-        sampling: SamplingParams,
-        *,
-        noise_floor_every: int | None = None,
-        traces: SampleTraces | None = None,
-    ) -> None:
-        self._engine = engine
-        self._traces = traces
-        self.sampling = sampling
-        """Of every request; the seed is the sample's."""
-        self._attempts_allowed = asyncio.Event()
-        self._attempts_allowed.set()
-        self._engine_unpaused = asyncio.Event()
-        self._engine_unpaused.set()
-        self._attempts = 0
-        self._no_attempt = asyncio.Event()
-        self._no_attempt.set()
-        self.rewards = rewards
-        self.noise_floor = NoiseFloorProbe(engine, sampling, noise_floor_every)
-        self._verified = TokenCounts()
-        self._outside_top_k = 0
-
-    @property
-    def tokens(self) -> TokenCounts:
-        """What only the generator can count: `verified`, `rejected` and `outside_top_k`."""
-        return self._verified + TokenCounts(outside_top_k=self._outside_top_k)
-
-    def hold_attempts(self) -> None:
-        """Start no attempt until `allow_attempts`."""
-        self._attempts_allowed.clear()
-
-    def allow_attempts(self) -> None:
-        """Undo `hold_attempts`."""
-        self._attempts_allowed.set()
-
-    async def attempts_ended(self) -> None:
-        """Wait until no attempt at a training sample is running. Interrupt them all before.
-
-        Raises:
-            EngineError: the engine did not end its requests.
-        """
-        try:
-            async with asyncio.timeout(_INTERRUPT_SECONDS):
-                await self._no_attempt.wait()
-        except TimeoutError as error:
-            raise EngineError(
-                f"{self._attempts} interrupted requests did not end within {_INTERRUPT_SECONDS} s"
-            ) from error
-
-    async def _attempt_is_allowed(self, generation: SampleGeneration) -> None:
-        """Wait until the next attempt may begin."""
-        while True:
-            while not self._attempts_allowed.is_set():
-                await self._attempts_allowed.wait()
-            if not generation.awaits_verification or self._engine_unpaused.is_set():
-                return
-            await self._engine_unpaused.wait()
-
-    def set_engine_paused(self, paused: bool) -> None:
-        """Tell whether the engine is paused: a paused engine may be unable to verify."""
-        if paused:
-            self._engine_unpaused.clear()
-            self.noise_floor.hold()
-        else:
-            self._engine_unpaused.set()
-            self.noise_floor.allow()
-
-    def interrupt(self, generation: SampleGeneration) -> None:
-        """End the running attempt, if there is one; `end_attempt` says what follows."""
-        if generation.request_id is not None and not generation.interrupting:
-            generation.interrupting = True
-            self._engine.interrupt(generation.request_id)
-            if generation.trace is not None:
-                generation.trace.interrupt()
-
-    async def generate(self, generation: SampleGeneration) -> HeldSample:
-        """Generate all tokens of a sample; its reward is computed after this returns.
-
-        Raises:
-            RequestError: the engine cannot serve the sample.
-            EngineError: the engine failed or was closed.
-        """
-        engine_aborts = 0
-        while True:
-            generation.begin_pending_verification()
-            await self._attempt_is_allowed(generation)
-            reason = await self._attempt(generation)
-            engine_aborts += reason == "abort" and not generation.interrupting
-            if engine_aborts > _MAX_ENGINE_ABORTS:
-                raise EngineError(
-                    f"sample {generation.sample}: the engine aborted its request {engine_aborts} "
-                    "times without being asked to"
-                )
-            end = generation.end_attempt(reason)
-            if end is not None:
-                trajectory = generation.builder.finish(end)
-                reward = generation.known_reward(trajectory)
-                if reward is None:
-                    reward = self.rewards.start(generation.prompt, trajectory)
-                    if self._traces is not None and generation.purpose == "train":
-                        self._traces.rewarding(generation.sample, reward)
-                seconds = generation.deadline_seconds
-                return HeldSample(trajectory, generation.prompt, reward, seconds)
-
-    async def _attempt(self, generation: SampleGeneration) -> FinishReason:
-        """Serve one request to its end and append its tokens as they come."""
-        generation.begin_pending_verification()  # one may have been requested during the waits
-        request = generation.next_request(self.sampling)
-        generation.request_id, generation.interrupting = request.request_id, False
-        generation.requested_at = time.monotonic()
-        is_training = generation.purpose == "train"
-        self._attempts += is_training
-        if is_training:
-            self._no_attempt.clear()
-            if self._traces is not None:
-                generation.trace = self._traces.attempt(generation.sample, request)
-        try:
-            async for chunk in self._engine.generate(request):
-                if len(chunk.tokens):
-                    generation.has_slot = True
-                    if generation.first_token_at is None:
-                        generation.first_token_at = time.monotonic()
-                self._outside_top_k += chunk.outside_top_k()
-                chunk.append_to(generation.builder)
-                if generation.trace is not None:
-                    generation.trace.add(chunk)
-                if chunk.finish_reason is not None:
-                    return chunk.finish_reason
-        finally:
-            generation.request_id, generation.has_slot = None, False
-            self._attempts -= is_training
-            if not self._attempts:
-                self._no_attempt.set()
-            if generation.trace is not None:
-                generation.trace.end()
-                generation.trace = None
-            if request.kept is not None:
-                self._verified += generation.verification_counts()
-        raise EngineError(
-            f"request {request.request_id}: the engine's stream ended without a finish reason"
-        )
+def session_of(generation: SampleGeneration) -> str:
+    """`GenerateRequest.session` of its turns; "": it has only one."""
+    return "" if generation.episode is None else f"{generation.purpose}-{generation.sample}"

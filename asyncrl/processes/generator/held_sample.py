@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
+from asyncrl.processes.generator.episode import Episode
 from asyncrl.rewards.calls import Reward
 from rollout.trajectory import VerifiableTrajectory
 from wire.messages.to_generator import PromptPayload
@@ -20,6 +21,13 @@ class HeldSample:
     """Computed after the sample has left its slot; raises AsyncrlError."""
     deadline_seconds: float | None = None
     """That it has if it is generated on."""
+    episode: Episode | None = None
+    """What it and its environment have said; None: it has no environment."""
+
+    def close(self) -> None:
+        """It will not be verified any more: end its environment."""
+        if self.episode is not None:
+            self.episode.close()
 
     def without_versions_after(self, version: int) -> HeldSample:
         """The same sample, now that the policies of later versions are gone."""

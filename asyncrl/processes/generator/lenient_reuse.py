@@ -61,11 +61,17 @@ class LenientReuse:
         return len(self._remembered)
 
     def remember(self, trajectory: Trajectory) -> None:
-        """Remember a trajectory in place of the previous one of this sample."""
+        """Remember a trajectory in place of the previous one of this sample.
+
+        One with observed tokens is not remembered: the rule has no sense for them, and a new
+        environment would not answer as the old one did.
+        """
         if trajectory.finish_reason == "abort":
             return
         key = (trajectory.prompt_id, trajectory.id.sample)
         self._forget(key)
+        if not trajectory.trained.all():
+            return
         size = _size(len(trajectory.tokens))
         if size > self._max_bytes:
             self.dropped += 1

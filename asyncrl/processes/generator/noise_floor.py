@@ -67,16 +67,18 @@ class NoiseFloorProbe:
     def consider(self, trajectory: VerifiableTrajectory, tasks: BackgroundTasks) -> None:
         """Verify a finished sample again, concurrently, if it is chosen and fit for it.
 
-        It is fit if the installed policy drew at least its last token, and drew or verified all
-        others. Later tokens of a policy that changed on the way follow KV of older weights.
+        It is fit if the installed policy drew or verified every token that is not observed, at
+        least one of them drawn, in one context. Later tokens of a policy that changed on the way
+        follow KV of older weights.
         """
         if self._held or self._task is not None or not self._is_chosen(trajectory.id):
             return
         version = self._engine.stats().policy_version
         if [segment.policy_version for segment in trajectory.segments] != [version]:
             return
-        drawn = np.flatnonzero(trajectory.provenance != Provenance.VERIFIED)
-        if len(drawn):
+        judged = trajectory.trained & (trajectory.provenance != Provenance.VERIFIED)
+        drawn = np.flatnonzero(judged)
+        if len(drawn) and not trajectory.contexts:
             request = self._request(trajectory, int(drawn[0]), version)
             self._task = tasks.start(self._measure(request, version))
             self._task.add_done_callback(self._ended)
@@ -111,6 +113,7 @@ class NoiseFloorProbe:
     ) -> GenerateRequest:
         """Verify the tokens from the `first` on; tokens before it were verified when they came."""
         sample = trajectory.id
+        observed = np.flatnonzero(~trajectory.trained[:first])
         return GenerateRequest(
             request_id=f"noise-floor-{sample}-v{version}",
             cache_key="",
@@ -123,6 +126,7 @@ class NoiseFloorProbe:
             prefix_tokens=trajectory.tokens[:first],
             kept=trajectory.kept().after(first),
             priority=_PRIORITY,
+            turn_start=int(observed[-1]) + 1 if len(observed) else 0,
         )
 
     async def _measure(self, request: GenerateRequest, version: int) -> None:
@@ -148,13 +152,14 @@ class NoiseFloorProbe:
 
 def _compared(kept: KeptTokens, verdict: TokenChunk) -> NoiseFloor:
     """What verification did to one response."""
-    accepted = int((verdict.provenance == Provenance.VERIFIED).sum())
-    rejected = len(kept) - accepted
-    apart = np.abs(verdict.logprobs[:accepted] - kept.logprobs[:accepted], dtype=np.float64)
+    verified = np.flatnonzero(verdict.provenance == Provenance.VERIFIED)
+    accepted, judged = len(verified), int((~kept.observed).sum())
+    rejected = judged - accepted
+    apart = np.abs(verdict.logprobs[verified] - kept.logprobs[verified], dtype=np.float64)
     return NoiseFloor(
         samples=1,
         cut_samples=int(rejected > 0),
-        judged=len(kept),
+        judged=judged,
         rejected=rejected,
         abs_mean=float(apart.mean()) if accepted else None,
     )

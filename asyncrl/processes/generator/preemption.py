@@ -31,7 +31,11 @@ def choose_preemptions(
     Returns:
         Samples in order: those of the latest steps first.
     """
-    waiting = [one for one in generations if one.priority == 0 and not one.keeps_slot]
+    waiting = [
+        one
+        for one in generations
+        if one.priority == 0 and not one.keeps_slot and not one.waits_for_environment
+    ]
     if not waiting:
         return []
     held = sum(one.previously_held is not None for one in waiting)

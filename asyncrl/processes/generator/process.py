@@ -33,11 +33,11 @@ from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.generator.deadlines import Deadlines
 from asyncrl.processes.generator.deliveries import Deliveries
 from asyncrl.processes.generator.evaluation import Evaluation
-from asyncrl.processes.generator.generation import SampleGenerator
 from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.preemption import Preemption
 from asyncrl.processes.generator.reports import GeneratorRecords, GeneratorReports
 from asyncrl.processes.generator.rescoring import Rescoring
+from asyncrl.processes.generator.sample_generator import SampleGenerator
 from asyncrl.processes.generator.samples import Samples
 from asyncrl.processes.generator.trainer_lines import TrainerLines
 from asyncrl.processes.generator.unfinished_files import UnfinishedFiles
@@ -53,6 +53,8 @@ REPORT_SECONDS = 0.5
 _NOTES_PER_REPORT = 10
 """The time line must see when an engine runs out of work and when work comes back."""
 
+_Concurrent = to_generator.InstallWeights | to_generator.Deliver | to_generator.Rescore
+
 
 class GeneratorProcess:
     """Dispatches commands to its collaborators and reports. Use once: `await process.run()`.
@@ -65,7 +67,7 @@ class GeneratorProcess:
         records: where numbers and samples are recorded.
         lenient_reuse: rollouts of earlier epochs, see `lenient_reuse`.
         kv_limit: see `preemption`.
-        stops_on_wrong_policy: see `weight_installs`.
+        stops_on_wrong_policy, starts_with_policy: see `weight_installs`.
         here: see `unfinished_files`.
         other_ranks: the lines to the trainer's ranks from 1 on.
     """
@@ -81,25 +83,25 @@ class GeneratorProcess:
         lenient_reuse: LenientReuse | None = None,
         kv_limit: float = 1.0,
         stops_on_wrong_policy: bool = True,
+        starts_with_policy: bool = True,
         here: Callable[[str], Path] = Path,
         other_ranks: Sequence[Line[data.ToGeneratorData]] = (),
     ) -> None:
-        metrics = records.metrics
+        metrics, log = records.metrics, records.engine_log
         self._engine = engine
         self._generator = generator
         self._controller = controller
         self._activity = records.activity
         self._tasks = BackgroundTasks()
-        self._reports = GeneratorReports(
-            controller.generator, engine, generator, metrics, records.engine_log
-        )
+        self._reports = GeneratorReports(controller.generator, engine, generator, metrics, log)
         self.samples = Samples(generator, controller, self._reports, self._tasks, lenient_reuse)
         self.deadlines = Deadlines(self.samples)
         self._evaluation = Evaluation(
             generator,
             controller,
-            lambda: engine.stats().policy_version,
+            lambda: self._installs.version,
             lambda: self._installs.compared(),
+            records.samples,
         )
         self._preemption = Preemption(
             engine, self.samples, self._evaluation, metrics, kv_limit=kv_limit
@@ -115,6 +117,7 @@ class GeneratorProcess:
             verify=self._verify,
             installed=self._installed,
             stops_on_wrong_policy=stops_on_wrong_policy,
+            starts_with_policy=starts_with_policy,
         )
         self._rescoring = Rescoring(engine, generator.sampling, controller)
         self._unfinished = UnfinishedFiles(
@@ -125,12 +128,11 @@ class GeneratorProcess:
 
     async def run(self, *, metrics_port: int | None) -> None:
         """Serve until told to shut down. Raises the error that ended a loop or a task."""
-        stats = self._engine.stats()
         await self._controller.send(
             from_generator.GeneratorReady(
                 self._controller.generator,
-                stats.slots,
-                stats.policy_version,
+                self._engine.stats().slots,
+                self._installs.version,
                 await self._engine.fingerprint(),
                 metrics_port,
             )
@@ -190,9 +192,7 @@ class GeneratorProcess:
         self.samples.discard(samples)
         self.deliveries.discard(samples)
 
-    def _start(
-        self, command: to_generator.InstallWeights | to_generator.Deliver | to_generator.Rescore
-    ) -> None:
+    def _start(self, command: _Concurrent) -> None:
         """Carry out a command concurrently with those that follow it."""
         match command:
             case to_generator.InstallWeights():
@@ -269,6 +269,7 @@ class GeneratorProcess:
                     held=len(self.samples.held),
                     unacknowledged=self.deliveries.unacknowledged,
                     due_wait=self.samples.longest_due_wait(time.monotonic()),
+                    in_environments=self.samples.in_environments,
                 )
             )
             for _ in range(_NOTES_PER_REPORT):
@@ -285,7 +286,7 @@ class GeneratorProcess:
     def _note(self) -> None:
         """Record the present state on the time line."""
         stats = self._engine.stats()
-        generations = self.samples.in_generation
+        generations = self.samples.needing_slots
         verifying = sum(one.awaits_verification for one in generations)
         run_ahead = sum(one.priority > 0 and not one.awaits_verification for one in generations)
         self._activity.note(
@@ -297,6 +298,7 @@ class GeneratorProcess:
                 run_ahead=run_ahead,
                 evaluating=self._evaluation.running,
                 rewarding=self._generator.rewards.pending,
+                environment=self.samples.in_environments + self._generator.held_out_in_environments,
                 installing=self._installs.installing,
                 paused=self._paused_at is not None,
                 held=len(self.samples.held),

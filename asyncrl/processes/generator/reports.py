@@ -8,7 +8,7 @@ import msgspec
 
 from asyncrl.processes.generator.activity import Activity
 from asyncrl.processes.generator.engine_log import EngineLog
-from asyncrl.processes.generator.generation import SampleGenerator
+from asyncrl.processes.generator.sample_generator import SampleGenerator
 from asyncrl.processes.generator.sample_recorder import SampleRecorder
 from asyncrl.processes.generator.sample_traces import SampleTraces
 from engine.protocol import Engine
@@ -58,22 +58,26 @@ class GeneratorReports:
         self._log = log
 
     def count_finished(self, trajectory: Trajectory) -> None:
-        """Count a finished sample and its length."""
-        length = len(trajectory.tokens)
+        """Count a finished sample and its length, without observed tokens."""
+        length = trajectory.trained_count
         self._metrics.samples_finished.of(trajectory.finish_reason).inc()
         self._metrics.response_length.observe(length)
         if self._log is not None:
             self._log.add_length(length)
 
-    def report(self, *, held: int, unacknowledged: int, due_wait: float = 0.0) -> GeneratorReport:
+    def report(
+        self, *, held: int, unacknowledged: int, due_wait: float = 0.0, in_environments: int = 0
+    ) -> GeneratorReport:
         """Update the metrics, log the counters and return them for the controller.
 
         Args:
             held: finished samples that were not delivered.
             unacknowledged: samples that were delivered and not acknowledged yet.
             due_wait: longest wait of a due sample for a slot, seconds.
+            in_environments: samples that wait for their environment.
         """
         self._metrics.due_wait.set(due_wait)
+        self._metrics.environment_waiting.set(in_environments)
         stats = self._engine.stats()
         report = GeneratorReport(
             self._name,
@@ -82,6 +86,8 @@ class GeneratorReports:
             rewards_waiting=self._generator.rewards.pending,
             rewards=self._generator.rewards.counts,
             noise_floor=self._generator.noise_floor.measured,
+            environment=self._generator.environment,
+            in_environments=in_environments,
         )
         self._measure(report, samples_held=held + unacknowledged)
         if self._log is not None:
@@ -100,6 +106,15 @@ class GeneratorReports:
         metrics.noise_floor_rejected.follow(report.noise_floor.rejected)
         if report.noise_floor.abs_mean is not None:
             metrics.noise_floor_difference.set(report.noise_floor.abs_mean)
+        environment = report.environment
+        metrics.environment_turns.follow(environment.turns)
+        metrics.environment_replayed.follow(environment.replayed)
+        metrics.environment_restored.follow(environment.restored)
+        metrics.environment_started_over.follow(environment.started_over)
+        metrics.environment_lost.follow(environment.lost)
+        metrics.environment_hanging.follow(environment.hanging)
+        metrics.environment_replaced.follow(environment.replaced_workers)
+        metrics.environment_wrong_calls.follow(environment.wrong_calls)
         metrics.engine_steps.follow(engine.steps)
         metrics.engine_busy.follow(engine.busy_seconds)
         metrics.slots.set(engine.slots)
@@ -113,3 +128,9 @@ class GeneratorReports:
         for function, reasons in report.rewards.failed.items():
             for reason, count in reasons.items():
                 metrics.rewards_failed.of(function, reason).follow(count)
+        for function, used in report.rewards.services.items():
+            metrics.service_requests.of(function).follow(used.requests)
+            metrics.service_seconds.of(function).follow(used.seconds)
+            metrics.service_opened.of(function).follow(used.opened)
+            for reason, count in used.retries.items():
+                metrics.service_retries.of(function, reason).follow(count)

@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.processes.generator.held_sample import HeldSample
+from asyncrl.rewards.calls import Reward
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
 from rollout.trajectory import Provenance, SampleId
 
@@ -16,39 +17,55 @@ class SampleRecorder:
 
     The sample is chosen by its number, so every generator of a run knows it, and its text has no
     influence: the first to be delivered would more often be a short one. A step whose chosen sample
-    is in a group that failed has no record.
+    is in a group that failed has no record. Of an evaluation the controller chooses, likewise.
     """
 
     def __init__(self, directory: Path, tokenizer: Any, config: RunConfig) -> None:
         self._path = directory / "samples.jsonl"
         self._log = SampleLog(self._path)
         self._tokenizer = tokenizer
+        self._is_on = config.monitoring.report_samples > 0
         self._every = max(1, config.run.steps // max(1, 2 * config.monitoring.report_samples))
         self._groups_per_step = config.scheduler.groups_per_step
         self._group_size = config.scheduler.group_size
+        self._labels = config.reward_labels
 
-    def consider(self, held: HeldSample, *, reward: float, step: int) -> None:
+    def consider(self, held: HeldSample, *, reward: Reward, step: int) -> None:
         """Record this sample if it is the chosen one of a step that is to be recorded."""
+        if step % self._every == 0 and self._is_chosen(held.trajectory.id, step):
+            self._record(held, reward, step)
+
+    def evaluated(self, held: HeldSample, *, reward: Reward, shown_of: str) -> None:
+        """Record a sample of an evaluation, of this set."""
+        if self._is_on:
+            self._record(held, reward, held.trajectory.oldest_version, shown_of)
+
+    def _record(self, held: HeldSample, reward: Reward, step: int, evaluation: str = "") -> None:
         trajectory, example = held.trajectory, held.prompt.example
-        if step % self._every or not self._is_chosen(trajectory.id, step):
-            return
+        answer = example.get("answer")
+        prompt = str(example.get("prompt", ""))
+        if held.episode is not None and len(held.episode.prompt):  # the environment's
+            prompt = str(self._tokenizer.decode(held.episode.prompt.tolist()))
         self._log.append(
             SampleRecord(
                 step=step,
-                prompt=str(example.get("prompt", "")),
+                prompt=prompt,
                 tokens=[str(self._tokenizer.decode([t])) for t in trajectory.tokens.tolist()],
                 provenance=[
                     Provenance(value).name.lower()  # type: ignore[misc]
                     for value in trajectory.provenance.tolist()
                 ],
+                contexts=list(trajectory.contexts),
                 segments=[
                     SampleSegment(s.policy_version, s.start, s.end) for s in trajectory.segments
                 ],
-                reward=reward,
-                answer=str(example.get("answer", "")),
+                reward=reward.value,
+                rewards=dict(zip(self._labels, reward.terms, strict=False)),
+                answer=None if answer is None else str(answer),
                 logprobs=trajectory.behaviour_logprobs.tolist(),
                 sample_id=str(trajectory.id),
                 finish_reason=trajectory.finish_reason,
+                evaluation=evaluation,
             )
         )
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from asyncrl.environments.pool import EnvironmentFailed
 from asyncrl.errors import AsyncrlError
 from asyncrl.processes.generator.background import BackgroundTasks
 from asyncrl.processes.generator.controller_line import ControllerLine
-from asyncrl.processes.generator.generation import SampleGeneration, SampleGenerator
+from asyncrl.processes.generator.generation import SampleGeneration
 from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.reports import GeneratorReports
+from asyncrl.processes.generator.sample_generator import SampleGenerator
 from engine.errors import RequestError
 from rollout.trajectory import KeptTokens, SampleId
 from wire.frames import digest_of, encode_trajectory
@@ -54,6 +56,16 @@ class Samples:
         """All samples that are not finished."""
         return [generation for generation, _ in self._generating.values()]
 
+    @property
+    def needing_slots(self) -> list[SampleGeneration]:
+        """Those that have a slot or wait for one, and for no environment."""
+        return [one for one in self.in_generation if not one.waits_for_environment]
+
+    @property
+    def in_environments(self) -> int:
+        """Samples whose environment has to answer before they need a slot."""
+        return len(self._generating) - len(self.needing_slots)
+
     def longest_due_wait(self, now: float) -> float:
         """Seconds for which a due sample has been waiting for its first token; 0 if none is."""
         waits = (
@@ -80,6 +92,7 @@ class Samples:
             tokens = self._lenient_reuse.tokens_to_verify(prompt.prompt_id, sample.sample)
         generation = SampleGeneration(sample, prompt, seed, command.priority, tokens)
         generation.deadline_seconds = command.deadline_seconds
+        generation.environment_seed = command.seed
         self._start(generation)
 
     async def verify(self, sample: SampleId, seed: int, min_version: int) -> None:
@@ -102,6 +115,7 @@ class Samples:
                         min_version=min_version,
                         previously_held=held,
                         deadline_seconds=held.deadline_seconds,
+                        episode=held.episode,
                     )
                 )
         elif sample in self._generating:
@@ -172,9 +186,13 @@ class Samples:
         """Forget these samples, finished or not."""
         for sample in samples:
             if sample in self._generating:
-                _, task = self._generating.pop(sample)
+                generation, task = self._generating.pop(sample)
                 task.cancel()
-            self.held.pop(sample, None)
+                if generation.episode is not None:  # a task that never ran does not close it
+                    generation.episode.close()
+            held = self.held.pop(sample, None)
+            if held is not None:
+                held.close()
 
     async def _report_finished(self, held: HeldSample, *, urgent: bool = True) -> None:
         trajectory = held.trajectory
@@ -220,7 +238,7 @@ class Samples:
         sample = generation.sample
         try:
             held = await self._generator.generate(generation)
-        except RequestError as error:
+        except (RequestError, EnvironmentFailed) as error:
             await self._controller.report_failed_sample(sample, error)
         else:
             self.held[sample] = held

@@ -19,20 +19,23 @@ from asyncrl.processes.checked_tokenizer import load_checked_tokenizer
 from asyncrl.processes.generator.activity import Activity
 from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.generator.engine_log import EngineLog
-from asyncrl.processes.generator.generation import SampleGenerator
+from asyncrl.processes.generator.environment_setup import episodes_with, start_environments
 from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.noise_floor import EVERY
 from asyncrl.processes.generator.process import GeneratorProcess
 from asyncrl.processes.generator.reports import GeneratorRecords
+from asyncrl.processes.generator.sample_generator import SampleGenerator
 from asyncrl.processes.generator.sample_recorder import SampleRecorder
 from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.processes.generator.sample_traces import SampleTraces
 from asyncrl.processes.given_gpus import check_given_gpus
 from asyncrl.processes.shared_memory import exchange_directory
 from asyncrl.processes.spec import ChildSpec, GeneratorKeys
+from asyncrl.rewards.addresses import with_servers
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.tasks.token_bytes import stop_rule
 from cache.place import CachePlace
+from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError, RequestError
 from engine.factory import create_engine
 from monitoring.errors import MonitoringError
@@ -61,7 +64,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
                 return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
             engine = create_engine(
-                config.engine.of_generator(spec.generator)
+                _engine_config(config, spec.generator)
                 .started_within(config.launcher.startup_seconds)
                 .model_copy(update={"threads": spec.threads}),
                 spec.model_path,
@@ -71,9 +74,12 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
                 batch_invariant=config.run.repeatable,
             )
             closing.push_async_callback(engine.close)
-            rewards = RewardPool(config.rewards)
+            rewards = RewardPool(with_servers(config.rewards, child.directory))
             closing.push_async_callback(rewards.close)
             await rewards.start()
+            environments = await start_environments(
+                config, closing, spec.stop_tokens, child.metrics
+            )
             await engine.start()
         log = EngineLog(child.directory / "engine" / f"{spec.name}.jsonl")
         closing.callback(log.close)
@@ -98,14 +104,18 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
             seed=None,
         )
         traces = None if child.tracer is None else SampleTraces(child.tracer)
+        episodes = None
+        if environments is not None:
+            episodes = episodes_with(environments, config, tokenizer, decode, spec.stop_tokens)
         process = GeneratorProcess(
             engine,
             SampleGenerator(
                 engine,
-                SampleRewards(rewards, decode, child.metrics),
+                SampleRewards(rewards, decode, child.metrics, environments),
                 sampling,
                 noise_floor_every=EVERY if ConfigByStep(config).verifies else None,
                 traces=traces,
+                episodes=episodes,
             ),
             ControllerLine(spec.name, child.control),
             trainer_lines[0],
@@ -119,12 +129,22 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
             lenient_reuse=LenientReuse.from_config(config.cache),
             kv_limit=config.scheduler.runahead_kv_limit,
             stops_on_wrong_policy=config.run.on_wrong_policy == "stop",
+            starts_with_policy=config.trainer.lora.adapter is None,
             here=spec.here,
             other_ranks=trainer_lines[1:],
         )
         process.samples.tells_rewards = config.scheduler.dynamic_sampling.enabled
         with without_collecting_the_start():
             await process.run(metrics_port=child.metrics_port)
+
+
+def _engine_config(config: RunConfig, number: int) -> EngineConfig:
+    """Of one generator, with room for an adapter that is served apart from the model."""
+    engine, lora = config.engine.of_generator(number), config.trainer.lora
+    if lora.serve != "adapter":
+        return engine
+    vllm = engine.vllm.model_copy(update={"lora_rank": lora.rank})
+    return engine.model_copy(update={"vllm": vllm})
 
 
 def _cache_place(spec: ChildSpec, config: RunConfig, tokenizer: Any) -> CachePlace:

@@ -37,6 +37,8 @@ class WeightInstalls:
         installed: is told of each version as soon as it is in use.
         stops_on_wrong_policy: whether the process ends when the engine turns out to decode with
             other weights than the trainer has. Then no token drawn with them can be delivered.
+        starts_with_policy: whether the engine's first weights are the run's first policy. They are
+            not if training starts from an adapter, which engines are given with the first version.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class WeightInstalls:
         verify: Callable[[to_generator.Verify], Awaitable[None]],
         installed: Callable[[int], Awaitable[None]],
         stops_on_wrong_policy: bool = True,
+        starts_with_policy: bool = True,
     ) -> None:
         self._engine = engine
         self._samples = samples
@@ -61,8 +64,11 @@ class WeightInstalls:
         self._stops_on_wrong_policy = stops_on_wrong_policy
         self._lock = asyncio.Lock()
         self._lineage = 0
-        self._are_gone = False
-        """The engine's weights are of a policy that is gone: nothing is generated with them."""
+        self._are_gone = not starts_with_policy
+        """The engine's weights are of a policy that is gone, or that the run never had: nothing is
+        generated with them."""
+        if self._are_gone:
+            samples.interrupt_all()
         self._compared = asyncio.Event()
         self._compared.set()
         self.installing: int | None = None
@@ -90,7 +96,7 @@ class WeightInstalls:
                 await self._verify(command)
                 await self._report(await self._compare(command.manifest, before))
             self._compared.set()
-            installed = self._version()
+            installed = self.version
         seconds = time.monotonic() - started
         self._metrics.weights_time.observe(seconds)
         await self._controller.send(
@@ -122,9 +128,9 @@ class WeightInstalls:
     async def _verify(self, command: to_generator.InstallWeights) -> None:
         """Begin with what became due, before the weights are compared and reported."""
         for verification in command.verify:
-            if verification.min_version <= self._version():
+            if verification.min_version <= self.version:
                 await self._request_verification(verification)
-        await self._installed(self._version())
+        await self._installed(self.version)
 
     async def compared(self) -> None:
         """Wait until the weights in use have been compared with the trainer's.
@@ -174,7 +180,7 @@ class WeightInstalls:
             if newest > version or self._are_gone:
                 self._are_gone = True
                 await self._samples.rewind(version, lineage, newest=newest)
-            installed = self._version()
+            installed = self.version
         await self._controller.send(
             from_generator.Rewound(self._controller.generator, lineage, installed)
         )
@@ -190,6 +196,7 @@ class WeightInstalls:
                 if not self._are_gone:
                     self._samples.resume_all()
 
-    def _version(self) -> int:
+    @property
+    def version(self) -> int:
         """The version that samples are generated with; -1 while none is."""
         return -1 if self._are_gone else self._engine.stats().policy_version

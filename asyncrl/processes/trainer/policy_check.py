@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,7 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.processes.trainer.group_queue import WholeGroup
-from rollout.trajectory import Trajectory
+from rollout.contexts import contexts_of
+from rollout.trajectory import FloatArray, Trajectory
 from trainer.diagnosis import explain, logprobs_of
 from trainer.disagreement import MIN_TOKENS, Disagreement, Limits
 from trainer.policy import Policy
@@ -193,11 +195,23 @@ def _to_send(policy: Policy, suspects: list[Trajectory]) -> tuple[SuspectSample,
             room -= tokens
             chosen.append(one)
     return tuple(
-        SuspectSample(
-            prompt_tokens=encode_tokens(one.prompt_tokens),
-            tokens=encode_tokens(one.tokens),
-            recorded=encode_floats(one.behaviour_logprobs),
-            expected=encode_floats(expected),
-        )
+        context
         for one, expected in zip(chosen, logprobs_of(policy, chosen), strict=True)
+        for context in _contexts(one, expected)
     )
+
+
+def _contexts(one: Trajectory, expected: FloatArray) -> Iterator[SuspectSample]:
+    """The contexts of a trajectory, with what the trainer expects of its trained tokens."""
+    whole = np.zeros(len(one.tokens), np.float32)
+    whole[one.trained] = expected
+    for context in contexts_of(one):
+        place = slice(context.start, context.start + len(context.response))
+        observed = ~context.trained
+        yield SuspectSample(
+            prompt_tokens=encode_tokens(context.prompt),
+            tokens=encode_tokens(context.response),
+            recorded=encode_floats(one.behaviour_logprobs[place]),
+            expected=encode_floats(whole[place]),
+            observed=observed.astype(np.uint8).tobytes() if observed.any() else b"",
+        )

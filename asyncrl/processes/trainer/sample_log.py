@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config import RunSection
 from asyncrl.processes.trainer.group_queue import WholeGroup
+from asyncrl.run_section import RunSection
 from monitoring.metrics import TrainerMetrics
 from monitoring.samples import SampleSegment
 from monitoring.trained_samples import SampleFiles, TrainedSample, truncate
-from rollout.trajectory import IntArray, Provenance
+from rollout.trajectory import BoolArray, IntArray, Provenance, Trajectory
 from trainer.errors import Superseded
 from trainer.fence import UNFENCED, Fence
 
@@ -61,6 +61,7 @@ class TrainedSampleLog:
         metrics: count the records that could not be written.
         fence: keeps a trainer that was replaced from writing.
         ranks: of the trainer, which share the limit.
+        labels: what the parts of a reward are called.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class TrainedSampleLog:
         metrics: TrainerMetrics,
         fence: Fence = UNFENCED,
         ranks: int = 1,
+        labels: Sequence[str] = (),
     ) -> None:
         limit = (settings.log_samples_mb << 20) // ranks
         self._files = SampleFiles(folder, limit_bytes=limit)
         self._folder = folder
         self._tokenizer = tokenizer
+        self._labels = labels
         self._with_tokens = settings.log_sample_tokens
         self._metrics = metrics
         self._fence = fence
@@ -127,11 +130,10 @@ class TrainedSampleLog:
 
     def _records(self, step: int, group: WholeGroup) -> list[TrainedSample]:
         records = []
-        for trajectory, reward, generator in zip(
-            group.trajectories, group.rewards.tolist(), group.generators, strict=True
+        for trajectory, reward, generator, terms in zip(
+            group.trajectories, group.rewards.tolist(), group.generators, group.terms, strict=True
         ):
             sources = np.bincount(trajectory.provenance, minlength=len(Provenance))
-            ids = (trajectory.prompt_tokens.tolist(), trajectory.tokens.tolist())
             records.append(
                 TrainedSample(
                     step=step,
@@ -151,8 +153,11 @@ class TrainedSampleLog:
                     sampled=int(sources[Provenance.SAMPLED]),
                     drafted=int(sources[Provenance.DRAFTED]),
                     verified=int(sources[Provenance.VERIFIED]),
-                    prompt_tokens=ids[0] if self._with_tokens else None,
-                    response_tokens=ids[1] if self._with_tokens else None,
+                    observed=int(sources[Provenance.OBSERVED]),
+                    observed_at=_ranges(~trajectory.trained),
+                    contexts=list(trajectory.contexts),
+                    rewards=dict(zip(self._labels, terms, strict=False)),
+                    **(_tokens(trajectory) if self._with_tokens else {}),
                 )
             )
         return records
@@ -160,3 +165,19 @@ class TrainedSampleLog:
     def _text(self, tokens: IntArray, *, special: bool) -> str:
         text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=not special)
         return str(text).encode("utf-8", "replace").decode("utf-8")  # no lone surrogates
+
+
+def _ranges(mask: BoolArray) -> list[tuple[int, int]]:
+    """`[start, end)` of each row of true values."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _tokens(trajectory: Trajectory) -> dict[str, Any]:
+    """What `run.log_sample_tokens` adds to a record."""
+    return {
+        "prompt_tokens": trajectory.prompt_tokens.tolist(),
+        "response_tokens": trajectory.tokens.tolist(),
+        "provenance": "".join(map(str, trajectory.provenance.tolist())),
+        "behaviour_logprobs": trajectory.behaviour_logprobs.tolist(),
+    }

@@ -33,6 +33,7 @@ from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
 from trainer.errors import BatchError, NonFiniteError, RankLost, Superseded, TrainerError
 from trainer.fence import Fence
 from trainer.learner import Learner
+from trainer.lora.config import FINER_ENGINES
 from trainer.ranks.world import join
 from trainer.scoring import resolve_device
 from wire import Hub
@@ -48,6 +49,16 @@ _LIMIT = Limit(10, 600.0)
 """A generator sends a sample again every few seconds until it is acknowledged. One that keeps
 sending what is refused must be replaced, or the run would wait for its sample forever."""
 
+_MOST = 1 << 30
+"""Bytes of a delivery with many contexts; one context may be longer."""
+
+
+def _longest_delivery(config: RunConfig) -> int:
+    """Bytes of a trajectory, each turn of which may be a context as long as the engine has room."""
+    environment, longest = config.environment, config.engine.max_model_len
+    tokens = longest * (1 if environment.name is None else environment.max_turns)
+    return max(max_delivery_bytes(longest), min(max_delivery_bytes(tokens), _MOST), PART_BYTES)
+
 
 async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
     """Load or resume the learner, publish its weights, and train until told to shut down."""
@@ -59,7 +70,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             keys.data,
             data.FromGeneratorData,
             Refusals(child.metrics.count_refused, limit=_LIMIT),
-            max_bytes=max(max_delivery_bytes(config.engine.max_model_len), PART_BYTES),
+            max_bytes=_longest_delivery(config),
         )
         child.closing.callback(generators.close)
         fence = Fence(child.directory, spec.fence)
@@ -91,7 +102,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             queue,
             learner.check_trajectory,
             max_early=in_flight * config.scheduler.group_size,
-            functions=len(config.rewards.functions),
+            functions=len(config.reward_labels),
         )
         steps = StepTrainer(
             learner,
@@ -146,11 +157,7 @@ def _publisher(
         and engine_dtype == torch.float32
         and child.config.trainer.dtype == ("bfloat16")
     ):
-        raise UserError(
-            "trainer.lora with trainer.dtype: bfloat16 holds the model in bfloat16, and the "
-            "engines in float32: they would sample from another policy. Set engine.dtype: "
-            "bfloat16, or trainer.dtype: float32"
-        )
+        raise UserError(FINER_ENGINES)
     return WeightPublisher(
         Path(spec.weights_directory),
         weights_id(spec.run_id, spec.name),
@@ -249,7 +256,8 @@ async def _sample_log(child: Child[TrainerMetrics], fence: Fence) -> TrainedSamp
     tokenizer = await load_checked_tokenizer(child, from_trainer.WrongPolicyFound)
     spec = child.spec
     folder = folder_of_rank(child.directory / "samples", spec.rank)
-    return TrainedSampleLog(folder, tokenizer, settings, child.metrics, fence, spec.ranks)
+    labels = child.config.reward_labels
+    return TrainedSampleLog(folder, tokenizer, settings, child.metrics, fence, spec.ranks, labels)
 
 
 def _failure(_spec: ChildSpec, error: BaseException) -> from_trainer.Failure | None:

@@ -21,6 +21,8 @@ function count(value) {
   return Math.round(value).toLocaleString("en-US");
 }
 
+const brief = (seconds) => (seconds < 1 ? `${number(1000 * seconds, 1)} ms` : duration(seconds));
+
 function duration(seconds) {
   if (!known(seconds)) return UNKNOWN;
   if (seconds < 9.95) return `${Math.max(0, seconds).toFixed(1)} s`;
@@ -94,6 +96,7 @@ function showStatus(status) {
   progress.firstElementChild.style.width = `${(100 * status.step) / status.steps}%`;
   text("waiting", status.waiting_for ? `waiting: ${status.waiting_for}` : "");
   showTiles(status);
+  showEnvironments(status);
   showProcesses(status.processes);
 }
 
@@ -105,7 +108,8 @@ function showTiles(status) {
   tile("accuracy", percent(after ? status.accuracy_after : during ? status.accuracy : status.accuracy_before, 1));
   let when = after ? `after training; ${before}` : during ? `of step ${status.accuracy_step}; ${before}` : "before training";
   if (known(status.best_step) && during) when += `; best ${percent(status.best_accuracy, 1)} at step ${status.best_step}`;
-  if (known(status.evaluating)) when += `; evaluating ${status.evaluating}`;
+  if (status.evaluation_incomplete) when += `; ${status.evaluation_incomplete}`;
+  if (status.evaluating) when += `; evaluating ${status.evaluating}`;
   tile("accuracy_when", when);
   tile("tokens_per_second", count(status.tokens_per_second));
   tile("staleness_mean", number(status.staleness_mean));
@@ -119,6 +123,19 @@ function showTiles(status) {
     "samples_held", "samples_queued"]) {
     tile(key, count(status[key]));
   }
+}
+
+function showEnvironments(status) {
+  const parts = [];
+  if (known(status.environment_turns)) {
+    parts.push(`environments: ${count(status.environment_turns)} turns answered, ${brief(status.environment_seconds)} each`);
+    if (status.samples_in_environments) parts.push(`${count(status.samples_in_environments)} samples wait for an answer`);
+    if (known(status.started_over)) parts.push(`${count(status.started_over)} samples started over`);
+  }
+  const failed = Object.entries(status.reward_failures ?? {}).map(([name, reasons]) => `${name}: ${
+    Object.entries(reasons).map(([reason, times]) => `${count(times)} ${reason.replaceAll("_", " ")}`).join(", ")}`);
+  if (failed.length) parts.push(`rewards that failed and counted as 0: ${failed.join("; ")}`);
+  text("environments", parts.join(" · "));
 }
 
 function showProcesses(processes) {

@@ -162,6 +162,9 @@ class RemoteEngine:
         """End a request; its stream reports all finished steps, then `abort`."""
         self._running().generation.interrupt(request_id)
 
+    def end_session(self, session: str) -> None:
+        """Nothing: prefix caches know no sessions, and drop what was used longest ago."""
+
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Score given tokens, all under one policy version.
 

@@ -80,7 +80,7 @@ class Generation:
                 return
             first, request = verified
             if first is not None:
-                self._residual += int((first.provenance != Provenance.VERIFIED).sum())
+                self._residual += int((first.provenance == Provenance.SAMPLED).sum())
                 yield first
                 if first.finish_reason is not None:
                     return

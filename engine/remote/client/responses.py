@@ -69,9 +69,11 @@ class Responses:
 
     def _open(self, response: Response) -> None:
         """Give a response a row: its first tokens have come."""
-        rule, state = response.request.sampling.stop_rule, 0
+        request, state = response.request, 0
+        rule = request.sampling.stop_rule
         if rule is not None:
-            state = rule.follow(rule.start, response.request.prefix_tokens)[1]
+            turn = request.prefix_tokens[request.turn_start :]
+            state = rule.follow(rule.start, turn)[1]
         response.started = True
         response.row = self._unreported.open(rule, state)
         self._responses[response.row] = response

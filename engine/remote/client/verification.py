@@ -18,6 +18,7 @@ from engine.drawing import noise_seeds
 from engine.protocol import GenerateRequest, TokenChunk
 from engine.remote.client.requests import Table
 from engine.remote.extras import Outcome
+from engine.turns import provenance_of, turn_end, turn_start
 from rollout.trajectory import FinishReason, IntArray, KeptTokens, Provenance, SeedArray
 
 
@@ -38,8 +39,11 @@ def after_verification(
         accepted or drawn), and the request that continues after them.
     """
     tokens = table.tokens
-    provenance = np.where(table.outcomes == Outcome.KEPT, Provenance.VERIFIED, Provenance.SAMPLED)
-    count, reason = _end(request, tokens)
+    stays = int((table.outcomes == Outcome.KEPT).sum())
+    provenance = np.full(len(tokens), Provenance.SAMPLED, np.uint8)
+    provenance[:stays] = provenance_of(kept, stays)
+    begun = turn_start(kept.observed, stays)
+    count, reason = _end(request, tokens, begun)
     chunk = TokenChunk(
         request_id=request.request_id,
         tokens=tokens[:count],
@@ -47,15 +51,16 @@ def after_verification(
         topk_ids=table.topk_ids[:count],
         topk_logprobs=table.topk_logprobs[:count],
         noise_seeds=_noise_seeds(kept, table, seed, policy_version)[:count],
-        provenance=provenance[:count].astype(np.uint8),
+        provenance=provenance[:count],
         policy_version=policy_version,
         finish_reason=reason,
     )
     rest = replace(
         request,
         prefix_tokens=np.concatenate([request.prefix_tokens, tokens]).astype(np.int32),
-        draft_tokens=kept.tokens[count:].astype(np.int32),
+        draft_tokens=kept.tokens[count : turn_end(kept.observed, stays)].astype(np.int32),
         kept=None,
+        turn_start=len(request.prefix_tokens) + begun if begun else request.turn_start,
     )
     return (chunk if count else None), rest
 
@@ -69,14 +74,20 @@ def _noise_seeds(kept: KeptTokens, table: Table, seed: int, policy_version: int)
     return np.where(table.outcomes == Outcome.DRAWN, fresh, old)
 
 
-def _end(request: GenerateRequest, tokens: IntArray) -> tuple[int, FinishReason | None]:
-    """Where the response ends within `tokens`, and why; all of them and None if it continues."""
-    ends = (np.flatnonzero(np.isin(tokens, request.sampling.stop_tokens)) + 1).tolist()[:1]
+def _end(request: GenerateRequest, tokens: IntArray, begun: int) -> tuple[int, FinishReason | None]:
+    """Where the response ends within `tokens`, and why; all of them and None if it continues.
+
+    The first `begun` of them are of earlier turns, which their stops have ended.
+    """
+    last = tokens[begun:]
+    ends = (np.flatnonzero(np.isin(last, request.sampling.stop_tokens)) + 1 + begun).tolist()[:1]
     rule = request.sampling.stop_rule
     if rule is not None:
-        _, state = rule.follow(rule.start, request.prefix_tokens)
-        count, _ = rule.follow(state, tokens)
-        ends += [] if count is None else [count]
+        state = rule.start
+        if not begun:
+            _, state = rule.follow(state, request.prefix_tokens[request.turn_start :])
+        count, _ = rule.follow(state, last)
+        ends += [] if count is None else [begun + count]
     if ends:
         return min(ends), "stop"
     generated = len(request.prefix_tokens) + len(tokens)

@@ -12,6 +12,7 @@ from cache.config import CacheConfig
 from cache.tree import RolloutCache
 from engine.drafting.fixed_budget import FixedBudget
 from engine.drafting.planner import DraftPlanner, Planner
+from engine.drafting.proposals import warm_up as warm_up_proposals
 from engine.drafting.step_times import warm_up as warm_up_step_times
 from engine.remote.extras import DrafterSettings
 from engine.remote.worker.rows import warm_up as warm_up_rows
@@ -118,4 +119,5 @@ def warm_up() -> None:
     cache.draft(np.array([row], np.int32), np.array([2], np.int32))
     cache.close(row)
     warm_up_rows()
+    warm_up_proposals()
     warm_up_step_times()

@@ -90,6 +90,14 @@ class HeldWeights:
         """
         return None
 
+    def modules(self) -> dict[str, Any]:
+        """All modules by path, as a checkpoint's names have it."""
+        return dict(self._model.named_modules(remove_duplicate=False))
+
+    def further(self) -> list[tuple[str, TensorSums]]:
+        """The sums of what the engine holds besides the tensors of the state dict."""
+        return []
+
     def fingerprint(self, elements: int) -> Iterator[Fingerprint | None]:
         """Of the weights as they are now, in pieces that fit between two steps.
 
@@ -102,7 +110,7 @@ class HeldWeights:
         Yields:
             None after each piece, and the fingerprint at the end.
         """
-        modules = dict(self._model.named_modules(remove_duplicate=False))
+        modules = self.modules()
         found: list[tuple[str, TensorSums]] = []
         seen = 0
         for name, shape in self._shapes.items():
@@ -114,6 +122,8 @@ class HeldWeights:
             if seen >= elements:
                 seen = 0
                 yield None
+        with torch.inference_mode():
+            found += self.further()
         with torch.inference_mode():
             whole = collect(self._totals(found))
         yield whole

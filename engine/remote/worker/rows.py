@@ -212,7 +212,12 @@ class RowBook:
         slots = slots[lasting]
         handles = np.where(slots == NO_SLOT, NO_HANDLE, self._handle[slots])
         drafts = self._proposer.propose(
-            slots, handles, budgets, budgets, min_probability=min_probability
+            slots,
+            handles,
+            budgets,
+            budgets,
+            stops=self._stops[slots] if len(self._stops) else self._stops[:0],
+            min_probability=min_probability,
         )
         # Also where nothing was found: the planner learns that asking does not pay.
         keep = self._planner.choose(

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from engine.sglang.server_settings import ServerSettings
+from engine.sglang.server_settings import CPU_ATTENTION, ServerSettings
 
 _LOG = logging.getLogger("asyncrl.sglang")
 _FAILED, _REFUSED = 1, 2
@@ -180,6 +180,9 @@ def server_arguments(settings: ServerSettings, *, on_cpu: bool) -> dict[str, Any
         arguments |= {
             "disable_overlap_schedule": True,
             "disable_cuda_graph": True,
+            # Else SGLang takes `torch_native` before it asks the platform: its attention computes
+            # the new tokens of a prompt as a square over all keys, known ones included.
+            "attention_backend": CPU_ATTENTION,
         }
     if settings.draft_tokens:
         arguments |= {

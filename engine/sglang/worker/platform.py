@@ -14,6 +14,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from engine.sglang.server_settings import CPU_ATTENTION
+
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     """A CPU with operations of torch only."""
@@ -29,7 +31,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_default_attention_backend(self) -> str:
         """Attention in operations of torch, with drafts and without."""
-        return "asyncrl_torch"
+        return CPU_ATTENTION
 
     def get_dispatch_key_name(self) -> str:
         """Layers run their `forward_native`."""

@@ -20,6 +20,7 @@ import torch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from engine.sglang.server_settings import CPU_ATTENTION
 from engine.sglang.worker import tree_attention
 from engine.sglang.worker.api import HookRegistry, HookType
 
@@ -80,7 +81,7 @@ class Algorithm(CustomSpecAlgo):
         server_args.enable_mixed_chunk = False
         if server_args.device == "cpu":
             server_args.disable_overlap_schedule = True
-            server_args.attention_backend = tree_attention.NAME
+            server_args.attention_backend = CPU_ATTENTION
         elif server_args.attention_backend not in (None, "triton"):
             raise ValueError(
                 f"attention_backend={server_args.attention_backend}: trees of drafts of any width "

@@ -21,10 +21,8 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from engine.sglang.server_settings import CPU_ATTENTION
 from engine.sglang.worker.segments import Segments, segments_of
-
-NAME = "asyncrl_torch"
-"""Of this backend, in SGLang's `attention_backend`."""
 
 
 class TreeAttention(TorchNativeAttnBackend):
@@ -159,5 +157,5 @@ def register() -> None:
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    add_attention_backend_choices([NAME])
-    register_attention_backend(NAME)(TreeAttention)
+    add_attention_backend_choices([CPU_ATTENTION])
+    register_attention_backend(CPU_ATTENTION)(TreeAttention)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -20,6 +21,7 @@ __all__ = [
     "AsyncLLM",
     "EngineCoreOutput",
     "FinishReason",
+    "LoRARequest",
     "OutputProcessor",
     "OutputProcessorOutput",
     "PrometheusStatLogger",

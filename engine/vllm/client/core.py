@@ -20,7 +20,7 @@ from engine.remote.client.meter import Meter
 from engine.remote.client.responses import Responses
 from engine.vllm.client.process import VllmProcess
 from engine.vllm.extras import to_extra_args
-from engine.vllm.remote import VllmWorker
+from engine.vllm.remote import ADAPTER_ID, VllmWorker
 from wire.weights.layout import Fingerprint, WeightManifest
 
 T = TypeVar("T")
@@ -46,6 +46,8 @@ class VllmCore:
         self.policy_version = 0
         """Of the weights that are loaded."""
         self._installations = 0
+        self._adapter: Any = None
+        """What requests name where an adapter is kept apart from the model."""
         self._templates: dict[Hashable, Any] = {}
         """vLLM's `SamplingParams` by our arguments, without the token limit."""
 
@@ -89,6 +91,10 @@ class VllmCore:
         Args:
             config: of the engine.
         """
+        if config.vllm.lora_rank:
+            from engine.vllm.client.api import LoRARequest
+
+            self._adapter = LoRARequest("policy", ADAPTER_ID, "never read")
         await self._call(
             "attach to its worker",
             VllmWorker.asyncrl_attach,
@@ -112,7 +118,9 @@ class VllmCore:
         extra = replace(request.extra, ticket=inbox.ticket)
         params = self._params_of(request)
         params.extra_args = to_extra_args(extra)
-        await vllm.llm.add_request(request_id, prompt, params, priority=request.priority)
+        await vllm.llm.add_request(
+            request_id, prompt, params, priority=request.priority, lora_request=self._adapter
+        )
 
     def _params_of(self, request: CoreRequest) -> Any:
         """VLLM's parameters of a request: a copy of those of an earlier one of its kind.

@@ -27,6 +27,8 @@ _PREFILL, _CPU_PREFILL = 4096, 512
 9.1 s with 4096, 4.6 with 1024 and 3.7 with 256. New weights then wait for shorter steps."""
 _VLLM_MAX_LOGPROBS = 20
 _GIB = 1 << 30
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""That vLLM 0.32.0 makes room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ def engine_args(
     kv_gib = ours.kv_cache_gib or (_CPU_KV_GIB if on_cpu else None)
     eager = ours.enforce_eager
     prefill = ours.max_prefill_tokens or (_CPU_PREFILL if on_cpu else _PREFILL)
+    # With adapters vLLM refuses fewer tokens a step than all requests may draft.
+    least = config.slots * (drafts + 1 if ours.lora_rank else 1)
     args: dict[str, Any] = {
         "model": model_path,
         "skip_tokenizer_init": True,
@@ -97,7 +101,7 @@ def engine_args(
         "max_model_len": max_len,
         "max_num_seqs": config.slots,
         "enable_chunked_prefill": True,
-        "max_num_batched_tokens": max(prefill, config.slots),
+        "max_num_batched_tokens": max(prefill, least),
         "enable_prefix_caching": ours.enable_prefix_caching,
         "enforce_eager": on_cpu if eager is None else eager,
         "logprobs_mode": "processed_logprobs",
@@ -118,6 +122,12 @@ def engine_args(
         args["compilation_config"] = graph_config(
             drafts=drafts, slots=config.slots, max_step_tokens=args["max_num_batched_tokens"]
         )
+    if ours.lora_rank:
+        args |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": next(one for one in ADAPTER_RANKS if one >= ours.lora_rank),
+        }
     if kv_gib is None:
         args["gpu_memory_utilization"] = ours.gpu_memory_utilization
     else:

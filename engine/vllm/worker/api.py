@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -30,6 +32,8 @@ __all__ = [
     "EngineCoreOutputs",
     "FinishReason",
     "LayerReloadingInfo",
+    "LoRARequest",
+    "LogitsProcessorWithLoRA",
     "LogprobsLists",
     "LogprobsTensors",
     "ParallelLMHead",

@@ -19,6 +19,7 @@ from engine.drawing import warm_up as warm_up_drawing
 from engine.remote.worker.ranks import Ranks
 from engine.remote.worker.staging import WorkerWeights
 from engine.vllm.remote import VllmWorker
+from engine.vllm.worker.adapter import AdapterWeights, ServedAdapter
 from engine.vllm.worker.api import get_tp_group
 from engine.vllm.worker.batch import RunnerBatch
 from engine.vllm.worker.drafter import CacheDrafter
@@ -43,6 +44,7 @@ class WorkerExtension(VllmWorker):
     device: Any
     _batch: RunnerBatch
     _weights: WorkerWeights
+    _adapter: ServedAdapter | None
     _fingerprint: Iterator[Fingerprint | None]
 
     def asyncrl_attach(
@@ -63,7 +65,11 @@ class WorkerExtension(VllmWorker):
         sampler = CoreSampler(runner, batch, ranks, logits_bytes)
         sampler.install()
         CoreScorer(runner, batch, ranks, logits_bytes).install()
-        self._weights = WorkerWeights(VllmLoader(self), on_device=stage_on_device)
+        self._adapter = None if runner.lora_config is None else ServedAdapter(runner)
+        if self._adapter is None:
+            self._weights = WorkerWeights(VllmLoader(self), on_device=stage_on_device)
+        else:
+            self._weights = AdapterWeights(VllmLoader(self), self._adapter)
         if runner.speculative_config is not None:
             prepare_plainly(runner)
         drafter = _drafter_of(runner)
@@ -102,6 +108,7 @@ class WorkerExtension(VllmWorker):
             self.model_runner.get_model(),
             {name: tuple(shape) for name, shape in shapes.items()},
             Ranks.of_group(get_tp_group()),
+            self._adapter,
         )
         self._fingerprint = held.fingerprint(_PIECE[self.device.type])
 

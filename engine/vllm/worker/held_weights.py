@@ -15,10 +15,12 @@ import torch
 from engine.remote.worker.held_weights import HeldWeights
 from engine.remote.worker.ranks import Ranks
 from engine.remote.worker.shards import Shape, Shard, probes_within
-from wire.weights.fingerprint import MatrixSums, TensorSums, name_of, probe_columns
+from engine.vllm.worker.adapter import ServedAdapter
+from wire.weights.fingerprint import MatrixSums, TensorSums, name_of, probe_columns, sums_of
 
 _EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Names of the experts' tensors in the HF state dict, `[E, 2I, H]` and `[E, H, I]`, and in vLLM."""
+_INNER = ".base_layer"
 _AS_LOADED = ("TRITON", "BATCHED_TRITON")
 """vLLM's kernels for experts that take them in the layout in which they are loaded."""
 
@@ -30,9 +32,17 @@ class VllmHeldWeights(HeldWeights):
         model: vLLM's.
         shapes: of the HF state dict, tied names included.
         ranks: that the model is split among; all of them must take the fingerprint.
+        adapter: that is kept apart from the model; None: there is none.
     """
 
-    def __init__(self, model: Any, shapes: Mapping[str, Shape], ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        shapes: Mapping[str, Shape],
+        ranks: Ranks | None = None,
+        adapter: ServedAdapter | None = None,
+    ) -> None:
+        self._adapter = adapter
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         super().__init__(
             model,
@@ -42,6 +52,18 @@ class VllmHeldWeights(HeldWeights):
             # Renames only: how parts are stacked is in `packed_modules_mapping`.
             renamed=None if mapper is None else mapper.get_rename_mapper().map_name,
         )
+
+    def modules(self) -> dict[str, Any]:
+        """All modules by path; where vLLM has put one for adapters around another, the inner."""
+        found = super().modules()
+        inner = {path: one for path, one in found.items() if path.endswith(_INNER)}
+        return found | {path.removesuffix(_INNER): one for path, one in inner.items()}
+
+    def further(self) -> list[tuple[str, TensorSums]]:
+        """Those of A and B of an adapter that is kept apart."""
+        if self._adapter is None:
+            return []
+        return [(name, sums_of(one)) for name, one in self._adapter.held()]
 
     def tensor_of(self, module: Any, leaf: str) -> Any:
         """The tensor of a module that a checkpoint calls `leaf`."""

@@ -45,7 +45,8 @@ class MlflowSink:
             settings = [Param(key, value) for key, value in _parameters("", run.settings)]
             for start in range(0, len(settings), _PARAMETERS):
                 self._client.log_batch(self.run_id, params=settings[start : start + _PARAMETERS])
-        self._rows: list[list[Any]] = []
+        self._newest: dict[str, tuple[int, list[list[Any]]]] = {}
+        """Step and rows of the newest file of each table."""
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
@@ -59,13 +60,20 @@ class MlflowSink:
     def went_back(self, step: int) -> None:
         """MLflow keeps all values of a step, in the order of their times."""
 
-    def table(self, samples: list[SampleRecord]) -> None:
-        """Log a file of samples, in the form of `mlflow.log_table`."""
-        self._rows += map(row_of, samples)
-        table = json.dumps({"columns": list(COLUMNS), "data": self._rows})
-        step = samples[-1].step
-        self._client.log_text(self.run_id, table, f"samples/step-{step:06d}.json")
-        self._rows.clear()
+    def table(self, name: str, samples: list[SampleRecord]) -> None:
+        """Log a file of the samples of each step, in the form of `mlflow.log_table`.
+
+        Samples of one evaluation may come in several calls; the file then has all of them.
+        """
+        by_step: dict[int, list[list[Any]]] = {}
+        for one in samples:
+            by_step.setdefault(one.step, []).append(row_of(one))
+        for step, new in by_step.items():
+            before, rows = self._newest.get(name, (step, []))
+            rows = [*rows, *new] if before == step else new
+            self._newest[name] = step, rows
+            table = json.dumps({"columns": list(COLUMNS), "data": rows})
+            self._client.log_text(self.run_id, table, f"{name}/step-{step:06d}.json")
 
     def flush(self) -> None:
         """Every call is complete when it returns."""

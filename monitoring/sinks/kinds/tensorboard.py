@@ -4,39 +4,48 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from monitoring.samples import SampleRecord
 from monitoring.sinks.sink import COLUMNS, SinkRun, row_of
 
 
 class TensorBoardSink:
-    """Event files in RUN/sinks/tensorboard."""
+    """Event files in RUN/sinks/tensorboard; those of evaluations in its folder `evaluation`.
+
+    TensorBoard drops all that it has from a step on, whatever its name. Where a run repeats its
+    steps from the one with index v on, the evaluation of version v stands.
+    """
 
     run_id = "tensorboard"
 
     def __init__(self, run: SinkRun) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        run.folder.mkdir(parents=True, exist_ok=True)
-        self._writer = EventFileWriter(str(run.folder))
+        folders = run.folder, run.folder / "evaluation"
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._steps, self._evaluations = (EventFileWriter(str(folder)) for folder in folders)
         if run.next_step:
             self.went_back(run.next_step)
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
-        """Log the numbers of a step."""
+        """Log the numbers of a step, or of an evaluation."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._writer.add_event(Event(step=step, wall_time=time, summary=Summary(value=values)))
+        writer = self._writer_of(next(iter(numbers), ""))
+        writer.add_event(Event(step=step, wall_time=time, summary=Summary(value=values)))
 
     def went_back(self, step: int) -> None:
         """Have TensorBoard drop what it has of this step and later ones."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        self._writer.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+        for writer, first in ((self._steps, step), (self._evaluations, step + 1)):
+            writer.add_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
-    def table(self, samples: list[SampleRecord]) -> None:
+    def table(self, name: str, samples: list[SampleRecord]) -> None:
         """Log each sample as a Markdown table of its columns."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -47,17 +56,23 @@ class TensorBoardSink:
             rows = zip(COLUMNS, row_of(sample), strict=True)
             text = "\n".join(["| | |", "|---|---|", *(f"| {k} | {_cell(v)} |" for k, v in rows)])
             value = Summary.Value(
-                tag="samples", metadata=about, tensor=make_tensor_proto([text.encode()])
+                tag=name, metadata=about, tensor=make_tensor_proto([text.encode()])
             )
-            self._writer.add_event(Event(step=sample.step, summary=Summary(value=[value])))
+            event = Event(step=sample.step, summary=Summary(value=[value]))
+            self._writer_of(name).add_event(event)
 
     def flush(self) -> None:
         """Write what waits."""
-        self._writer.flush()
+        for writer in (self._steps, self._evaluations):
+            writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
+        """Close the files."""
+        for writer in (self._steps, self._evaluations):
+            writer.close()
+
+    def _writer_of(self, name: str) -> Any:
+        return self._evaluations if name.startswith("evaluation/") else self._steps
 
 
 def _cell(value: object) -> str:

@@ -38,7 +38,7 @@ class WandbSink:
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._rows: list[list[Any]] = []
+        self._rows: dict[str, list[list[Any]]] = {}
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
@@ -47,11 +47,11 @@ class WandbSink:
     def went_back(self, step: int) -> None:
         """Later values of a step supersede earlier ones on W&B's charts."""
 
-    def table(self, samples: list[SampleRecord]) -> None:
+    def table(self, name: str, samples: list[SampleRecord]) -> None:
         """Log a table of the newest samples."""
-        self._rows = [*self._rows, *map(row_of, samples)][-MAX_ROWS:]
-        table = self._wandb.Table(columns=list(COLUMNS), data=self._rows)
-        self._run.log({"step": samples[-1].step, "samples": table})
+        rows = self._rows[name] = [*self._rows.get(name, []), *map(row_of, samples)][-MAX_ROWS:]
+        table = self._wandb.Table(columns=list(COLUMNS), data=rows)
+        self._run.log({"step": samples[-1].step, name: table})
 
     def flush(self) -> None:
         """W&B uploads by itself."""

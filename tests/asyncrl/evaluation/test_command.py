@@ -1,16 +1,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from generator_harness import FakeEngine
 from rich.console import Console
 from whole_checkpoints import WEIGHTS, truncate, write_whole
 
-from asyncrl.config import parse_config
-from asyncrl.errors import UserError
+from asyncrl.cli.training import _print_result
+from asyncrl.config import load_config, parse_config
+from asyncrl.errors import ModelError, UserError
 from asyncrl.evaluation import command
-from asyncrl.evaluation.command import resolve_target
+from asyncrl.evaluation.command import evaluate_model, resolve_target
 from asyncrl.run.directory import RunDirectory
+from asyncrl.tasks.model import builtin_tokenizer
+from asyncrl.tasks.prompts import LoadedTask, Prompt
+from engine.protocol import GenerateRequest
+from monitoring.evaluations_log import EvaluationsLog
+from wire.evaluations import EvaluationRecord, SetEvaluation
+from wire.records import RunResult, StalenessMetrics, TokenCounts
 
 
 def test_a_run_is_evaluated_with_its_own_configuration_and_overrides(
@@ -43,3 +53,101 @@ def test_a_model_is_evaluated_with_the_defaults_and_overrides(tmp_path: Path) ->
     overrides = ["evaluation.prompts=5"]
     config, _ = resolve_target(str(tmp_path), None, overrides, tmp_path / "runs", Console())
     assert config.evaluation.prompts == 5
+
+
+def test_what_is_neither_a_run_nor_a_model_is_called_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = rf"there is no run 'fisrt' in {tmp_path}; as a model: model.path: 'fisrt' is neither"
+    with pytest.raises(ModelError, match=said):
+        resolve_target("fisrt", None, [], tmp_path, Console())
+
+
+HALVES = """
+class Halves:
+    replay = "deterministic"
+    def reset(self, row, seed):
+        self.answers = row["answers"]
+    def step(self, action):
+        right = action.text == self.answers.pop(0)
+        return ("more", not self.answers, right / 2)
+"""
+
+
+class ScriptedEngine(FakeEngine):
+    """Says 1, 2, 3, ... in the turns of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns: dict[str, int] = {}
+        self.ended = 0
+
+    async def start(self) -> None:
+        pass
+
+    async def generate(self, request: GenerateRequest) -> Any:
+        turn = self.turns.setdefault(request.session, 0) + 1
+        self.turns[request.session] = turn
+        tokenizer: Any = builtin_tokenizer()
+        said = [*tokenizer.encode(str(turn)), tokenizer.eos_token_id]
+        self.feed(request.request_id, said, 0, end="stop")
+        async for chunk in super().generate(request):
+            yield chunk
+
+    async def close(self) -> None:
+        self.ended += 1
+
+
+def test_a_run_with_an_environment_is_evaluated_in_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turn by turn, with its rewards; the tokens that it observes do not count."""
+    (tmp_path / "mine.py").write_text(HALVES)
+    tokenizer: Any = builtin_tokenizer()
+    rows = [{"prompt": "1+1=", "answers": list(answers)} for answers in ("12", "92", "1")]
+    prompts = [
+        Prompt(f"add-{n}", np.array([1, 2], np.int32), "1+1=", row) for n, row in enumerate(rows)
+    ]
+    task = LoadedTask([], prompts, (tokenizer.eos_token_id,), tokenizer)
+    engine = ScriptedEngine()
+    monkeypatch.setattr(command, "load_task", lambda *_, **__: task)
+    monkeypatch.setattr(command, "create_engine", lambda *_, **__: engine)
+    named = f"environment.name={tmp_path / 'mine.py'}:Halves"
+    config = load_config(None, [named, "engine.max_model_len=128", "sampling.max_tokens=32"])
+    (found,) = evaluate_model(config, str(tmp_path), Console()).sets.values()
+    assert engine.turns == {"eval-0.0": 2, "eval-0.1": 2, "eval-0.2": 1}
+    assert found.reward == pytest.approx((1.0 + 0.5 + 0.5) / 3)
+    assert found.tokens == pytest.approx((4 + 4 + 2) / 3)
+    assert engine.ended == 1
+    assert not engine.serving
+
+
+def test_a_run_says_at_its_end_which_evaluation_is_incomplete(tmp_path: Path) -> None:
+    result = RunResult(
+        run="mine",
+        engine="torch",
+        steps=4,
+        wall_seconds=7.0,
+        total_seconds=9.0,
+        tokens=TokenCounts(),
+        staleness=StalenessMetrics(),
+        exactly_on_policy=True,
+        accuracy_before=0.25,
+    )
+
+    def said() -> str:
+        console = Console(record=True, width=300)
+        _print_result(console, tmp_path, result, planned=4, to_continue="asyncrl run --resume")
+        return console.export_text().splitlines()[0]
+
+    assert said() == "4 steps, 7 s of training; no held-out prompts, so no accuracy"
+    lacking = SetEvaluation(prompts=8, samples=20, unscored=12, accuracy=None)
+    log = EvaluationsLog(tmp_path / "evaluations.jsonl")
+    log.append(EvaluationRecord(step=4, time=1.0, when="after", sets={"held_out": lacking}))
+    log.close()
+    assert said() == (
+        "4 steps, 7 s of training; held-out accuracy 0.250 → –, as the evaluation after training "
+        "is incomplete: 12 of 32 samples have no reward. The newest weights are measured again by: "
+        "asyncrl run --resume"
+    )

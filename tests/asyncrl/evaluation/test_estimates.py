@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from asyncrl.evaluation.estimates import estimate, ks_of, pass_at_k
+from wire.evaluations import Verdict
 
 
 @pytest.mark.parametrize("n", [1, 4, 7])
@@ -61,3 +62,33 @@ def test_rewards_and_lengths_are_averaged_and_a_threshold_decides() -> None:
     alone = estimate([[1.0]], threshold=0.5)
     assert (alone.accuracy, alone.accuracy_error, alone.margin) == (1.0, None, 0.0)
     assert estimate([], threshold=0.5).samples == 0
+
+
+def test_unscored_samples_are_left_out_up_to_a_share() -> None:
+    """Of which prompts they are does not shift the mean over prompts."""
+    rewards = [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+    verdicts: list[list[Verdict]] = [
+        ["unscored", "unscored", "unscored", "scored"],
+        ["scored", "failed", "scored", "scored"],
+        ["unscored", "scored", "scored", "scored"],
+    ]
+    whole = estimate(rewards, threshold=0.5)
+    assert (whole.unscored, whole.failed, whole.is_complete) == (0, 0, True)
+    found = estimate(rewards, threshold=0.5, verdicts=verdicts, max_unscored_share=0.34)
+    assert (found.prompts, found.samples, found.unscored, found.failed) == (3, 8, 4, 1)
+    assert found.accuracy == found.reward == pytest.approx((1 + 0 + 1 / 3) / 3)
+    assert found.pass_at[1] == pytest.approx(found.accuracy)
+    assert found.pass_at[2] == pytest.approx((0 + 2 / 3) / 2)  # the first prompt has one sample
+    assert found.pass_at[4] == 0.0
+    few = estimate(rewards, threshold=0.5, verdicts=verdicts, max_unscored_share=0.33)
+    assert not few.is_complete
+    assert (few.reward, few.pass_at, few.samples, few.unscored) == (None, {}, 8, 4)
+
+
+def test_rewards_that_have_all_failed_are_no_accuracy() -> None:
+    for one in ("failed", "unscored"):
+        rows: list[list[Verdict]] = [[one]] * 3  # type: ignore[list-item]
+        found = estimate([[0.0]] * 3, threshold=0.5, verdicts=rows, max_unscored_share=0.99)
+        assert found.accuracy is None
+    half: list[list[Verdict]] = [["failed"], ["scored"]]
+    assert estimate([[0.0], [1.0]], threshold=0.5, verdicts=half).accuracy == 0.5

@@ -18,7 +18,7 @@ from trainer.checkpoint_files import ResumePoint, path_of, prune
 from wire.evaluations import EvaluationRecord, SetEvaluation
 
 
-def record(step: int, accuracy: float, hard: float = 0.0) -> EvaluationRecord:
+def record(step: int, accuracy: float | None, hard: float = 0.0) -> EvaluationRecord:
     values = {"held_out": accuracy, "hard": hard}
     sets = {
         name: SetEvaluation(prompts=4, samples=4, accuracy=value, accuracy_error=0.1)
@@ -43,6 +43,8 @@ def test_the_best_is_the_earliest_of_the_highest_and_never_the_model_before_trai
     assert best_of(records, None) == records[2]
     assert best_of(records, "hard") == records[3]
     assert best_of(records[:1], None) is None
+    assert best_of([record(2, None), record(4, 0.0), record(6, None)], None) == record(4, 0.0)
+    assert best_of([record(2, None)], None) is None
 
 
 def test_the_best_checkpoint_stays_and_so_does_one_that_may_turn_out_to_be(tmp_path: Path) -> None:

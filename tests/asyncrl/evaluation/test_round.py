@@ -63,4 +63,11 @@ def test_accuracy_has_a_margin() -> None:
     accuracy = Accuracy.of(current.record(0, "before"))
     assert (accuracy.value, accuracy.samples) == (0.75, 100)
     assert accuracy.margin == pytest.approx(0.0853, abs=1e-4)
-    assert Accuracy.of(a_round(0).record(0, "before")) == Accuracy(0.0, 0)
+    assert Accuracy.of(a_round(0).record(0, "before")) == Accuracy(None, 0)
+
+
+def test_the_first_sample_of_the_first_prompts_of_each_set_is_shown() -> None:
+    plan = EvaluationPlan((PlannedSet("held_out", 6, 2), PlannedSet("hard", 1, 3)))
+    shown = {index: name for index in range(plan.total) if (name := plan.shown_of(index))}
+    assert shown == {0: "held_out", 2: "held_out", 4: "held_out", 6: "held_out", 12: "hard"}
+    assert plan.shown_of(plan.total) == ""

@@ -152,6 +152,17 @@ def test_what_ends_on_a_living_node_has_itself_to_blame(runs: Any, ended: Any) -
     assert not runs._running
 
 
+def test_nothing_is_held_when_no_head_can_tell(runs: Any) -> None:
+    runs._answered("trainer", "watch", (0, "the end"))
+    runs._keep_time(time.monotonic())
+    assert said(runs)[1:] == []
+    runs._head_is_lost = True
+    runs._keep_time(time.monotonic())
+    (status,) = said(runs)[1:]
+    assert (status.code, status.node_lost) == (0, False)
+    assert not runs._running
+
+
 def test_an_error_is_told_at_once_and_so_is_an_end_that_was_asked_for(runs: Any) -> None:
     runs._answered("trainer", "watch", (1, "the end"))
     runs._start(messages.Start(0, "trainer.1", "{}", b""))

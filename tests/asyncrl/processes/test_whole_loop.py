@@ -120,7 +120,7 @@ def test_tokens_of_policies_that_are_gone_are_never_trained_on_unverified(
     ids = [one.trajectory.id for one in outcome.delivered]
     assert len(set(ids)) == len(ids) == SAMPLES // 144 * 144 + 144, "each sample once"
     monkeypatch.setattr(Trajectory, "without_versions_after", lambda self, _: self)
-    wrong = check(name, play(name).delivered)
+    wrong = check(name, play(name, SAMPLES // 3).delivered)
     assert wrong.p_value < ALARM
 
 

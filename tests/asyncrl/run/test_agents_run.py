@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from agents import Agents
-from asyncrl_runs import CommandLine, until, worst_mismatch
+from asyncrl_runs import UNHURRIED, CommandLine, until, worst_mismatch
 from typer.testing import CliRunner
 
 from asyncrl.cli.entry import app
@@ -41,7 +41,11 @@ def the_run_is_exact(command: CommandLine) -> None:
 def test_a_run_whose_agents_come_and_go(tmp_path: Path, own_model: Path, agents: Agents) -> None:
     command = CommandLine(tmp_path / "runs", own_model)
     assert CliRunner().invoke(app, ["agent-key", str(agents.key_file)]).exit_code == 0
-    settings = {"launcher__agents__relays": "always", "run__steps": 1_000_000}
+    settings = {
+        "launcher__agents__relays": "always",
+        "run__steps": 1_000_000,
+        "rewards__functions": UNHURRIED,
+    }
 
     def steps_more(count: int, what: str) -> None:
         before = command.steps() if (command.folder / "metrics.jsonl").exists() else 0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -48,6 +49,16 @@ def test_sglangs_interpreter_is_named_with_what_is_wrong_with_it() -> None:
     with pytest.raises(UserError, match="/no/python does not exist"):
         diagnose(config, lines.append)
     assert "SGLang's interpreter (/no/python): engine.sglang.python: /no/python does" in lines[-1]
+
+
+def test_the_environments_interpreter_is_asked() -> None:
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    for python, found in (
+        (sys.executable, f"python {here}"),
+        ("/no/python", "environment.python: /no/python does not exist"),
+    ):
+        text = said(load_config(None, [f"environment={{name: guessing, python: {python}}}"]))
+        assert f"the environment's interpreter ({python}): {found}" in text
 
 
 def test_what_a_run_would_be_refused_for_comes_last() -> None:

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asyncrl_runs import CommandLine, call, until, worst_mismatch
+from asyncrl_runs import UNHURRIED, CommandLine, Terminal, call, until, worst_mismatch
 from hostile_frames import attack_without_a_key
 from served_sglang import sglang_python
 from trace_collector import Collector, collecting
@@ -29,6 +28,7 @@ from asyncrl.run.directory import RunDirectory, read_state
 from benchmarks.watching_prometheus import Prometheus, watching
 from monitoring.dashboards.panels import ROWS
 from monitoring.discovery import targets_file
+from monitoring.evaluations_log import read_evaluations
 from monitoring.group_account import read_account
 from monitoring.trained_samples import read_trained_samples
 from wire.messages import control
@@ -57,34 +57,63 @@ def traced(collector: Collector, rate: float) -> dict[str, object]:
     }
 
 
-def test_a_trainer_of_two_ranks_trains_every_group_once_also_when_one_of_them_is_killed(
+def test_two_ranks_train_every_group_once_one_is_killed_and_ctrl_c_twice_ends_the_run_at_once(
     command_line: CommandLine,
 ) -> None:
-    process = command_line.start(
-        run__steps=8, trainer__ranks=2, trainer__checkpoint_every=2, run__log_samples="jsonl"
+    """Ctrl-C ends it also when a trainer does not answer; it leaves nothing but a run to resume."""
+    terminal = command_line.start_in_terminal(
+        run__steps=500, trainer__ranks=2, trainer__checkpoint_every=2, run__log_samples="jsonl"
     )
     until(lambda: command_line.steps() >= 3, seconds=200, what="three steps")
     (last,) = [pid for pid in command_line.children("trainer") if _rank(pid) == 1]
     os.kill(last, signal.SIGKILL)
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, output
-    text = " ".join(output.split())
-    assert "trainer-1 was killed by SIGKILL" in text
-    assert "started trainer.1 and trainer-1.1 in place of trainer and trainer-1, from" in text
-    assert not command_line.children("trainer")
+    before = command_line.steps()
+    until(lambda: command_line.steps() >= before + 3, seconds=400, what="another trainer's steps")
+    assert "trainer-1 was killed by SIGKILL" in terminal.text
+    said = "started trainer.1 and trainer-1.1 in place of trainer and trainer-1, from"
+    assert said in terminal.text
+    state = json.loads((command_line.folder / "run.json").read_text())
+    (first,) = [pid for pid in command_line.children("trainer") if _rank(pid) == 0]
+    os.kill(first, signal.SIGSTOP)
+    terminal.press_ctrl_c()
+    until(lambda: "press Ctrl-C again" in terminal.text, seconds=60, what="the first answer")
+    terminal.press_ctrl_c()
+    assert terminal.process.wait(timeout=60) == 130, terminal.text[-2000:]
+    _ended_at_once(command_line, terminal, Path(state["control_address"].removeprefix("ipc://")))
+
     steps = command_line.metrics()
-    assert [step.step for step in steps] == list(range(8))
+    assert [step.step for step in steps] == list(range(len(steps)))
     assert {step.staleness.max for step in steps} == {0}
     assert worst_mismatch(steps) < 1e-3
     account = read_account(command_line.folder)
     assert account.is_exact
-    assert account.trained == 4 * 8
-    samples = list(read_trained_samples(command_line.folder / "samples"))
-    logged = [(one.step, one.group) for one in samples]
+    assert account.trained == 4 * len(steps)
+    # The trainer may be a step ahead of the controller's records.
+    both = [
+        [one for one in read_trained_samples(folder) if one.step < len(steps)]
+        for folder in (command_line.folder / "samples", command_line.folder / "samples" / "rank-1")
+    ]
+    logged = [(one.step, one.group) for one in both[0]]
     size = logged.count(logged[0])
-    assert sorted(logged) == [(at // 4, at) for at in range(4 * 8) for _ in range(size)]
-    other = [one.group for one in read_trained_samples(command_line.folder / "samples" / "rank-1")]
-    assert 0 < len(other) < len(samples), "both ranks had groups"
+    expected = [(at // 4, at) for at in range(4 * len(steps)) for _ in range(size)]
+    assert sorted(logged) == expected
+    assert 0 < len(both[1]) < len(both[0]), "both ranks had groups"
+
+
+def _ended_at_once(command_line: CommandLine, terminal: Terminal, control_socket: Path) -> None:
+    """By force: it says so, nothing is left behind, and it can be resumed."""
+    assert "ended at once by a second signal" in terminal.text
+    assert not command_line.children("generator") + command_line.children("trainer")
+    assert not control_socket.parent.exists()
+    left = Path("/dev/shm").glob(f"asyncrl-your-own-{terminal.process.pid}-*")  # noqa: S108
+    assert not list(left)
+    assert not targets_file(command_line.folder).exists()
+    ended = read_state(command_line.folder)
+    assert ended is not None
+    assert ended.ended == "stopped"
+    config = load_config(command_line.folder / "config.yaml")
+    RunDirectory.create(config, resume=True, clean=False).close()
+    assert list((command_line.folder / "checkpoints").glob("step-*"))
 
 
 def _rank(pid: int) -> int:
@@ -191,7 +220,7 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(
 
     A real Prometheus watches. After the resume weights are broadcast.
     """
-    process = command_line.start(run__steps=2000)
+    process = command_line.start(run__steps=2000, rewards__functions=UNHURRIED)
     until(lambda: command_line.steps() >= 2, seconds=200, what="two steps")
     asyncrl = [sys.executable, "-m", "asyncrl"]
     for suspended in (*command_line.children("generator"), *command_line.children("trainer")):
@@ -233,8 +262,9 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(
     steps = command_line.steps()
     assert (command_line.folder / "checkpoints" / f"step-{steps:06d}").is_dir()
     terminal = command_line.start_in_terminal(
-        "--resume", run__steps=4000, launcher__weights="broadcast", launcher__trusted_network=True
-    )
+        "--resume", run__steps=4000, launcher__weights="broadcast", launcher__trusted_network=True,
+        rewards__functions=UNHURRIED,
+    )  # fmt: skip
     until(lambda: command_line.steps() >= steps + 2, seconds=200, what="two more steps")
     terminal.close()
     terminal.process.wait(timeout=200)
@@ -255,6 +285,7 @@ def every_panel_has_data(prometheus: Prometheus) -> None:
         for _, panels in ROWS
         for panel in panels
         for query in panel.queries
+        if "asyncrl_environment_seconds" not in query.expr  # this run has no environment
     }
 
     def is_complete() -> bool:
@@ -283,47 +314,25 @@ def suspend_and_continue(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-def test_ctrl_c_twice_ends_at_once_and_leaves_nothing_but_a_run_to_resume(
-    command_line: CommandLine,
-) -> None:
-    """Also when the trainer does not answer."""
-    terminal = command_line.start_in_terminal(run__steps=500, trainer__checkpoint_every=1)
-    until(lambda: command_line.steps() >= 2, seconds=200, what="two steps")
-    state = json.loads((command_line.folder / "run.json").read_text())
-    os.kill(command_line.children("trainer")[0], signal.SIGSTOP)
-    terminal.press_ctrl_c()
-    until(lambda: "press Ctrl-C again" in terminal.text, seconds=60, what="the first answer")
-    terminal.press_ctrl_c()
-    assert terminal.process.wait(timeout=60) == 130, terminal.text[-2000:]
-    assert "ended at once by a second signal" in terminal.text
-    assert not command_line.children("generator") + command_line.children("trainer")
-    assert not Path(state["control_address"].removeprefix("ipc://")).parent.exists()
-    left = Path("/dev/shm").glob(f"asyncrl-your-own-{terminal.process.pid}-*")  # noqa: S108
-    assert not list(left)
-    assert not targets_file(command_line.folder).exists()
-    ended = read_state(command_line.folder)
-    assert ended is not None
-    assert ended.ended == "stopped"
-    config = load_config(command_line.folder / "config.yaml")
-    RunDirectory.create(config, resume=True, clean=False).close()
-    assert list((command_line.folder / "checkpoints").glob("step-*"))
-
-
 @pytest.mark.vllm
 @pytest.mark.sglang
-def test_on_vllm_and_sglang_run_ahead_gives_way_and_what_is_verified_is_exact(
+def test_on_vllm_and_sglang_what_is_generated_ahead_is_verified_and_exact(
     command_line: CommandLine, tmp_path: Path
 ) -> None:
-    """Run-ahead holds the few slots when work becomes due; the model is tied."""
+    """Each has a quarter of a step's samples in its few slots at a time; the model is tied.
+
+    Both also have held-out samples of steps 3 and 6 while they train.
+    """
     process = command_line.start(
         engine__kinds="[vllm, sglang]", engine__sglang__python=sglang_python(),
         launcher__generators=2, run__steps=8, model__path=tied(command_line.model, tmp_path),
         engine__slots=4, trainer__learning_rate=3e-3, sampling__max_tokens=40,
         scheduler__on_update="verify", scheduler__max_off_policy_steps=0,
+        evaluation__every=3, evaluation__samples=4, evaluation__hold_seconds=1000,
     )  # fmt: skip
-    preempted = largest_value(process, command_line.folder, "asyncrl_preempted_samples_total")
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
+    every_evaluation_has_a_result_or_a_reason(command_line, output)
     result = command_line.result()
     assert (result.engine, result.steps) == ("vllm+sglang", 8)
     assert result.exactly_on_policy
@@ -332,13 +341,26 @@ def test_on_vllm_and_sglang_run_ahead_gives_way_and_what_is_verified_is_exact(
     assert worst_mismatch(steps) < 1e-3, "it does not follow the trainer's policy"
     assert steps[-1].tokens.verified > 0, "nothing was generated ahead"
     assert steps[-1].tokens.rejected > 0, "the policy hardly moved, so nothing was rejected"
-    assert preempted > 0, "no run-ahead was preempted"
     for name in ("generator-0", "generator-1"):
         *_, last = (command_line.folder / "engine" / f"{name}.jsonl").read_bytes().splitlines()
         engine = json.loads(last)["engine"]
         assert engine["tokens"]["generated"] > 0, name
-        assert engine["policy_version"] == 8
+        assert engine["policy_version"] >= 7, "the line may be of before the last installation"
         assert "Traceback" not in (command_line.folder / "logs" / f"{name}.log").read_text()
+
+
+def every_evaluation_has_a_result_or_a_reason(command_line: CommandLine, output: str) -> None:
+    """Of two generators one may fall behind: a round is given up then, or another not begun."""
+    said = " ".join(output.split())
+    without = re.findall(r"evaluation of step (\d+) (?:is given up|has no result)", said)
+    records = read_evaluations(command_line.folder / "evaluations.jsonl")
+    during = [one for one in records if one.when == "during"]
+    told = [*map(int, without), *(one.step for one in during)]
+    assert 3 in told, said
+    assert set(told) <= {3, 6}
+    assert len(told) == len(set(told)), said
+    assert {one.sets["held_out"].samples for one in during} <= {16}
+    assert "which is a defect" not in said
 
 
 def tied(like: Path, folder: Path) -> Path:
@@ -353,23 +375,3 @@ def tied(like: Path, folder: Path) -> Path:
     model.save_pretrained(folder / "tied")
     AutoTokenizer.from_pretrained(like).save_pretrained(folder / "tied")
     return folder / "tied"
-
-
-def largest_value(process: subprocess.Popen[str], folder: Path, name: str) -> float:
-    """The largest value of one of the first generator's metrics until the run ends."""
-    largest = 0.0
-
-    def ended() -> bool:
-        nonlocal largest
-        with contextlib.suppress(OSError, KeyError, ValueError):
-            about = json.loads((folder / "run.json").read_text())
-            port = about["metrics_ports"]["generator-0"]
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
-                lines = reply.read().decode().splitlines()
-            largest = max(
-                [largest, *(float(line.split()[-1]) for line in lines if line.startswith(name))]
-            )
-        return process.poll() is not None
-
-    until(ended, seconds=400, what="the end of the run")
-    return largest

@@ -27,6 +27,13 @@ def plan(count: int, **needs: Any) -> GpuPlan:
     return plan_gpus(found, GpuNeeds(**needs), renumbers=True)
 
 
+def test_an_environment_has_a_line_of_its_own() -> None:
+    line = overview.turns_line(config(environment={"name": "guessing", "workers": 2}), None)
+    assert line == (
+        "turns      guessing: at most 16 a sample; not tried; 128 open at once, in 2 processes"
+    )
+
+
 def test_the_model_is_named_with_its_family_and_size(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     for shard, rows in enumerate((3_000, 159)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from asyncrl.config import load_config
 from asyncrl.errors import RewardError, UserError
 from asyncrl.rewards.config import RewardConfig
+from asyncrl.run.positions_check import check_builtin_positions, check_positions
 from asyncrl.run.preflight import check_machine, check_rewards
 
 CORES = os.cpu_count() or 1
@@ -76,3 +78,77 @@ def test_a_reward_that_cannot_be_called(
         check_rewards(config)
     check_rewards(RewardConfig.model_validate({"functions": [{"name": f"{mine}:three"}]}))
     check_rewards(RewardConfig())
+
+
+@pytest.mark.parametrize("kind", ["torch", "vllm"])
+def test_sequences_longer_than_the_built_in_model_reads_are_refused_before_it_is_made(
+    kind: str,
+) -> None:
+    config = load_config(None, ["engine.max_model_len=513", f"engine.kind={kind}"])
+    with pytest.raises(UserError, match=r"^engine.max_model_len: 513 .*builtin:arithmetic .* 512;"):
+        check_builtin_positions(config)
+    check_builtin_positions(load_config(None, ["engine.max_model_len=512"]))
+
+
+def test_sequences_longer_than_a_model_reads_are_refused_before_a_process_starts(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 256}}')
+    sets = [f"model.path={tmp_path}", "engine.max_model_len=300"]
+    with pytest.raises(UserError, match=r"^engine.max_model_len: 300 tokens .* 256;"):
+        check_positions(load_config(None, sets), tmp_path)
+    check_positions(load_config(None, [*sets, "engine.kind=vllm"]), tmp_path)  # has its own rules
+    check_positions(load_config(None, sets), tmp_path / "an-id-of-the-hub")
+
+
+@pytest.mark.parametrize(
+    ("described", "longest"),
+    [
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64}, 64),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 64}, 64),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
+            64,
+        ),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 256),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, 256),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 64}}, None),
+        ({"rope_scaling": None}, None),
+    ],
+    ids=str,
+)
+def test_positions_that_depend_on_a_batch_are_refused(
+    tmp_path: Path, described: dict[str, object], longest: int | None
+) -> None:
+    whole = {"max_position_embeddings": 256, **described}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+
+    def check(tokens: int) -> None:
+        lengths = [f"engine.max_model_len={tokens}", "sampling.max_tokens=16"]
+        sets = [f"model.path={tmp_path}", *lengths, "engine.kind=vllm"]
+        check_positions(load_config(None, sets), tmp_path)
+
+    if longest is None:
+        check(1024)
+        return
+    check(longest)
+    with pytest.raises(
+        UserError, match=f"{longest + 1} tokens the positions.*set it to {longest},"
+    ):
+        check(longest + 1)
+
+
+def test_a_judge_that_does_not_answer_is_refused_before_the_run() -> None:
+    args = {
+        "base_url": "http://127.0.0.1:1/v1",
+        "model": "m",
+        "template": "{response}",
+        "score_pattern": "(.)",
+        "attempts": 1,
+    }
+    config = RewardConfig.model_validate({"functions": [{"name": "judge", "args": args}]})
+    for _ in range(2):  # each in an event loop of its own
+        with pytest.raises(
+            UserError, match=r"trial question has no answer, so .*127\.0\.0\.1:1/v1"
+        ):
+            check_rewards(config)

@@ -30,13 +30,13 @@ from wire.records import (
     EngineStats,
     GroupTotals,
     LearnerMetrics,
-    RewardCounts,
     StalenessMetrics,
     StepGroups,
     StepMetrics,
     TokenCounts,
     TrainerTimes,
 )
+from wire.reward_counts import RewardCounts
 from wire.weights.layout import WeightManifest
 from wire.wrong_policy import Cause, WrongPolicy
 

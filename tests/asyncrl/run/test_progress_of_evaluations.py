@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +56,19 @@ def test_evaluations_are_shown_everywhere(tmp_path: Path) -> None:
     assert not status["phase"].startswith("evaluating")
     [line] = [one for one in status_lines(status) if "accuracy of step" in one]
     assert line == "accuracy of step 4 0.500, best 0.750 at step 2, evaluating step 6, 0/8"
+    lacking = SetEvaluation(prompts=8, samples=20, unscored=12, accuracy=None)
+    failed = EvaluationRecord(
+        step=6, time=1.0, when="during", sets={"held_out": lacking, "hard": one}
+    )
+    results.add(failed)
+    progress.evaluated(failed)
+    status = status_reply(RunConfig(), fleet, progress.view(fleet, None)).status
+    assert (status["accuracy"], status["best_step"]) == (None, 2)
+    assert status["accuracies"] == {"held_out": None, "hard": 0.5}
+    [line] = [text for text in status_lines(status) if "incomplete" in text]
+    assert line == (
+        "evaluation of step 6 is incomplete: 12 of 32 samples have no reward, best 0.750 at step 2"
+    )
     progress.evaluation_given_up()
     values = {
         (sample.name, *sample.labels.values()): sample.value
@@ -63,9 +77,11 @@ def test_evaluations_are_shown_everywhere(tmp_path: Path) -> None:
         if "evaluation" in sample.name
     }
     of = "controller"
-    assert values["asyncrl_evaluation_step", of] == 4
+    assert values["asyncrl_evaluation_step", of] == 6
     found = {key[0] + "/" + "/".join(sorted(key[1:])): value for key, value in values.items()}
-    assert found["asyncrl_evaluation_accuracy_ratio/controller/during"] == 0.5
+    assert math.isnan(found["asyncrl_evaluation_accuracy_ratio/controller/during"])
+    assert math.isnan(found["asyncrl_evaluation_set_accuracy_ratio/controller/held_out"])
+    assert found["asyncrl_evaluations_total/controller/incomplete"] == 1
     assert found["asyncrl_evaluation_set_accuracy_ratio/controller/hard"] == 0.5
     assert found["asyncrl_evaluations_total/complete/controller"] == 3
     assert found["asyncrl_evaluations_total/controller/given_up"] == 1

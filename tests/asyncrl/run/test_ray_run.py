@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from asyncrl_runs import CommandLine, until, worst_mismatch
+from asyncrl_runs import UNHURRIED, CommandLine, until, worst_mismatch
 from ray_nodes import RayNodes, ray_nodes
 
 from asyncrl.launch.identity import status_of
 from monitoring.discovery import targets_file
 from monitoring.group_account import read_account
+from wire.on_policy import is_on_policy
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-STEPS = 12
+RELAYS = ("relay-0", "relay-1", "relay-2")
 PATIENCE = 400
 """Seconds; nothing is decided by time on a machine that others use too."""
 
@@ -99,34 +100,91 @@ def test_bad_addresses_and_too_small_clusters_are_refused(
         assert not command_line.folder.exists()
 
 
-def test_a_run_on_three_nodes_loses_a_child_an_actor_and_a_relay(
+def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
     command_line: CommandLine, cluster: RayNodes
 ) -> None:
+    """A child, an actor, a relay and the controller; and, resumed with two ranks, the head."""
+    settings = {
+        "launcher__kind": "ray",
+        "launcher__ray__address": cluster.address,
+        "run__steps": 1000,
+        "rewards__functions": UNHURRIED,
+    }
     process = command_line.start(
-        launcher__kind="ray",
-        launcher__ray__address=cluster.address,
+        **settings,
         launcher__ray__strategy="strict_spread",
         launcher__ray__relays="always",
         launcher__generators=2,
-        run__steps=STEPS,
     )
     until(lambda: command_line.steps() >= 2, seconds=PATIENCE, what="two steps")
     first, second = sorted(command_line.children("generator"))
-    relays = ("relay-0", "relay-1", "relay-2")
-    files = {one: command_line.files_in_memory(one) for one in ("trainer", *relays)}
+    files = {one: command_line.files_in_memory(one) for one in ("trainer", *RELAYS)}
     assert files["trainer"]
     assert sum(map(bool, files.values())) == 3, "two relays have weights of their own"
+    each_process_is_on_a_node_of_its_own([*command_line.children("trainer"), first, second])
+    every_relay_has_passed_frames_and_fetched(command_line, files)
+    os.kill(first, signal.SIGKILL)
+    relay = next(one for one in files if one != "trainer" and files[one])
+    os.kill(process_named(command_line, relay), signal.SIGKILL)
+    until(lambda: command_line.steps() >= 5, seconds=PATIENCE, what="five steps")
+    status = status_of(second)
+    assert status is not None
+    os.kill(status.parent, signal.SIGKILL)  # the actor's worker
+    logs = command_line.folder / "logs"
+    until(
+        lambda: len(list(logs.glob("generator-?.?.log"))) == 2,
+        seconds=PATIENCE,
+        what="another generator in place of each",
+    )
+    before = command_line.steps()
+    until(lambda: command_line.steps() > before + 1, seconds=PATIENCE, what="two more steps")
+    process.kill()
+    text = " ".join(process.communicate(timeout=PATIENCE)[0].split())
+    ends_with_nothing_left(command_line)
+    assert "was killed by SIGKILL" in text
+    assert "its Ray actor was lost" in text
+    assert text.count("in place of generator-") == 2
+    assert f"started {relay}.1 in place of {relay}" in text
+    assert "version" in (logs / f"{relay}.1.log").read_text()
+
+    settings |= {"launcher__weights": "broadcast", "launcher__trusted_network": True}
+    process = command_line.start("--resume", **settings, trainer__ranks=2)
+    before = command_line.steps()
+    until(lambda: command_line.steps() > before, seconds=PATIENCE, what="another step")
+    assert len(command_line.children("trainer")) == 2, "one on each node, as each has one CPU"
+    steps = command_line.metrics()
+    assert [step.step for step in steps] == list(range(len(steps)))
+    assert {is_on_policy(step) for step in steps} == {True}
+    assert worst_mismatch(steps) < 1e-3
+    cluster.kill_head()
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1, output
+    assert "has not answered for" in " ".join(output.split())
+    ends_with_nothing_left(command_line)
+    assert read_account(command_line.folder).is_exact
+    assert list((command_line.folder / "checkpoints").glob("step-*")), "it can be resumed"
+    log = (logs / "trainer.log").read_text()
+    assert re.search(r"broadcast to 1 engine processes in [\d.]+ s: whole", log)
+
+
+def each_process_is_on_a_node_of_its_own(processes: list[int]) -> None:
     raylets = set()
-    for pid in (*command_line.children("trainer"), first, second):
+    for pid in processes:
         worker = status_of(pid)
         assert worker is not None
         raylet = status_of(worker.parent)
         assert raylet is not None
         raylets.add(raylet.parent)
-    assert len(raylets) == 3, "each process is on a node of its own"
+    assert len(raylets) == len(processes)
+
+
+def every_relay_has_passed_frames_and_fetched(
+    command_line: CommandLine, files: dict[str, list[Path]]
+) -> None:
+    """Those that have weights of their own in memory have fetched them, and one has sent them."""
     metrics = metrics_of(command_line)
-    assert set(metrics) == {"controller", "trainer", "generator-0", "generator-1", *relays}
-    for one in relays:
+    assert set(metrics) == {"controller", "trainer", "generator-0", "generator-1", *RELAYS}
+    for one in RELAYS:
         assert metrics[one]("asyncrl_relay_frames_total", direction="up") > 0
         assert metrics[one]("asyncrl_relay_frames_total", direction="down") > 0
         fetched = metrics[one]("asyncrl_relay_weights_received_bytes_total")
@@ -135,58 +193,7 @@ def test_a_run_on_three_nodes_loses_a_child_an_actor_and_a_relay(
         assert (whole >= 1) == bool(files[one])
     sent = "asyncrl_relay_weights_sent_bytes_total"
     until(
-        lambda: any(metrics_of(command_line)[one](sent) for one in relays),
+        lambda: any(metrics_of(command_line)[one](sent) for one in RELAYS),
         seconds=PATIENCE,
         what="a relay that has sent weights",
     )
-    os.kill(first, signal.SIGKILL)
-    relay = next(one for one in files if one != "trainer" and files[one])
-    os.kill(process_named(command_line, relay), signal.SIGKILL)
-    until(lambda: command_line.steps() >= 5, seconds=PATIENCE, what="five steps")
-    status = status_of(second)
-    assert status is not None
-    os.kill(status.parent, signal.SIGKILL)  # the actor's worker
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, output
-    text = " ".join(output.split())
-    assert "was killed by SIGKILL" in text
-    assert "its Ray actor was lost" in text
-    assert text.count("in place of generator-") == 2
-    assert f"started {relay}.1 in place of {relay}" in text
-    assert "version" in (command_line.folder / "logs" / f"{relay}.1.log").read_text()
-    result = command_line.result()
-    assert (result.steps, result.staleness.max) == (STEPS, 0)
-    assert result.exactly_on_policy
-    steps = command_line.metrics()
-    assert [step.step for step in steps] == list(range(STEPS))
-    assert worst_mismatch(steps) < 1e-3
-    assert read_account(command_line.folder).is_exact
-    ends_with_nothing_left(command_line)
-
-
-def test_a_killed_controller_and_a_dead_head_leave_nothing(
-    command_line: CommandLine, cluster: RayNodes
-) -> None:
-    settings = {
-        "launcher__kind": "ray",
-        "launcher__ray__address": cluster.address,
-        "run__steps": 1000,
-    }
-    killed = command_line.start(**settings, trainer__ranks=2)
-    until(lambda: command_line.steps() >= 1, seconds=PATIENCE, what="a step")
-    assert len(command_line.children("trainer")) == 2, "one on each node, as each has one CPU"
-    killed.kill()
-    killed.communicate(timeout=30)
-    ends_with_nothing_left(command_line)
-    settings |= {"launcher__weights": "broadcast", "launcher__trusted_network": True}
-    process = command_line.start("--resume", **settings)
-    before = command_line.steps()
-    until(lambda: command_line.steps() > before, seconds=PATIENCE, what="another step")
-    cluster.kill_head()
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1, output
-    assert "has not answered for" in " ".join(output.split())
-    ends_with_nothing_left(command_line)
-    assert list((command_line.folder / "checkpoints").glob("step-*")), "it can be resumed"
-    log = (command_line.folder / "logs" / "trainer.log").read_text()
-    assert re.search(r"broadcast to 1 engine processes in [\d.]+ s: whole", log)

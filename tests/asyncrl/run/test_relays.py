@@ -22,6 +22,7 @@ NODES = {"trainer": "a", "generator-0": "b", "generator-1": "b"}
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(relays, "_NOT_READY_SECONDS", 0.0)
 
 
 def relayed_fleet() -> tuple[Fleet, FakeLauncher]:
@@ -59,6 +60,42 @@ def test_a_lost_relay_is_replaced_until_the_limit() -> None:
     fleet.cut_off("relay-1.1", "nonsense")
     assert [worker.name for worker, _ in fleet.deaths()] == ["relay-1.1"]
     with pytest.raises(RunFailed, match=r"relay-1.1 was lost, and .*max_relay_restarts \(1\)"):
+        fleet.start_relays()
+
+
+def test_what_a_lost_machine_costs_counts_against_no_limit() -> None:
+    """Its relay is missed before its processes are known to be lost, and cannot be replaced."""
+    fleet, launcher = relayed_fleet()
+    launcher.handles["generator-1"].node = "c"
+    fleet.start_relays()
+    launcher.handles["relay-2"].code = -9
+    assert fleet.deaths()
+    assert fleet.start_relays() == ["started relay-2.1 in place of relay-2"]
+    launcher.handles["relay-2.1"].code = launcher.handles["generator-1"].code = -9
+    launcher.handles["generator-1"].lost_with_machine = True
+    assert len(fleet.deaths()) == 2
+    launcher.handles["relay-1"].code = -9
+    assert fleet.deaths()
+    assert fleet.start_relays() == ["started relay-1.1 in place of relay-1"]
+    launcher.handles["relay-1.1"].code = -9
+    assert fleet.deaths()
+    with pytest.raises(RunFailed, match=r"max_relay_restarts \(1\)"):
+        fleet.start_relays()
+
+
+def test_a_relay_that_was_never_ready_is_tried_again_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet, launcher = relayed_fleet()
+    fleet.start_relays()
+    for worker in fleet.relays.alive:
+        worker.is_ready = worker.name == "relay-0"
+    launcher.handles["relay-0"].code = launcher.handles["relay-1"].code = -9
+    assert len(fleet.deaths()) == 2
+    monkeypatch.setattr(relays, "_NOT_READY_SECONDS", 1000.0)
+    assert fleet.start_relays() == ["started relay-0.1 in place of relay-0"]
+    monkeypatch.setattr(relays, "_NOT_READY_SECONDS", 0.0)
+    with pytest.raises(RunFailed, match="relay-1 was lost"):
         fleet.start_relays()
 
 

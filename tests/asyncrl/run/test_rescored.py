@@ -12,20 +12,23 @@ from wire.messages.from_trainer import SuspectSample, WrongPolicyFound
 from wire.wrong_policy import WrongPolicy
 
 TRAINER, RECORDED = [-1.0, -2.0], [-1.3, -2.3]
+OBSERVED = 1
+"""Place of a token that no policy has drawn: its log-probabilities are not compared."""
 
 
 def asked() -> WrongPolicyFound:
     def floats(values: list[float]) -> bytes:
-        return encode_floats(np.array(values, np.float32))
+        return encode_floats(np.insert(np.array(values, np.float32), OBSERVED, 0.0))
 
-    tokens = encode_tokens(np.array([1, 2], np.int32))
-    sample = SuspectSample(tokens, tokens, recorded=floats(RECORDED), expected=floats(TRAINER))
+    tokens, observed = encode_tokens(np.array([1, 9, 2], np.int32)), b"\0\1\0"
+    sample = SuspectSample(tokens, tokens, floats(RECORDED), floats(TRAINER), observed)
     wrong = WrongPolicy("unknown", "generator-1", 4, "they differ")
     return WrongPolicyFound(wrong, limit=1e-3, samples=(sample,))
 
 
 def answer(values: list[float], version: int = 4, reason: str = "") -> Rescored:
-    arrays = (encode_floats(np.array(values, np.float32)),) if values else ()
+    logprobs = np.insert(np.array(values, np.float32), OBSERVED, -9.0) if values else values
+    arrays = (encode_floats(logprobs),) if values else ()
     return Rescored("generator-1", 1, version, arrays, reason)
 
 

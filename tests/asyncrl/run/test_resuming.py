@@ -17,6 +17,7 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.run.resuming import checkpoint_settings, rewind
 from monitoring.metrics_log import read_metrics
 from monitoring.report.write import write_report
+from monitoring.samples import SampleLog, SampleRecord, read_samples
 from monitoring.trained_samples import read_trained_samples
 from monitoring.trained_samples import truncate as truncate_samples
 from trainer.checkpoint_files import path_of
@@ -242,6 +243,17 @@ def test_damaged_samples_of_the_report_do_not_stop_a_resume(tmp_path: Path) -> N
     assert (folder / "samples.jsonl").read_bytes() == b""
     assert recorded(folder) == [0, 1]
     assert "step-000004: kept in" in moved
+
+
+def test_samples_of_an_evaluation_stay_with_its_record(tmp_path: Path) -> None:
+    folder = ended_run(tmp_path, 2, 4)
+    kinds = [(1, ""), (2, ""), (2, "held_out"), (3, "held_out")]
+    log = SampleLog(folder / "samples.jsonl")
+    log.append(*(SampleRecord(at, "", [], [], [], 1.0, evaluation=kind) for at, kind in kinds))
+    log.close()
+    resume(tmp_path, 2)
+    left = [(one.step, one.evaluation) for one in read_samples(folder / "samples.jsonl")]
+    assert left == [(1, ""), (2, "held_out")]
 
 
 def test_records_are_copied_before_a_checkpoint_is_moved(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -12,18 +13,27 @@ from typing import Any
 import msgspec
 import pytest
 from asyncrl_runs import ROOT, worst_mismatch
-from run_in_threads import ThreadedRun, ThreadLauncher
+from lora_learners import LORA, random_adapter
+from run_in_threads import ThreadedRun, ThreadLauncher, carry_out
 from small_disks import small_disk
+from tiny_warm_start import TINY
 
+from asyncrl.config import load_config
 from asyncrl.errors import RunFailed, UserError, WrongPolicyError
-from asyncrl.processes.generator.generation import SampleGenerator
+from asyncrl.processes.generator.sample_generator import SampleGenerator
+from asyncrl.tasks.loading import load_task
+from asyncrl.tasks.model import ensure_builtin_model
+from asyncrl.tasks.model_tokenizer import load_tokenizer
+from benchmarks.rewards_audit.recompute import Auditor
 from engine.protocol import SamplingParams
 from engine.torch.weights import ModuleWeights
+from monitoring.trained_samples import read_trained_samples
 from wire.records import RunResult
 
 pytestmark = pytest.mark.slow
 
 KEEP: dict[str, object] = {"on_update": "keep", "max_off_policy_steps": 1}
+WHOLE: dict[str, object] = KEEP | {"partial_rollout": False}
 VERIFY_ONE: dict[str, object] = {"on_update": "verify", "max_off_policy_steps": 1}
 
 
@@ -47,15 +57,20 @@ def threaded_run(
         ({"on_update": "keep"}, 0),
         (KEEP, 1),
         ({"on_update": "recompute", "max_off_policy_steps": 1}, 1),
-        ({"on_update": "keep", "max_off_policy_steps": 1, "partial_rollout": False}, 1),
+        (WHOLE, 1),
         (VERIFY_ONE, 1),
     ],
-    ids=["sync", "keep", "recompute", "whole answers", "verify, k = 1"],
+    ids=["sync", "keep", "recompute", "whole answers, from an adapter", "verify, k = 1"],
 )
 def test_every_mode_keeps_its_bound_and_uses_it(
-    threaded_run: ThreadedRun, settings: dict[str, object], staleness: int
+    threaded_run: ThreadedRun, settings: dict[str, object], staleness: int, tmp_path: Path
 ) -> None:
+    """Also where training starts from an adapter, and engines begin with the model alone."""
     sets = {f"scheduler__{key}": value for key, value in settings.items()}
+    if settings is WHOLE:
+        path = random_adapter(str(threaded_run.model), tmp_path / "adapter")
+        lora = {"rank": LORA.rank, "alpha": LORA.alpha, "adapter": path}
+        sets |= {f"trainer__lora__{key}": value for key, value in lora.items()}
     result = threaded_run.run(**sets, run__steps=5)
     assert result.staleness.max == staleness
     assert result.exactly_on_policy == (staleness == 0)
@@ -79,6 +94,85 @@ def test_verified_work_is_exactly_of_the_policy_that_trains_on_it(
     assert worst_mismatch(steps) < 1e-3
     assert steps[-1].tokens.verified > 0, "nothing was generated ahead"
     assert steps[-1].tokens.rejected > 0, "the policy hardly moved, so nothing was rejected"
+
+
+TALK = """
+class Talk:
+    replay = "deterministic"
+
+    def reset(self, row, seed):
+        self.turns = 0
+
+    def step(self, action):
+        self.turns += 1
+        return str(self.turns), self.turns == 3, (5 in action.tokens) / 3
+"""
+SAID = "message['content'] or ''"
+FORGETFUL = f"({SAID})" + "".join(f".split('{digit}')[-1]" for digit in range(10))
+"""What stands before the last digit of an earlier turn is left out, as reasoning would be."""
+
+
+def forgetful_agent(directory: Path) -> Path:
+    """The built-in agent model, untrained, whose chat template shortens earlier turns."""
+    model = ensure_builtin_model(directory, None, replace(TINY, task="agent"))
+    template = model / "chat_template.jinja"
+    text = template.read_text()
+    assert SAID in text
+    template.write_text(text.replace(SAID, FORGETFUL))
+    generation = model / "generation_config.json"
+    settings = json.loads(generation.read_text())
+    ends = [settings["eos_token_id"], *range(20, 80, 6)]  # or turns would hardly end
+    generation.write_text(json.dumps(settings | {"eos_token_id": ends}))
+    return model
+
+
+def test_turns_whose_history_the_template_rewrites_are_trained_on_once(
+    threaded_run: ThreadedRun, tmp_path: Path
+) -> None:
+    """Each begins a context, with the earlier turns as the template has them."""
+    environment = tmp_path / "talk.py"
+    environment.write_text(TALK)
+    model = forgetful_agent(tmp_path / "models")
+    sets = {
+        "model.path": model, "run.directory": threaded_run.runs, "run.name": "your-own",
+        "environment.name": f"{environment}:Talk", "environment.history": "template",
+        "sampling.max_tokens": 40, "engine.max_model_len": 96, "engine.slots": 32,
+        "run.log_samples": "jsonl", "run.log_sample_tokens": True, "run.steps": 4,
+        "scheduler.on_update": "verify", "scheduler.max_off_policy_steps": 0,
+        "scheduler.groups_per_step": 4, "scheduler.group_size": 4,
+        "trainer.learning_rate": 3e-3, "evaluation.prompts": 8,
+    }  # fmt: skip
+    pairs = [f"{key}={value}" for key, value in sets.items()]
+    result = carry_out(ROOT / "examples" / "agent_openai.yaml", pairs, threaded_run.output)
+    assert result.exactly_on_policy, threaded_run.said()
+    steps = threaded_run.metrics()
+    assert worst_mismatch(steps) < 1e-3, "trainer and engine saw other contexts"
+    assert sum(step.tokens.verified for step in steps) > 0
+    tokenizer = load_tokenizer(model)
+    samples = list(read_trained_samples(threaded_run.folder / "samples"))
+    assert len({(one.group, one.sample) for one in samples}) == len(samples) == 64
+    for one in samples:
+        drawn = one.sampled + one.drafted + one.verified
+        assert drawn + one.observed == one.response_length
+        question = tokenizer.decode(one.prompt_tokens)
+        for place in one.contexts:
+            context = tokenizer.decode((one.response_tokens or [])[place:])
+            assert context.startswith(question)
+            earlier = context.removeprefix(question).split("<end>")[0]
+            assert not any(sign.isdigit() for sign in earlier), context
+    for step in steps:
+        own = [one for one in samples if one.step == step.step]
+        observed = sum(one.observed for one in own)
+        assert step.batch.tokens_observed == observed
+        assert step.batch.tokens == sum(one.response_length for one in own) - observed
+    assert sum(len(one.contexts) for one in samples) > len(samples) / 2
+    config = load_config(threaded_run.folder / "config.yaml")
+    task = load_task(config.task, str(model), config.run.seed, whole_rows=True)
+    auditor = Auditor(config, task)
+    assert asyncio.run(auditor.wrong(samples)) == []
+    reward = samples[0].reward
+    other = msgspec.structs.replace(samples[0], reward=reward + 1 / 3)
+    assert [one for one, _ in asyncio.run(auditor.wrong([other]))] == [other]
 
 
 def test_a_generator_at_another_temperature_ends_the_run_before_its_step(

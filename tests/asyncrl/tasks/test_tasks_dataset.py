@@ -83,6 +83,16 @@ def test_separate_evaluation_file_and_dropped_duplicates(
     assert (len(train), len(evaluation)) == (5, 2)
 
 
+def test_with_an_environment_rows_of_equal_prompts_are_different_examples(tmp_path: Path) -> None:
+    rows = [{"question": "guess", "solution": "", "number": n} for n in (1, 2, 3, 3)]
+    path = write_examples(tmp_path / "q.jsonl", rows)
+    held_out = write_examples(tmp_path / "e.jsonl", rows[2:3])
+    settings = config(path, evaluation_path=held_out)
+    train, _ = dataset_questions(settings, seed=0, whole_rows=True)
+    assert sorted(q.example["row"]["number"] for q in train) == [1, 2]
+    assert "no example is left to train on" in refusal(settings)
+
+
 def test_errors_name_the_line_and_the_remedy(tmp_path: Path) -> None:
     good = json.dumps({"question": "a", "solution": "b"})
 

@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.errors import ModelError
 from asyncrl.tasks.token_bytes import stop_rule, token_bytes
 
+MARKED = [f"<|reserved_{number}|>" for number in range(20)]
+"""Special tokens without a role, as Llama 3 has 250."""
 TEXTS = ["the answer is </answer> 42.", "naïve café 🙂 one two", "a b  c\n\nd </answer>"] * 5
 
 
@@ -25,7 +27,10 @@ def byte_level() -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=330, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=350,
+        special_tokens=["<eos>", *MARKED],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
     return wrapped(tokenizer)
@@ -83,6 +88,13 @@ def test_a_rule_ends_where_the_decoded_text_first_has_the_string(make: Any) -> N
             decoded = [tokenizer.decode(ids[:n]) for n in range(1, len(ids) + 1)]
             want = next((n for n, part in enumerate(decoded, 1) if string in part), None)
             assert rule.follow(rule.start, np.array(ids))[0] == want
+
+
+def test_special_tokens_without_a_role_have_no_text() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.convert_tokens_to_ids(MARKED)
+    assert not set(ids) & set(tokenizer.all_special_ids)
+    assert [token_bytes(tokenizer)[one] for one in ids] == [b""] * len(ids)
 
 
 def test_a_tokenizer_that_joins_tokens_in_another_way_is_refused() -> None:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import chromium
 import pytest
-from asyncrl_runs import ROOT, CommandLine, until
+from asyncrl_runs import ROOT, UNHURRIED, CommandLine, until
 from synthetic_run import make_run
 
 from asyncrl.errors import UserError
@@ -76,7 +76,7 @@ class Watched:
 
 @pytest.fixture
 def watched(command_line: CommandLine) -> Watched:
-    command_line.start(run__steps=100_000, monitoring__live="plain")
+    command_line.start(run__steps=100_000, monitoring__live="plain", rewards__functions=UNHURRIED)
     until(lambda: command_line.steps() >= 3, seconds=200, what="three steps")
     return Watched(command_line)
 

@@ -14,6 +14,10 @@ from engine.drafting.source import NO_HANDLE
 from rollout.trajectory import IntArray
 
 
+def ids(*values: int) -> IntArray:
+    return np.array(values, np.int32)
+
+
 class Source:
     """Drafts `100 * handle`, `100 * handle + 1`, .. for each row, one token less than it may."""
 
@@ -70,8 +74,10 @@ def test_each_row_gets_its_own_drafts(
         texts.begin(slot, 1000 + np.arange(length, dtype=np.int32))
     source = Source() if with_source else None
     _, handles, budgets, depths = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    stops = np.full((len(rows), 2), -1)
+    stops[::2] = 1002, 101
     drafts = Proposer(source, texts, branching=False).propose(
-        np.arange(len(rows)), handles, budgets, depths, min_probability=0.0
+        np.arange(len(rows)), handles, budgets, depths, stops=stops, min_probability=0.0
     )
     asked = []
     for i, (length, handle, budget, depth) in enumerate(rows):
@@ -86,6 +92,8 @@ def test_each_row_gets_its_own_drafts(
             estimates = 0.5 ** np.arange(1, budget)
         else:
             expected, estimates = [], np.empty(0)
+        ends = [place + 1 for place, token in enumerate(expected) if token in stops[i]]
+        expected, estimates = expected[: (*ends, 99)[0]], estimates[: (*ends, 99)[0]]
         assert drafts.tokens[part].tolist() == expected
         assert drafts.parents[part].tolist() == list(range(-1, len(expected) - 1))
         np.testing.assert_allclose(drafts.path_probabilities[part], estimates, rtol=1e-6)
@@ -101,6 +109,41 @@ def test_improbable_tokens_of_a_continuation_are_not_proposed(
     texts.begin(0, np.arange(8, dtype=np.int32))
     eight = np.array([8], np.int32)
     drafts = Proposer(None, texts, branching=False).propose(
-        np.array([0]), np.array([NO_HANDLE]), eight, eight, min_probability=min_probability
+        np.array([0]),
+        np.array([NO_HANDLE]),
+        eight,
+        eight,
+        stops=np.full((1, 1), -1),
+        min_probability=min_probability,
     )
     assert len(drafts.tokens) == length
+
+
+class Forked(Source):
+    """Proposes one tree: 5 below the root with 6 and 7 below it, then 8, and 9 below 7."""
+
+    def draft(self, rows: IntArray, *_: object, **__: object) -> Drafts:
+        tokens, parents = ids(5, 8, 6, 7, 9), ids(-1, -1, 0, 0, 3)
+        return Drafts(tokens, parents, ids(0, 5), np.arange(5, dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    ("stops", "tokens", "parents"),
+    [
+        ([-1, -1], [5, 8, 6, 7, 9], [-1, -1, 0, 0, 3]),
+        ([7, 8], [5, 8, 6, 7], [-1, -1, 0, 0]),
+        ([5, -1], [5, 8], [-1, -1]),
+        ([5, 6], [5, 8], [-1, -1]),
+        ([6, 9], [5, 8, 6, 7, 9], [-1, -1, 0, 0, 3]),
+    ],
+)
+def test_nothing_of_a_tree_follows_a_stop(
+    stops: list[int], tokens: list[int], parents: list[int]
+) -> None:
+    eight = ids(8)
+    drafts = Proposer(Forked(), Continuations(), branching=True).propose(
+        ids(0), ids(1), eight, eight, stops=ids(*stops)[None], min_probability=0.0
+    )
+    assert (drafts.tokens.tolist(), drafts.parents.tolist()) == (tokens, parents)
+    assert drafts.offsets.tolist() == [0, len(tokens)]
+    assert drafts.path_probabilities.tolist() == [[5, 8, 6, 7, 9].index(one) for one in tokens]

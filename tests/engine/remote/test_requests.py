@@ -61,7 +61,7 @@ def test_extras_arrive_as_they_were_sent(kept: KeptTokens | None) -> None:
     assert (got.kept is None) == (kept is None)
     if kept is not None and got.kept is not None:
         assert got.kept.lenience == kept.lenience
-        for name in ("tokens", "logprobs", "topk_ids", "topk_logprobs", "noise_seeds"):
+        for name in ("tokens", "logprobs", "topk_ids", "topk_logprobs", "noise_seeds", "observed"):
             there, here = getattr(got.kept, name), getattr(kept, name)
             assert there.dtype == here.dtype
             np.testing.assert_array_equal(there, here)

@@ -20,7 +20,7 @@ from engine.sglang.client.environment import SglangFolder, environment_of
 from engine.sglang.client.launch import server_settings, worker_settings
 from engine.sglang.config import SglangConfig
 from engine.sglang.interpreter import SGLANG_VERSION, check_interpreter, path_of
-from engine.sglang.server_settings import ServerSettings
+from engine.sglang.server_settings import CPU_ATTENTION, ServerSettings
 from engine.sglang.settings import WorkerSettings
 from engine.sglang.worker.main import Ranks, server_arguments
 
@@ -101,6 +101,23 @@ def test_the_arguments_of_sglang_on_a_cpu_and_on_a_gpu(tmp_path: Path) -> None:
     assert "speculative_algorithm" not in plain
 
 
+@pytest.mark.parametrize("drafts", [True, False])
+def test_on_a_cpu_the_attention_is_ours_with_drafts_and_without(
+    tmp_path: Path, drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own computes a turn's new tokens as a square over all tokens before."""
+    know_the_model(monkeypatch)
+    ours = settings(EngineConfig(kind="sglang"), tmp_path, enabled=drafts)
+    assert server_arguments(ours, on_cpu=True)["attention_backend"] == CPU_ATTENTION
+
+
+def know_the_model(monkeypatch: pytest.MonkeyPatch, kv_bytes: int = 1 << 10) -> None:
+    """Its KV has so many bytes a token, without SGLang, which would read that from its files."""
+    start = ModuleType("engine.sglang.worker.start")
+    start.kv_bytes = lambda *_: kv_bytes  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, start.__name__, start)
+
+
 def test_what_the_scheduler_process_is_told_survives_the_environment() -> None:
     folder = SglangFolder("ERROR")
     try:
@@ -153,9 +170,7 @@ def test_a_socket_has_a_short_path_whatever_the_folder_for_temporary_files(
 def test_kv_memory_for_less_than_what_sglang_reserves_for_one_request_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = ModuleType("engine.sglang.worker.start")
-    start.kv_bytes = lambda *_: 1 << 20  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, start.__name__, start)
+    know_the_model(monkeypatch, 1 << 20)
     config = EngineConfig(kind="sglang", max_model_len=1000, sglang=SglangConfig(kv_cache_gib=1.0))
     fits = settings(config, tmp_path, max_draft_tokens=2)
     assert fits.max_model_len == 1018  # SGLang reserves 4 tokens more

@@ -49,6 +49,7 @@ def test_paths_end_after_a_stop_token_and_at_the_limit(seed: int) -> None:
     tokens = rng.integers(0, 6, counts.sum())
     walk = rng.integers(0, len(tokens), counts[:walked].sum()).astype(np.int32)
     stops = np.where(rng.random((n + 2, 2)) < 0.5, rng.integers(0, 6, (n + 2, 2)), -1)
+    begun = (rng.integers(0, 2, n) * rng.integers(0, accepted + 1)).astype(np.int32)
     left = rng.integers(1, 5, n).astype(np.int32)
     paths, ends = [], []
     for r in range(n):
@@ -56,14 +57,14 @@ def test_paths_end_after_a_stop_token_and_at_the_limit(seed: int) -> None:
         if r < walked:
             path = walk[int(starts[r]) :][: counts[r]].tolist()
         path = path[: left[r]]
-        at = [i for i, draw in enumerate(path) if tokens[draw] in stops[r]]
+        at = [i for i, draw in enumerate(path) if tokens[draw] in stops[r] and i >= begun[r]]
         paths.append(path[: at[0] + 1] if at else path)
         ends.append(bool(at))
     size = int(counts.sum())
     chosen, row, step = (np.full(size, -9, np.int64) for _ in range(3))
     kept, stopped = np.full(n, -9, np.int32), np.ones(n, np.bool_)
     found = choose_draws(
-        accepted, starts, walked, walk, tokens, stops, left, chosen, row, step, kept, stopped
+        accepted, starts, walked, walk, tokens, stops, begun, left, chosen, row, step, kept, stopped
     )
     assert chosen[:found].tolist() == [draw for path in paths for draw in path]
     assert row[:found].tolist() == [r for r, path in enumerate(paths) for _ in path]

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from monitoring.report.lanes import clock_label, slice_shares
 from monitoring.report.markup import Markup, element, escape
 from monitoring.report.plots import MAX_POINTS, Series, bar_plot, compact, line_plot
-from monitoring.report.series import difference_interval, growth, less, smooth, thin, ticks, wilson
+from monitoring.report.series import (
+    difference_interval,
+    growth,
+    independent_trials,
+    less,
+    smooth,
+    thin,
+    ticks,
+    wilson,
+)
 from monitoring.spans import Span
 from monitoring.wording import UNKNOWN, count, duration, number, percent, sparkline
 
@@ -93,9 +102,20 @@ def test_intervals_agree_with_published_ones():
     assert wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
     assert wilson(0.0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
     # Newcombe (1998), part two, method 10: 9 of 10 less 3 of 10 gives 0.1705 to 0.8090.
-    assert difference_interval(0.3, 0.9, 10) == pytest.approx((0.1705, 0.8090), abs=5e-5)
+    assert difference_interval(0.3, 0.9, (10, 10)) == pytest.approx((0.1705, 0.8090), abs=5e-5)
     with pytest.raises(ValueError, match="trial"):
         wilson(0.5, 0)
+
+
+def test_samples_of_one_prompt_stand_for_fewer_independent_ones():
+    share, variance = 0.4, 0.4 * 0.6
+    alike = independent_trials(share, math.sqrt(variance / 62), 62, 248)
+    assert alike == pytest.approx(62)
+    assert independent_trials(share, math.sqrt(variance / 248), 62, 248) == pytest.approx(248)
+    assert independent_trials(share, math.sqrt(variance / 900), 62, 248) == 248
+    assert independent_trials(1.0, 0.0, 62, 248) == 62
+    assert independent_trials(share, None, 1, 8) == 1
+    assert independent_trials(share, 0.3, 62, 62) == 62
 
 
 def test_slices_share_out_time():

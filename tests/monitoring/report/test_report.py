@@ -2,6 +2,7 @@ import html
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -9,10 +10,13 @@ from synthetic_run import make_run
 
 from monitoring.errors import ReportError
 from monitoring.metrics_log import MetricsLog
+from monitoring.report import write
 from monitoring.report.write import write_report
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
 from monitoring.spans import Span
 from monitoring.timeline import Timeline
+from wire.environments import EnvironmentCounts
+from wire.evaluations import EvaluationRecord, SetEvaluation
 from wire.records import RunResult, StalenessMetrics, StepMetrics, TokenCounts, TrainerTimes
 
 HOSTILE = [
@@ -164,6 +168,40 @@ def test_rewards_are_shown_by_function_and_failures_are_counted(tmp_path):
     assert "3 rewards failed and counted as 0" in read
     assert "math_verify: 3 timeout" in read
     assert "failed and counted" not in written_with(tmp_path)
+
+
+def test_intervals_are_over_prompts(tmp_path):
+    """Four samples of each of 62 prompts, which agree half of the time."""
+    folder = make_run(tmp_path / "demo")
+    found = SetEvaluation(
+        prompts=62, samples=248, accuracy=0.664, accuracy_error=0.045, pass_at={1: 0.664}
+    )
+    records = [
+        EvaluationRecord(step=step, time=1.0, when=when, sets={"held_out": found})
+        for step, when in ((0, "before"), (60, "after"))
+    ]
+    lines = b"\n".join(msgspec.json.encode(one) for one in records) + b"\n"
+    (folder / "evaluations.jsonl").write_bytes(lines)
+    read = words(write_report(folder).read_text())
+    assert "256 held-out samples of 62 prompts" in read
+    assert "before: 66.4% (57.2% to 74.5%)" in read
+
+
+def test_each_colour_that_is_used_is_declared():
+    style = Path(write.__file__).with_name("report.css").read_text()
+    declared = set(re.findall(r"(--[\w-]+):", style))
+    assert set(re.findall(r"var\((--[\w-]+)", style)) <= declared
+    assert {f"--{name}" for name in ("drafted", "verified", "observed")} <= declared
+
+
+def test_what_environments_did_is_said(tmp_path):
+    counts = EnvironmentCounts(turns=1200, seconds=6.0, started_over=1, calls=800, wrong_calls=9)
+    step = StepMetrics(step=0, time=1.0, environments=counts)
+    (tmp_path / "metrics.jsonl").write_bytes(msgspec.json.encode(step) + b"\n")
+    read = written_with(tmp_path)
+    assert "answered 1,200 turns, in 5.0 ms each on average. 1 sample started over, bec" in read
+    assert "called tools 800 times, 9 of them wrongly" in read
+    assert "made again" not in read, "none was"
 
 
 def test_what_the_ranks_of_a_trainer_lose_to_each_other_is_shown(tmp_path):

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monitoring.occupancy import SlotPiece, slot_shares
+from monitoring.report.lanes import kinds_legend
 from monitoring.report.slot_strip import slot_strip, use_in_slices
 from monitoring.report.stacks import SLICES, Box
 
@@ -43,3 +44,11 @@ def test_a_strip_says_its_numbers_and_draws_nothing_where_nothing_is_known():
     assert 'class="k-generating"' in drawn
     nothing = slot_strip([], (0.0, 20.0), Box(100.0, 0.0, 900.0, 20.0), origin=0.0)
     assert "path" not in nothing
+
+
+def test_the_legend_has_environments_if_samples_waited_for_them() -> None:
+    def legend(**used: float) -> str:
+        return str(kinds_legend({}, {"generator-0": [SlotPiece(0.0, 1.0, 4, used)]}))
+
+    assert "empty, samples wait for environments" in legend(environment=2.0)
+    assert "environments" not in legend(primary=2.0)

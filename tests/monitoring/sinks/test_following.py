@@ -62,8 +62,9 @@ class Memory:
     def went_back(self, step: int) -> None:
         self.calls.append(("back", step))
 
-    def table(self, samples: list[SampleRecord]) -> None:
-        self.calls.append(("samples", [one.step for one in samples]))
+    def table(self, name: str, samples: list[SampleRecord]) -> None:
+        self._check()
+        self.calls.append((name, [one.step for one in samples]))
 
     def flush(self) -> None:
         self._check()
@@ -91,6 +92,27 @@ def run(tmp_path: Path) -> Path:
 
 def following(run: Path, memory: Memory) -> Following:
     return Following(run, SinkConfig(kind="tensorboard"), memory.open)
+
+
+def test_samples_of_evaluations_have_tables_of_their_own_and_are_sent_once(run: Path) -> None:
+    def shown(step: int, number: int, of: str = "held_out") -> SampleRecord:
+        return msgspec.structs.replace(SAMPLE, step=step, evaluation=of, sample_id=f"7.{number}")
+
+    memory = Memory()
+    write(run, "samples.jsonl", SAMPLE, shown(4, 0), shown(4, 0, "hard"))
+    assert following(run, memory).pass_on()
+    name = "evaluation/held_out/samples"
+    assert memory.calls == [("samples", [1]), (name, [4]), ("evaluation/hard/samples", [4])]
+    again = Memory()
+    one = following(run, again)
+    # The rest of the evaluation, a step that was trained before it ended, and the next one.
+    write(run, "samples.jsonl", shown(4, 1), msgspec.structs.replace(SAMPLE, step=3), shown(8, 0))
+    again.broken = True
+    assert not one.pass_on()
+    again.broken = False
+    assert one.pass_on()
+    assert again.calls == [(name, [4, 8]), ("samples", [3])]
+    assert following(run, Memory()).pass_on()
 
 
 def test_the_names_are_those_of_metrics_jsonl() -> None:

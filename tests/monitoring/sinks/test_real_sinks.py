@@ -39,6 +39,10 @@ def sample(step: int) -> SampleRecord:
     return SampleRecord(step, "1|1=", ["2", "!"], ["sampled"] * 2, [], 0.5, answer="2")
 
 
+def shown(step: int) -> SampleRecord:
+    return msgspec.structs.replace(sample(step), evaluation="held_out", sample_id=f"0.{step}")
+
+
 def step(number: int, time: float, reward: float) -> msgspec.Struct:
     one = full_step()
     learning = msgspec.structs.replace(one.learning, reward_mean=reward)
@@ -75,43 +79,53 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     (tmp_path / "sinks").mkdir()
     first = step(0, 10.0, 0.1)
     (tmp_path / "metrics.jsonl").write_bytes(lines(first, step(1, 11.0, 0.2)))
-    (tmp_path / "evaluations.jsonl").write_bytes(lines(evaluation(0, 9.0, 0.25)))
-    (tmp_path / "samples.jsonl").write_bytes(lines(sample(1)))
+    # The evaluation of version 1 stands when the run repeats step 1; that of version 2 does not.
+    stand = evaluation(0, 9.0, 0.25), evaluation(1, 10.5, 0.5)
+    (tmp_path / "evaluations.jsonl").write_bytes(lines(*stand, evaluation(2, 11.5, 0.6)))
+    (tmp_path / "samples.jsonl").write_bytes(lines(sample(1), shown(0)))
     send(tmp_path, kind)
+    (tmp_path / "evaluations.jsonl").write_bytes(lines(*stand))
     (tmp_path / "metrics.jsonl").write_bytes(lines(first, step(1, 21.0, 0.3), step(2, 22.0, 0.4)))
     with (tmp_path / "evaluations.jsonl").open("ab") as file:
         file.write(lines(evaluation(2, 23.0, 0.75)))
     with (tmp_path / "samples.jsonl").open("ab") as file:
-        file.write(lines(sample(2)))
+        file.write(lines(sample(2), shown(2)))
     send(tmp_path, kind)
     return kind, tmp_path
 
 
 def test_a_sink_has_the_steps_the_evaluations_and_the_samples(written: tuple[str, Path]) -> None:
     kind, run = written
-    rewards, accuracies, samples = READERS[kind](run / "sinks" / kind)
+    rewards, accuracies, samples, evaluated = READERS[kind](run / "sinks" / kind)
     assert rewards == pytest.approx({0: 0.1, 1: 0.3, 2: 0.4})
-    assert accuracies == pytest.approx({0: 0.25, 2: 0.75})
-    assert all(all(word in text for word in ("1", "2!", "0.5")) for text in samples)
-    assert len(samples) >= 2
+    assert accuracies == pytest.approx({0: 0.25, 1: 0.5, 2: 0.75})
+    for texts in (samples, evaluated):
+        assert all(all(word in text for word in ("1", "2!", "0.5")) for text in texts)
+        assert len(texts) >= 2
     for file in run.rglob("*"):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
 
 
-Found = tuple[dict[int, float], dict[int, float], list[str]]
+Found = tuple[dict[int, float], dict[int, float], list[str], list[str]]
+SHOWN = "evaluation/held_out/samples"
 REWARD, ACCURACY = "learning/reward_mean", "evaluation/held_out/accuracy"
 
 
 def read_tensorboard(folder: Path) -> Found:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples")]
-    rewards, accuracies = (
-        {event.step: event.value for event in events.Scalars(name)} for name in (REWARD, ACCURACY)
+    steps, evaluations = EventAccumulator(str(folder)), EventAccumulator(str(folder / "evaluation"))
+    for one in (steps, evaluations):
+        one.Reload()
+    texts, evaluated = (
+        [event.tensor_proto.string_val[0].decode() for event in events.Tensors(name)]
+        for events, name in ((steps, "samples"), (evaluations, SHOWN))
     )
-    return rewards, accuracies, texts
+    rewards, accuracies = (
+        {event.step: event.value for event in events.Scalars(name)}
+        for events, name in ((steps, REWARD), (evaluations, ACCURACY))
+    )
+    return rewards, accuracies, texts, evaluated
 
 
 def read_mlflow(folder: Path) -> Found:
@@ -124,8 +138,11 @@ def read_mlflow(folder: Path) -> Found:
         rewards, accuracies = (
             dict(database.execute(query, (name,)).fetchall()) for name in (REWARD, ACCURACY)
         )
-    files = sorted((folder / "artifacts").rglob("step-*.json"))
-    return rewards, accuracies, [file.read_text() for file in files]
+    texts, evaluated = (
+        [file.read_text() for file in (folder / "artifacts").glob(f"**/{name}/step-*.json")]
+        for name in ("artifacts/samples", SHOWN)
+    )
+    return rewards, accuracies, texts, evaluated
 
 
 def read_wandb(folder: Path) -> Found:
@@ -147,8 +164,11 @@ def read_wandb(folder: Path) -> Found:
             for name, values in found.items():
                 if name in items:
                     values[int(items["step"])] = items[name]
-    tables = sorted(folder.rglob("*.table.json"), key=lambda file: file.stat().st_mtime)
-    return found[REWARD], found[ACCURACY], [file.read_text() for file in tables]
+    texts, evaluated = (
+        [file.read_text() for file in folder.glob(f"**/table/{name}_*.table.json")]
+        for name in ("samples", SHOWN)
+    )
+    return found[REWARD], found[ACCURACY], texts, evaluated
 
 
 def wandb_records(data: bytes) -> Iterator[bytes]:

@@ -57,6 +57,10 @@ def test_a_sample_begins_with_its_last_trajectory():
     assert reuse.tokens_to_verify("p", 2) is None
     assert reuse.tokens_to_verify("q", 0) is None
     assert len(reuse) == 2
+    turns = trajectory(group=6, first=7)
+    observed = replace(turns, provenance=np.full(10, Provenance.OBSERVED, np.uint8))
+    reuse.remember(observed)
+    assert reuse.tokens_to_verify("p", 0) is None, "the rule is not defined for observed tokens"
 
 
 def test_an_aborted_trajectory_is_not_remembered():

@@ -12,13 +12,13 @@ from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, ve
 from tiny_models import STOP
 
 from asyncrl.processes.generator.background import BackgroundTasks
-from asyncrl.processes.generator.noise_floor import EVERY, NoiseFloorProbe
+from asyncrl.processes.generator.noise_floor import EVERY, NoiseFloorProbe, _compared
 from cache.config import CacheConfig
 from cache.tree import RolloutCache
 from engine.config import EngineConfig
-from engine.protocol import GenerateRequest, SamplingParams
+from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from engine.torch.engine import TorchEngine
-from rollout.trajectory import KeptTokens, SampleId, TrajectoryBuilder
+from rollout.trajectory import KeptTokens, Provenance, SampleId, TrajectoryBuilder
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
 from wire.noise_floor import NoiseFloor
@@ -238,3 +238,47 @@ def test_a_real_engine_has_no_noise_in_float32_and_its_samples_and_its_cache_sta
         assert (texts, fed) == (await responses(tiny_qwen3, top_k=4, every=None))[:2]
 
     asyncio.run(asyncio.wait_for(main(), 300))  # compiling may take minutes
+
+
+def test_observed_tokens_are_not_judged() -> None:
+    kept = KeptTokens(
+        np.array([3, 4, 8, 9, 5, 6], np.int32),
+        np.array([-1, -2, 0, 0, -1, -2], np.float32),
+        np.empty((6, 0), np.int32),
+        np.empty((6, 0), np.float32),
+        np.zeros(6, np.uint64),
+        np.array([False, False, True, True, False, False]),
+    )
+    kinds = [Provenance.VERIFIED] * 2 + [Provenance.OBSERVED] * 2 + [Provenance.VERIFIED, 0]
+    verdict = TokenChunk(
+        AGAIN,
+        np.array([3, 4, 8, 9, 5, 7], np.int32),
+        np.array([-1.5, -2, 0, 0, -1, -3], np.float32),
+        *(kept.topk_ids, kept.topk_logprobs, kept.noise_seeds),
+        provenance=np.array(kinds, np.uint8),
+        policy_version=0,
+    )
+    found = _compared(kept, verdict)
+    assert (found.judged, found.rejected, found.cut_samples) == (4, 1, 1)
+    assert found.abs_mean == pytest.approx(0.5 / 3)
+
+
+def test_a_sample_of_several_turns_is_verified_after_the_turns_that_were_verified() -> None:
+    builder = TrajectoryBuilder(SAMPLE, "p", np.array([1], np.int32))
+    for number, kind in ((3, Provenance.VERIFIED), (4, Provenance.SAMPLED)):
+        builder.append(
+            tokens=np.array([number], np.int32),
+            logprobs=np.array([-1], np.float32),
+            topk_ids=np.empty((1, 1), np.int32),
+            topk_logprobs=np.zeros((1, 1), np.float32),
+            noise_seeds=np.zeros(1, np.uint64),
+            provenance=np.array([kind], np.uint8),
+            policy_version=0,
+        )
+        builder.append_observed(np.array([8, 9], np.int32))
+    probe = NoiseFloorProbe(None, SamplingParams(max_tokens=9), 1)  # type: ignore[arg-type]
+    request = probe._request(builder.finish("stop"), 3, 0)
+    assert request.prefix_tokens.tolist() == [3, 8, 9]
+    assert request.turn_start == 3
+    assert request.kept is not None
+    assert request.kept.observed.tolist() == [False, True, True]

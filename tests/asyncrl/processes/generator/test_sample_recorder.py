@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import RunConfig, parse_config
+from asyncrl.processes.generator.episode import Episode
 from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.sample_recorder import SampleRecorder
-from monitoring.samples import read_samples
+from asyncrl.rewards.calls import Reward
+from monitoring.samples import read_samples, trained_on
 from rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
 from wire.messages.to_generator import PromptPayload
 
@@ -54,7 +57,9 @@ def recorded(folder: Path, rng: random.Random, generators: int) -> list[tuple[in
         samples = [SampleId(group, sample) for group in groups for sample in range(GROUP_SIZE)]
         lengths = {sample: 1 + (17 * sample.group + 5 * sample.sample) % 9 for sample in samples}
         for sample in sorted(samples, key=lambda one: lengths[one] + 3 * rng.random()):
-            rng.choice(recorders).consider(held(sample, lengths[sample]), reward=1.0, step=step)
+            rng.choice(recorders).consider(
+                held(sample, lengths[sample]), reward=Reward(1.0), step=step
+            )
     for recorder in recorders:
         recorder.close()
     records = read_samples(folder / "samples.jsonl")
@@ -74,3 +79,23 @@ def test_samples_are_chosen_by_number_and_not_by_arrival(tmp_path: Path) -> None
     chosen = [tuple(map(int, name.split("."))) for _, name, _ in found[0]]
     assert {group % GROUPS for group, _ in chosen} == set(range(GROUPS))
     assert {sample for _, sample in chosen} == set(range(GROUP_SIZE))
+
+
+def test_samples_of_evaluations_are_those_that_the_controller_chose(tmp_path: Path) -> None:
+    recorder = SampleRecorder(tmp_path, TOKENIZER, config())
+    recorder.evaluated(held(SampleId(3, 1), 2), reward=Reward(0.5, (0.5,)), shown_of="hard")
+    recorder.close()
+    (one,) = read_samples(tmp_path / "samples.jsonl")
+    assert (one.evaluation, one.sample_id, one.step, one.reward) == ("hard", "3.1", 0, 0.5)
+    assert one.rewards == {"arithmetic": 0.5}
+    assert (one.prompt, one.answer) == ("?", None)
+    assert trained_on([one]) == []
+
+
+def test_the_prompt_of_a_sample_is_that_of_its_environment(tmp_path: Path) -> None:
+    recorder = SampleRecorder(tmp_path, TOKENIZER, config())
+    sample = replace(held(SampleId(3, 1), 2), episode=Episode(0, prompt=np.array([5], np.int32)))
+    recorder.evaluated(sample, reward=Reward(0.0), shown_of="hard")
+    recorder.close()
+    (one,) = read_samples(tmp_path / "samples.jsonl")
+    assert (one.prompt, one.rewards) == ("<5>", {})

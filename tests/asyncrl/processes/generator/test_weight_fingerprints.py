@@ -62,6 +62,28 @@ def test_the_right_weights_are_installed_without_a_word() -> None:
     play(scenario)
 
 
+def test_nothing_is_generated_before_the_engine_has_the_first_policy() -> None:
+    """Where training starts from an adapter, the engine's own weights are no policy of the run."""
+
+    async def scenario(harness: GeneratorHarness) -> None:
+        (ready,) = sent(harness.control.sent, fg.GeneratorReady)
+        assert ready.policy_version == -1
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        ahead = tg.Evaluate(1, 0, PROMPT, 5, tg.FixedVersion(1, True, 60.0, 6))
+        await harness.send(ahead)
+        await harness.send(tg.Rewind(0, lineage=1))  # the first trainer is lost before a step
+        assert sent(harness.control.sent, fg.Rewound)[0].policy_version == -1
+        await harness.send(ahead)
+        assert harness.engine.requests == []
+        await harness.send(tg.InstallWeights(manifest(0), lineage=1))
+        assert [one.policy_version for one in sent(harness.control.sent, fg.WeightsInstalled)] == [
+            0
+        ]
+        assert len(harness.engine.requests) == 2, "the sample, and the held-out one ahead of time"
+
+    play(scenario, starts_with_policy=False, stops_on_wrong_policy=False)
+
+
 def test_the_process_ends_before_it_can_deliver_what_other_weights_draw() -> None:
     async def scenario(harness: GeneratorHarness) -> None:
         await install(harness, 1, held(1.0))

@@ -84,7 +84,7 @@ def test_a_delivery_may_come_before_its_order() -> None:
         ({"tokens": ints(3, 4, -1)}, r"token ids must lie in \[0, 100\)"),
         ({"behaviour_logprobs": floats(0, 0, float("nan"))}, "not finite"),
         ({"behaviour_logprobs": floats(0, 0, 0.5)}, "0.5 is above 0"),
-        ({"provenance": b"\0\0\3"}, "3 is no provenance"),
+        ({"provenance": b"\0\0\4"}, "4 is no provenance"),
         ({"provenance": b"\0"}, "has 3 tokens, but"),
         ({"segments": (Segment(1, 0, 3),)}, "drawn under version 1, but the trainer is at 0"),
         ({"segments": (Segment(0, 0, 1), Segment(0, 2, 3))}, "after token 1 of version 0 comes"),

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 import torch
 from deliveries_of import delivery_of, order_of
-from trainer_harness import GROUP_SIZE, FakeLearner, TrainerHarness, play
+from trainer_harness import GROUP_SIZE, FakeLearner, FakeTokenizer, TrainerHarness, play
+from turns_of import Row, trajectory_of
 
 from asyncrl.errors import AsyncrlError, first_error
 from asyncrl.processes.trainer.group_queue import WholeGroup
-from asyncrl.processes.trainer.sample_log import drop_repeated
+from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
+from asyncrl.run_section import RunSection
+from monitoring.metrics import TrainerMetrics, new_registry
 from monitoring.trained_samples import read_trained_samples
 from rollout.trajectory import SampleId
 from trainer.disagreement import SUMS
@@ -244,8 +247,8 @@ def test_each_trained_sample_is_logged_once_and_before_its_checkpoint(tmp_path: 
     async def scenario(harness: TrainerHarness) -> None:
         harness.deliver(7, step=2)  # arrives before its step, which is never trained
         for step in range(2):
-            harness.deliver(step, step=step)
-            harness.deliver(step, step=step)  # sent again
+            harness.deliver(step, step=step, terms=(0.25, 1.0))
+            harness.deliver(step, step=step, terms=(0.25, 1.0))  # sent again
             harness.control.inbox.put_nowait(to_trainer.StepPlan(step, (step,)))
         await harness.sent(from_trainer.CheckpointWritten, 1)
 
@@ -258,7 +261,26 @@ def test_each_trained_sample_is_logged_once_and_before_its_checkpoint(tmp_path: 
     last = records[-1]
     assert (last.prompt, last.response) == ("bc", "d?b")
     assert (last.prompt_tokens, last.response_tokens) == ([1, 2], [3, 4, 1])
+    assert (last.provenance, len(last.behaviour_logprobs or ())) == ("000", 3)
     assert (last.sampled, last.generator, last.segments[0].policy_version) == (3, "g0", 0)
+    assert last.rewards == {"score": 0.25, "environment": 1.0}
+    assert last.observed_at == []
+
+
+def test_a_logged_sample_says_which_tokens_are_an_environments(tmp_path: Path) -> None:
+    row = Row(np.array([1]), np.arange(2, 9), np.array([1, 0, 0, 1, 1, 0, 1], bool))
+    sample = trajectory_of(SampleId(0, 0), [row], np.full(4, -1.0))
+    group = WholeGroup(0, [sample], np.zeros(1, np.float32), ["g0"], [()])
+    metrics = TrainerMetrics.register(new_registry(), "trainer")
+    log = TrainedSampleLog(tmp_path, FakeTokenizer(), RunSection(), metrics)
+
+    async def write() -> None:
+        await log.record(0, [group])
+        await log.close()
+
+    asyncio.run(write())
+    (record,) = read_trained_samples(tmp_path)
+    assert (record.observed, record.observed_at) == (3, [(1, 3), (5, 6)])
 
 
 def test_a_sample_log_without_a_disk_ends_nothing(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from asyncrl.processes.trainer.setup import rounding_limits
 from engine.torch.weights import ModuleWeights
 from trainer.diagnosis import logprobs_of, rescored
 from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
-from trainer.policy import PackedBatch
+from trainer.packed_batch import PackedBatch
 from wire.messages.from_trainer import WrongPolicyFound
 
 Make = Callable[..., PolicyLoop]

@@ -1,0 +1,1 @@
+"""Environments: what answers a policy between its turns, in worker processes."""

@@ -1,0 +1,210 @@
+"""Environments of Gymnasium, played in text: `gymnasium:ID`.
+
+Its observations become text: a text as it is, anything else by `str`, or by the template
+`observation`, as in "state {observation}". A turn becomes an action: of a `Text` space the turn
+itself; of a `Discrete` one the last number in it, or the last of the words `actions`, which name
+the actions in their order.
+
+    environment:
+      name: gymnasium:FrozenLake-v1
+      args: {make: {is_slippery: false}, actions: [left, down, right, up]}
+
+A turn that is no action costs `invalid_reward` and is answered with what an action looks like; the
+environment does not move.
+
+Going back is tried once, before the first sample, with a few random actions. If copies of the
+environment (`copy.deepcopy`) stand on their own, samples go back by `snapshot` and `restore`. If
+not, but the same seed and actions give the same observations, by "deterministic" replay, whose
+observations are compared each time. An environment that can do neither draws from anything else
+than its own seeded generator: its samples start over, and the log says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from asyncrl.environments.adapters.tool_turns import refuse_unknown
+from asyncrl.environments.protocol import Action, Replay, StepResult
+from asyncrl.errors import RewardError
+
+log = logging.getLogger(__name__)
+
+
+class GoesBack(NamedTuple):
+    """How an environment goes back."""
+
+    copies: bool
+    """Copies of it stand on their own."""
+    replays: bool
+    """Made again, the same seed and actions lead to the same observations."""
+
+
+_TRIAL_SEED = 20261123
+_TRIAL_ACTIONS = 8
+_NUMBER = re.compile(r"-?\d+")
+_ARGUMENTS = ("make", "prompt", "observation", "actions", "invalid_reward", "imports")
+
+
+class GymnasiumText:
+    """One environment of Gymnasium and the words around it."""
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        goes_back: GoesBack,
+        *,
+        prompt: str = "",
+        observation: str = "{observation}",
+        actions: Sequence[str] = (),
+        invalid_reward: float = 0.0,
+    ) -> None:
+        self._make = make
+        self._prompt = prompt
+        self._observation = observation
+        self._words = [word.casefold() for word in actions]
+        self._invalid_reward = invalid_reward
+        self._environment: Any = None
+        self.replay: Replay | None = "deterministic" if goes_back.replays else None
+        if goes_back.copies:
+            self.snapshot, self.restore = self._copy, self._go_back
+
+    def reset(self, row: dict[str, Any], seed: int) -> str:
+        """Begin an episode. The row may have its own `seed`, and `options` for Gymnasium's reset.
+
+        Without a seed in the row, the samples of a group begin in different states.
+        """
+        own = row.get("seed", seed)
+        self._environment = self._make()
+        observation, _ = self._environment.reset(seed=own % 2**31, options=row.get("options"))
+        return "\n".join(part for part in (self._prompt, self._shown(observation)) if part)
+
+    def step(self, action: Action) -> StepResult:
+        """One step of the environment."""
+        chosen = self._action(action.text)
+        if chosen is None:
+            return StepResult(self._help(), reward=self._invalid_reward)
+        observation, reward, ended, cut, _ = self._environment.step(chosen)
+        return StepResult(self._shown(observation), bool(ended or cut), float(reward))
+
+    def close(self) -> None:
+        """Close the environment."""
+        if self._environment is not None:
+            self._environment.close()
+
+    def _copy(self) -> Any:
+        return copy.deepcopy(self._environment)
+
+    def _go_back(self, state: Any) -> None:
+        self._environment = copy.deepcopy(state)  # the state may be gone back to again
+
+    def _shown(self, observation: Any) -> str:
+        return self._observation.format(observation=_plain(observation))
+
+    def _action(self, text: str) -> Any:
+        space = self._environment.action_space
+        if not hasattr(space, "n"):
+            return text
+        found: list[int] = []
+        if self._words:
+            words = "|".join(map(re.escape, sorted(self._words, key=len, reverse=True)))
+            pattern = rf"(?<!\w)(?:{words})(?!\w)"
+            found = [self._words.index(word) for word in re.findall(pattern, text.casefold())]
+        numbers = found or [int(number) for number in _NUMBER.findall(text)]
+        first = int(getattr(space, "start", 0))
+        action = numbers[-1] + (first if found else 0) if numbers else None
+        return action if action is not None and space.contains(action) else None
+
+    def _help(self) -> str:
+        space = self._environment.action_space
+        if self._words:
+            return f"answer with one of: {', '.join(self._words)}"
+        first = int(getattr(space, "start", 0))
+        return f"answer with a number from {first} to {first + int(space.n) - 1}"
+
+
+def how_it_goes_back(make: Callable[[], Any]) -> GoesBack:
+    """Try copies and seeded replays of an environment with a few random actions."""
+    environment = make()
+    try:
+        environment.action_space.seed(_TRIAL_SEED)
+        environment.reset(seed=_TRIAL_SEED)
+        actions = [environment.action_space.sample() for _ in range(_TRIAL_ACTIONS)]
+        try:
+            twins = [copy.deepcopy(environment) for _ in "ab"]
+        except Exception:  # noqa: BLE001 - whatever a library's objects raise
+            twins = []
+        played = [_play(twin, actions) for twin in twins]
+        again = []
+        for _ in "ab":
+            other = make()
+            other.reset(seed=_TRIAL_SEED)
+            again.append(_play(other, actions))
+            other.close()
+        return GoesBack(
+            copies=bool(twins) and played[0] == played[1] == _play(environment, actions),
+            replays=again[0] == again[1],
+        )
+    finally:
+        environment.close()
+
+
+def _plain(observation: Any) -> Any:
+    """Numbers of numpy as Python's, which are printed as numbers."""
+    if isinstance(observation, dict):
+        return {key: _plain(value) for key, value in observation.items()}
+    if isinstance(observation, tuple):
+        return tuple(map(_plain, observation))
+    return observation.item() if getattr(observation, "shape", None) == () else observation
+
+
+def _play(environment: Any, actions: list[Any]) -> list[str]:
+    """What the actions lead to, up to the episode's end."""
+    seen = []
+    for action in actions:
+        observation, reward, ended, cut, _ = environment.step(action)
+        seen.append(f"{observation} {reward} {ended} {cut}")
+        if ended or cut:
+            break
+    return seen
+
+
+def adapt(rest: str, args: dict[str, Any]) -> Callable[[], GymnasiumText]:
+    """`rest`: an id of Gymnasium's registry. Raises RewardError."""
+    name = f"environment gymnasium:{rest}"
+    refuse_unknown(args, f"gymnasium:{rest}", _ARGUMENTS)
+    try:
+        import gymnasium
+        from gymnasium import spaces
+    except ImportError as error:
+        raise RewardError(f"{name} needs Gymnasium: pip install gymnasium ({error})") from error
+    for module in args.get("imports", ()):  # modules that register environments
+        importlib.import_module(module)
+    make = partial(gymnasium.make, rest, **args.get("make", {}))
+    try:
+        tried = make()
+    except (gymnasium.error.Error, TypeError) as error:
+        raise RewardError(f"{name} cannot be made: {error}") from error
+    space = tried.action_space
+    tried.close()
+    if not isinstance(space, spaces.Text | spaces.Discrete):
+        raise RewardError(
+            f"{name} has actions of {type(space).__name__}; a turn can only be a Text or a Discrete"
+        )
+    words = args.get("actions", ())
+    if words and (not isinstance(space, spaces.Discrete) or len(words) != space.n):
+        raise RewardError(f"{name}: `actions` names {len(words)} actions of a space of {space}")
+    settings = {key: args[key] for key in _ARGUMENTS[1:5] if key in args}
+    goes_back = how_it_goes_back(make)
+    if not any(goes_back):
+        log.warning(
+            "%s answers the same seed and actions differently and cannot be copied: its samples "
+            "are never verified but start over",
+            name,
+        )
+    return partial(GymnasiumText, make, goes_back, **settings)

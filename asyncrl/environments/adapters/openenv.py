@@ -1,0 +1,157 @@
+"""Environments behind an OpenEnv server: `openenv:echo_env:EchoEnv`, `openenv:generic`, or `tools`.
+
+The name is that of a client, a subclass of OpenEnv's `EnvClient`; `generic` is its
+`GenericEnvClient`, which needs no package of the environment; `tools` its `MCPToolClient`, whose
+actions are calls of tools (`openenv_tools`), as are those of its subclasses. Every sample has a
+session of its own on the server (a WebSocket). A turn becomes an action:
+
+    environment:
+      name: openenv:generic
+      args:
+        base_url: http://127.0.0.1:8000
+        action: message          # the field of the action that takes the turn's text
+        observation: echoed      # the field of the observation that is shown
+
+`action` may also name a function of your own, `path/to/file.py:function`, from the turn's text to
+the client's action. Without `observation`, all of the observation is shown as JSON. A row's column
+`reset`, and the argument `reset`, are passed to the server's reset, with the sample's seed. Of an
+observation that is longer than `max_result_characters`, beginning and end are shown.
+
+Going back: not at all, unless `replay` says so. A server is a world of its own, and OpenEnv has no
+way to save it. So by default its samples are never verified; those that would have to be start
+over.
+`replay: deterministic` opens a new session with the same seed and actions, and compares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from asyncrl import user_functions
+from asyncrl.environments.adapters.openenv_tools import OpenEnvTools
+from asyncrl.environments.adapters.tool_turns import (
+    longest_result,
+    refuse_unknown,
+    replay_of,
+    shortened,
+)
+from asyncrl.environments.protocol import Action, Replay, StepResult
+from asyncrl.errors import RewardError
+
+_CLIENT = user_functions.FunctionKind(
+    noun="environment", signature="Client(base_url=...)", arguments=(), error=RewardError
+)
+_ACTION = user_functions.FunctionKind(
+    noun="environment.args.action", signature="function(text)", arguments=("",), error=RewardError
+)
+_NOTHING = "(nothing)"
+"""What the policy is shown where a step shows an empty text, such as the output of silent code."""
+_ARGUMENTS = (
+    "base_url",
+    "action",
+    "observation",
+    "reset",
+    "replay",
+    "client",
+    "max_result_characters",
+)
+
+
+class OpenEnvEnvironment:
+    """One session on an OpenEnv server."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        to_action: Callable[[str], Any],
+        *,
+        observation: str | None,
+        reset: dict[str, Any],
+        replay: Replay | None,
+        max_result_characters: int,
+    ) -> None:
+        self._connect, self._to_action = connect, to_action
+        self._field, self._reset, self._most = observation, reset, max_result_characters
+        self.replay = replay
+        self._client: Any = None
+
+    async def reset(self, row: dict[str, Any], seed: int) -> str | None:
+        """Open a session. If it shows nothing, the row's own prompt stands."""
+        await self.close()
+        self._client = self._connect()
+        await self._client.connect()
+        result = await self._client.reset(
+            **({"seed": seed % 2**31} | self._reset | row.get("reset", {}))
+        )
+        return self._shown(result.observation) or None
+
+    async def step(self, action: Action) -> StepResult:
+        """Send the turn."""
+        result = await self._client.step(self._to_action(action.text))
+        reward = 0.0 if result.reward is None else result.reward
+        shown = shortened(self._shown(result.observation), self._most)
+        return StepResult(shown or _NOTHING, bool(result.done), reward)
+
+    async def close(self) -> None:
+        """End the session."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    def _shown(self, observation: Any) -> str:
+        values = observation.model_dump() if hasattr(observation, "model_dump") else observation
+        if self._field is None:
+            return values if isinstance(values, str) else json.dumps(values, default=str)
+        if not isinstance(values, dict) or self._field not in values:
+            fields = ", ".join(map(str, values)) if isinstance(values, dict) else type(values)
+            raise KeyError(f"the observation has no field {self._field!r}; it has {fields}")
+        return str(values[self._field])
+
+
+def adapt(rest: str, args: dict[str, Any]) -> Callable[[], OpenEnvEnvironment | OpenEnvTools]:
+    """`rest`: a client class, `generic` or `tools`. Raises RewardError."""
+    name = f"openenv:{rest}"
+    refuse_unknown(args, name, _ARGUMENTS)
+    url = args.get("base_url")
+    if not isinstance(url, str):
+        raise RewardError(
+            f"environment {name} needs `base_url`, the server's address such as "
+            "http://127.0.0.1:8000"
+        )
+    try:
+        from openenv.core import GenericEnvClient, MCPToolClient
+    except ImportError as error:
+        raise RewardError(
+            f"environment {name} needs OpenEnv, which contradicts vLLM's packages: give it an "
+            "interpreter of its own by environment.python, and there pip install msgspec "
+            f"openenv (docs/environments.md; {error})"
+        ) from error
+    own = {"generic": GenericEnvClient, "tools": MCPToolClient}
+    client = own[rest] if rest in own else user_functions.load_object(_CLIENT, rest)
+    connect = partial(client, base_url=url, **args.get("client", {}))
+    settings: dict[str, Any] = {
+        "observation": args.get("observation"),
+        "reset": dict(args.get("reset", {})),
+        "replay": replay_of(args, name, None),
+        "max_result_characters": longest_result(args, name),
+    }
+    if isinstance(client, type) and issubclass(client, MCPToolClient):
+        if "action" in args:
+            raise RewardError(f"environment {name} takes no `action`: its actions call tools")
+        return partial(OpenEnvTools, connect, **settings)
+    to_action = _to_action(name, args.get("action"))
+    return partial(OpenEnvEnvironment, connect, to_action, **settings)
+
+
+def _to_action(name: str, action: Any) -> Callable[[str], Any]:
+    if not isinstance(action, str):
+        raise RewardError(
+            f"environment {name} needs `action`: the field of its action that takes the turn's "
+            "text, or a function of your own, path/to/file.py:function"
+        )
+    if ":" in action:
+        return user_functions.load_function(_ACTION, action, {})
+    return lambda text: {action: text}

@@ -1,0 +1,151 @@
+"""Environments whose turns call tools: functions of a user, or methods of an object.
+
+A turn with calls is answered with a message of role `tool` for each, in their order; a turn without
+one ends the sample. A call that cannot be made, and a tool that raises, is answered with the error:
+it is the model's mistake, or one that the model can work around. Of a result that is longer than
+`max_result_characters`, the model is given the beginning and the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Sequence
+from typing import Any, get_args
+
+from asyncrl.environments.protocol import Action, Message, Replay, StepResult
+from asyncrl.environments.tool_functions import FunctionTool, result_text
+from asyncrl.errors import RewardError
+
+MAX_RESULT_CHARACTERS = 10_000
+"""Unless `max_result_characters` says otherwise."""
+
+
+class ToolTurns:
+    """Runs the calls of each turn, one after the other.
+
+    Args:
+        tools: what may be called.
+        replay: see `asyncrl.environments.protocol`.
+        max_result_characters: longest answer to a call.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[FunctionTool],
+        *,
+        replay: Replay | None,
+        max_result_characters: int = MAX_RESULT_CHARACTERS,
+    ) -> None:
+        self._by_name = {tool.name: tool for tool in tools}
+        self._max_characters = max_result_characters
+        self.tools = [tool.schema for tool in tools]
+        self.replay = replay
+
+    def step(self, action: Action) -> Any:
+        """Run the calls; without any, the sample ends."""
+        messages = [tool_message(call, self._finished(call)) for call in action.tool_calls]
+        return StepResult(messages, done=not messages, reward=self.reward(done=not messages))
+
+    def reward(self, *, done: bool) -> Any:
+        """Of the turn whose calls have been made; awaitable if the class is asynchronous."""
+        del done
+        return 0.0
+
+    def answer(self, call: dict[str, Any]) -> str | Awaitable[str]:
+        """What the model is told about one call; awaitable if the tool is asynchronous."""
+        if call.get("error"):
+            return f"error: {call['error']}"
+        tool = self._by_name.get(str(call.get("name")))
+        if tool is None:
+            known = ", ".join(self._by_name)
+            return f"error: there is no tool {call.get('name')!r}, there are: {known}"
+        given = call.get("arguments")
+        arguments, wrong = tool.arguments(given if isinstance(given, dict) else {})
+        if wrong:
+            return f"error: {wrong}"
+        try:
+            result = tool.function(**arguments)
+            return self._awaited(result) if inspect.isawaitable(result) else self._text(result)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an answer to the model
+            return self._error(error)
+
+    async def _awaited(self, result: Awaitable[Any]) -> str:
+        try:
+            return self._text(await result)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an answer to the model
+            return self._error(error)
+
+    def _finished(self, call: dict[str, Any]) -> str:
+        """The answer, also of a tool that is not known to be asynchronous and is."""
+        answer = self.answer(call)
+        return answer if isinstance(answer, str) else asyncio.run(_ready(answer))
+
+    def _text(self, result: Any) -> str:
+        return shortened(result_text(result), self._max_characters)
+
+    def _error(self, error: BaseException) -> str:
+        return shortened(f"error: {type(error).__name__}: {error}", self._max_characters)
+
+
+class AsyncToolTurns(ToolTurns):
+    """The same where a tool is asynchronous; the others are called in the event loop."""
+
+    async def step(self, action: Action) -> StepResult:
+        """Run the calls; without any, the sample ends."""
+        messages = [
+            tool_message(call, await _ready(self.answer(call))) for call in action.tool_calls
+        ]
+        reward = await _ready(self.reward(done=not messages))
+        return StepResult(messages, done=not messages, reward=reward)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text as it can be encoded; of one that is too long, beginning and end."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    if len(text) <= most:
+        return text
+    half = most // 2
+    left_out = len(text) - 2 * half
+    return f"{text[:half]}\n[{left_out} characters left out]\n{text[len(text) - half :]}"
+
+
+def tool_message(call: dict[str, Any], content: str) -> Message:
+    """The answer to a call, as a chat message."""
+    message = {"role": "tool", "name": str(call.get("name")), "content": content}
+    return message | ({"tool_call_id": call["id"]} if "id" in call else {})
+
+
+def replay_of(args: dict[str, Any], name: str, default: Replay | None) -> Replay | None:
+    """The argument `replay` of an adapter. Raises RewardError."""
+    replay: Replay | None = args.get("replay", default)
+    if replay not in (*get_args(Replay), None):
+        raise RewardError(
+            f"environment {name}: `replay` must be one of {', '.join(get_args(Replay))} or null, "
+            f"got {replay!r}"
+        )
+    return replay
+
+
+def longest_result(args: dict[str, Any], name: str) -> int:
+    """The argument `max_result_characters` of an adapter. Raises RewardError."""
+    most = args.get("max_result_characters", MAX_RESULT_CHARACTERS)
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise RewardError(
+            f"environment {name}: `max_result_characters` must be a whole number from 1, got "
+            f"{most!r}"
+        )
+    return most
+
+
+def refuse_unknown(args: dict[str, Any], name: str, known: Sequence[str]) -> None:
+    """Refuse arguments that an adapter does not take. Raises RewardError."""
+    unknown = sorted(set(args) - set(known))
+    if unknown:
+        raise RewardError(
+            f"environment {name} takes no {', '.join(unknown)}; it takes {', '.join(known)}"
+        )
+
+
+async def _ready(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,150 @@
+"""Classes for TRL's `environment_factory`, as they are: `trl:my_envs.py:Wordle`.
+
+Such a class has a method `reset(**row)`; every other public method is a tool, and `get_reward()`,
+if there is one, scores the state that it is in. What `reset` returns is put behind the row's last
+user message. A turn without a call ends the sample. TRL itself is not needed.
+
+The reward is counted turn by turn, as the change of `get_reward()`, so that a sample that is cut
+off has the reward of the state that it reached. With `score: end` it is asked once, after a turn
+without a call, and a sample that is cut off has none.
+
+Going back: "deterministic", since nothing in TRL's shape can be saved: reset and the same calls are
+made again, and the answers are compared. A class that draws random numbers of its own is found out
+then; give it `replay: recorded` if its state follows from the calls alone, else `replay: null`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl import user_functions
+from asyncrl.environments.adapters.tool_turns import (
+    AsyncToolTurns,
+    ToolTurns,
+    longest_result,
+    refuse_unknown,
+    replay_of,
+)
+from asyncrl.environments.protocol import Message, Replay
+from asyncrl.environments.tool_functions import FunctionTool
+from asyncrl.errors import RewardError, UserError
+
+_KIND = user_functions.FunctionKind(
+    noun="environment", signature="factory()", arguments=(), error=RewardError
+)
+_NOT_TOOLS = ("reset", "get_reward")
+_SCORES = ("each_turn", "end")
+
+
+class TrlEnvironment(ToolTurns):
+    """One instance of the class, driven by `reset` and `step`."""
+
+    def __init__(
+        self, made: Any, *, replay: Replay | None, each_turn: bool, max_result_characters: int
+    ) -> None:
+        super().__init__(
+            [FunctionTool(method) for method in _methods(made)],
+            replay=replay,
+            max_result_characters=max_result_characters,
+        )
+        self._made, self._each_turn = made, each_turn
+        self._before = 0.0
+
+    def reset(self, row: dict[str, Any], seed: int) -> list[Message] | None:
+        """Reset it with the row's columns; its text follows the row's last user message."""
+        del seed
+        self._before = 0.0
+        columns = _columns(row)
+        return _with_text(columns, self._made.reset(**columns))
+
+    def reward(self, *, done: bool) -> Any:
+        """How much `get_reward` has changed."""
+        if not hasattr(self._made, "get_reward") or not (done or self._each_turn):
+            return 0.0
+        return self._change(self._made.get_reward())
+
+    def _change(self, now: Any) -> float:
+        before, self._before = self._before, float(now)
+        return self._before - before
+
+
+class AsyncTrlEnvironment(AsyncToolTurns, TrlEnvironment):
+    """The same, if one of its methods is async."""
+
+    async def reset(self, row: dict[str, Any], seed: int) -> list[Message] | None:  # type: ignore[override]
+        """Reset it with the row's columns; its text follows the row's last user message."""
+        del seed
+        self._before = 0.0
+        columns = _columns(row)
+        text = self._made.reset(**columns)
+        return _with_text(columns, await text if inspect.isawaitable(text) else text)
+
+    async def reward(self, *, done: bool) -> float:
+        """How much `get_reward` has changed."""
+        if not hasattr(self._made, "get_reward") or not (done or self._each_turn):
+            return 0.0
+        now = self._made.get_reward()
+        return self._change(await now if inspect.isawaitable(now) else now)
+
+
+def adapt(rest: str, args: dict[str, Any]) -> Callable[[], TrlEnvironment]:
+    """`rest`: a class, or a function that makes an instance. Raises RewardError."""
+    name = f"trl:{rest}"
+    refuse_unknown(args, name, ["replay", "score", "max_result_characters"])
+    score = args.get("score", "each_turn")
+    if score not in _SCORES:
+        raise RewardError(f"environment {name}: `score` must be one of {', '.join(_SCORES)}")
+    replay = replay_of(args, name, "deterministic")
+    factory = user_functions.load_function(_KIND, rest, {})
+    tried = factory()
+    if not callable(getattr(tried, "reset", None)):
+        raise RewardError(f"environment {name}: {type(tried).__name__} has no method `reset`")
+    methods = _methods(tried)
+    if not methods:
+        raise RewardError(
+            f"environment {name}: {type(tried).__name__} has no tool, no public method"
+        )
+    try:
+        for method in methods:
+            FunctionTool(method)
+    except UserError as error:
+        raise RewardError(f"environment {name}: {error}") from error
+    own = [getattr(tried, one) for one in _NOT_TOOLS if hasattr(tried, one)]
+    asynchronous = any(inspect.iscoroutinefunction(one) for one in (*methods, *own))
+    kind = AsyncTrlEnvironment if asynchronous else TrlEnvironment
+
+    most = longest_result(args, name)
+
+    def make() -> TrlEnvironment:
+        return kind(
+            factory(), replay=replay, each_turn=score == "each_turn", max_result_characters=most
+        )
+
+    return make
+
+
+def _methods(made: Any) -> list[Callable[..., Any]]:
+    """The tools: public methods of its class. Properties are not looked at."""
+    names = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction)]
+    return [
+        getattr(made, name) for name in names if name not in _NOT_TOOLS and not name.startswith("_")
+    ]
+
+
+def _columns(row: dict[str, Any]) -> dict[str, Any]:
+    """The dataset's own columns, as TRL hands them to `reset`."""
+    own = row.get("row")
+    return dict(own) if isinstance(own, dict) else row
+
+
+def _with_text(row: dict[str, Any], text: Any) -> list[Message] | None:
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise TypeError(f"reset must return a text or None, got {type(text).__name__}")
+    prompt = row.get("prompt", "")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    last = messages[-1]
+    return [*messages[:-1], {**last, "content": f"{last['content']}{text}"}]

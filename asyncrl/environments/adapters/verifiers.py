@@ -1,0 +1,318 @@
+"""Environments of the library `verifiers` (0.4), as they are: `verifiers:TASKSET`.
+
+The name is that of an installed taskset package, or of a module that can be imported from the
+folder that the run is started in. Its tasks are the rows (a row's `idx` is the task's), its
+`@reward` functions the reward, and an environment class that the package exports plays the episode:
+one turn, several turns with a scripted user, or tools.
+
+    verifiers: Env ── runs ──► Agent ── calls ──► interception server ── asks ──► _PolicyClient
+    asyncrl:   reset, step ◄────────────────── Conversation ◄─────────────────────────┘
+
+verifiers starts a program for each episode, which it installs by `uv`; here the agent's program is
+`PolicyHarness`, the same loop over model calls and tools inside this process. The model's client is
+replaced by one that asks the policy; all else, stops, interceptors, scoring, is verifiers' own.
+
+Where an environment has several agents, `agent` names the one that is the policy; each other one
+needs a model and a client of its own in `env`, and its chat program is ours too, if it would be
+verifiers' `null`. Of a taskset without an end the first `tasks` are taken.
+
+Going back: "deterministic": the episode is played again with the accepted turns, and what it
+answers is compared. For tasks whose tools or users answer at random, `replay: null`: their samples
+start over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.environments.adapters.conversation import Conversation, ModelCall
+from asyncrl.environments.adapters.tool_turns import refuse_unknown, replay_of
+from asyncrl.environments.chat_messages import chat_message
+from asyncrl.environments.openai_messages import (
+    POLICY,
+    PolicySettings,
+    Turn,
+    completion,
+    differences,
+)
+from asyncrl.environments.protocol import Action, Message, Replay, StepResult
+from asyncrl.errors import RewardError
+
+HARNESS = "asyncrl_policy_harness"
+"""The name by which verifiers imports `asyncrl.environments.adapters.verifiers_harness`."""
+_MODEL = "policy"
+
+
+class VerifiersEnvironment:
+    """One episode of verifiers, driven by `reset` and `step`."""
+
+    def __init__(self, served: Served, *, replay: Replay | None) -> None:
+        self._served = served
+        self._conversation: Conversation | None = None
+        self.replay = replay
+        self.tools: list[dict[str, Any]] = []
+
+    async def reset(self, row: dict[str, Any], seed: int) -> list[Message]:
+        """Begin an episode of the row's task."""
+        del seed
+        await self.close()
+        index = row.get("idx")
+        if not isinstance(index, int):
+            raise TypeError("the row has no `idx`, the number of the task in its taskset")
+        self._conversation = await self._served.begin(index)
+        call = await self._conversation.next()
+        if call is None:
+            self._raise_errors()
+            raise RuntimeError("the episode ended before it called the model")
+        self.tools = call.tools
+        return call.messages
+
+    async def step(self, action: Action) -> StepResult:
+        """Give the policy's turn to the episode."""
+        assert self._conversation is not None  # noqa: S101 - reset came first
+        turn = Turn(action.message, len(action.tokens), prompt_tokens=action.context_length)
+        self._conversation.answer(turn)
+        call = await self._conversation.next()
+        if call is not None and call.begins:
+            return StepResult(call.messages, new_conversation=True, tools=call.tools)
+        if call is not None:
+            return StepResult(call.messages)
+        self._raise_errors()
+        return StepResult(done=True, reward=self._served.reward(self._conversation.result()))
+
+    async def close(self) -> None:
+        """End the episode."""
+        if self._conversation is not None:
+            await self._conversation.close()
+
+    def _raise_errors(self) -> None:
+        assert self._conversation is not None  # noqa: S101 - reset came first
+        episode = self._conversation.result()
+        errors = [*episode.errors, *(error for one in episode.traces for error in one.errors)]
+        if errors:
+            raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors))
+
+
+class Served:
+    """An environment of verifiers and its servers, shared by the episodes of a worker.
+
+    Args:
+        taskset: its name.
+        settings: verifiers' own (`EnvConfig`).
+        agent: the one that is the policy; None: the only one.
+        tasks: how many are taken; None: all.
+        policy: how the run draws tokens; None: nothing is compared with that.
+    """
+
+    def __init__(
+        self,
+        taskset: str,
+        settings: dict[str, Any],
+        agent: str | None,
+        tasks: int | None,
+        policy: PolicySettings | None,
+    ) -> None:
+        from verifiers import v1
+
+        config, self._agent = _config(taskset, settings, agent)
+        self.notes: list[str] = []
+        if policy is not None:
+            self.notes = _notes(taskset, self._agent, getattr(config, self._agent), policy)
+        """What a user should know, a sentence each."""
+        self._environment = v1.load_environment(config)
+        loaded = self._environment.taskset
+        if tasks is None and not loaded.bounded:
+            raise RewardError(
+                f"environment verifiers:{taskset} has tasks without end; `tasks` in its args says "
+                "how many are taken"
+            )
+        self._tasks = list(loaded if tasks is None else loaded.take(tasks))
+        self._serving: contextlib.AsyncExitStack | None = None
+        self._lock: asyncio.Lock | None = None
+        self._open: dict[str, Conversation] = {}
+        client = v1.EvalClientConfig(base_url="http://127.0.0.1:9", api_key_var="NO_KEY")
+        self._context = v1.ModelContext(model=_MODEL, client=client)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The tasks as rows."""
+        return [
+            {"idx": task.data.idx, "prompt": task.data.prompt_text or f"task {task.data.idx}"}
+            for task in self._tasks
+        ]
+
+    async def begin(self, index: int) -> Conversation:
+        """Start an episode of a task."""
+        await self._serve()
+        if not 0 <= index < len(self._tasks):
+            raise IndexError(f"there is no task {index}; the taskset has {len(self._tasks)}")
+        conversation = Conversation()
+
+        def minted(trace: Any) -> None:
+            self._open[trace.id] = conversation
+
+        async def episode() -> Any:
+            traces: list[str] = []
+            try:
+                done = await self._environment.run_episode(
+                    self._tasks[index], self._context, on_trace=minted
+                )
+                traces = [trace.id for trace in done.traces]
+                return done
+            finally:
+                for one in traces:
+                    self._open.pop(one, None)
+
+        conversation.start(episode())
+        return conversation
+
+    def reward(self, episode: Any) -> float:
+        """The policy's. Raises RuntimeError if there is no whole one."""
+        traces = [trace for trace in episode.traces if trace.agent.name == self._agent]
+        if len(traces) != 1:
+            raise RuntimeError(
+                f"the episode ran the agent {self._agent!r} {len(traces)} times; a sample is one "
+                "conversation"
+            )
+        if traces[0].stop_condition in ("finalize_timeout", "scoring_timeout"):
+            raise RuntimeError(f"its reward is not whole: {traces[0].stop_condition}")
+        return float(traces[0].reward)
+
+    def conversation(self, trace: str | None) -> Conversation:
+        """That of a trace."""
+        return self._open[str(trace)]
+
+    async def close(self) -> None:
+        """End what the episodes share; a worker process just ends."""
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            await serving.aclose()
+
+    async def _serve(self) -> None:
+        """Bring up what the episodes share, once."""
+        self._lock = self._lock or asyncio.Lock()
+        async with self._lock:
+            if self._serving is not None:
+                return
+            stack = contextlib.AsyncExitStack()
+            await stack.enter_async_context(self._environment.serving())
+            # The one place that is not verifiers' public interface: the server asks this client.
+            server = self._environment._interception  # noqa: SLF001
+            server.clients[self._context.client.model_dump_json()] = _policy_client(self)
+            self._serving = stack
+
+
+def _config(taskset: str, settings: dict[str, Any], agent: str | None) -> tuple[Any, str]:
+    """Verifiers' configuration, its own settings with the policy as one of its agents; and which.
+
+    Raises:
+        RewardError: it is not clear which, or another one has no model of its own.
+    """
+    from verifiers import v1
+
+    from asyncrl.environments.adapters import verifiers_harness
+
+    sys.modules[HARNESS] = verifiers_harness
+    given = dict(settings)
+    given["taskset"] = {**given.get("taskset", {}), "id": taskset}
+    given["interception"] = {"type": "server"}
+    config = v1.resolve_env_config(given)
+    agents = {name: value for name, value in config if isinstance(value, v1.AgentConfig)}
+    names = ", ".join(agents)
+    if agent is None and len(agents) == 1:
+        (agent,) = agents
+    if agent is None or agent not in agents:
+        raise RewardError(
+            f"environment verifiers:{taskset} has the agents {names}; a sample is the "
+            f"conversation of one: name it in `agent`, got {agent!r}"
+        )
+    if agents[agent].client is not None:
+        raise RewardError(
+            f"environment verifiers:{taskset}: the agent {agent} is the policy, so it takes no "
+            "`client`"
+        )
+    here = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
+    changed = {agent: agents[agent].model_dump() | here}
+    for name, other in agents.items():
+        if name == agent:
+            continue
+        if other.model is None or other.client is None:
+            raise RewardError(
+                f"environment verifiers:{taskset}: the agent {name} is not the policy, so it needs "
+                f"a model: env: {{{name}: {{model: NAME, client: {{type: eval, "
+                "base_url: URL}}}"
+            )
+        if other.harness is None or other.harness.id == "null":
+            changed[name] = other.model_dump() | here
+    return v1.resolve_env_config(config.model_dump() | changed), agent
+
+
+def _notes(taskset: str, agent: str, config: Any, policy: PolicySettings) -> list[str]:
+    """Which of verifiers' sampling settings for the policy do not hold."""
+    settings = {} if config.sampling is None else config.sampling.model_dump(exclude_none=True)
+    unused = differences(settings, policy)
+    if not unused:
+        return []
+    listed = ", ".join(f"{name}: {value!r}" for name, value in unused.items())
+    note = (
+        f"environment verifiers:{taskset} has sampling settings of its own for the agent {agent}, "
+        f"which are not used ({listed}): the policy that is trained draws as `sampling` of the run "
+        "says. Set the same there, or leave them out"
+    )
+    return [note]
+
+
+def _policy_client(served: Served) -> Any:
+    """Verifiers' client of a model that asks the policy of the sample."""
+    from verifiers import v1
+
+    class PolicyClient(v1.Client):  # type: ignore[misc]
+        """Answers the model calls of an episode with the policy's turns."""
+
+        async def get_response(
+            self,
+            dialect: Any,
+            body: dict[str, Any],
+            sampling: Any,
+            session_id: str | None = None,
+            turn: Any = None,
+            headers: Any = None,
+        ) -> Any:
+            del sampling, turn, headers
+            conversation = served.conversation(session_id)
+            messages = [chat_message(one) for one in body["messages"]]
+            turn = await conversation.ask(ModelCall(messages, body.get("tools") or []))
+            raw = completion("turn", _MODEL, 0, turn)
+            response = dialect.parse_response(dialect.validate_response(raw))
+            response.raw = raw
+            return response
+
+    return PolicyClient()
+
+
+def adapt(rest: str, args: dict[str, Any]) -> Callable[[], VerifiersEnvironment]:
+    """`rest`: a taskset of verifiers. Raises RewardError."""
+    name, args = f"verifiers:{rest}", dict(args)
+    told = args.pop(POLICY, None)
+    policy = None if told is None else PolicySettings(**told)
+    refuse_unknown(args, name, ["env", "replay", "agent", "tasks"])
+    replay = replay_of(args, name, "deterministic")
+    try:
+        import verifiers.v1  # noqa: F401
+    except ImportError as error:
+        raise RewardError(
+            f"environment {name} needs verifiers 0.4 or later, which contradicts vLLM's packages: "
+            "give it an interpreter of its own by environment.python, and there pip install "
+            f"msgspec verifiers (docs/environments.md; {error})"
+        ) from error
+    try:
+        served = Served(rest, args.get("env", {}), args.get("agent"), args.get("tasks"), policy)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise RewardError(f"environment {name} cannot be loaded: {error}") from error
+    made: Any = functools.partial(VerifiersEnvironment, served, replay=replay)
+    made.rows, made.close, made.notes = served.rows, served.close, served.notes
+    return made  # type: ignore[no-any-return]

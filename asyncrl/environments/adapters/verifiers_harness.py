@@ -1,0 +1,113 @@
+"""The agent's program of verifiers, inside this process: calls of the model and of tools, in turn.
+
+verifiers imports this module by the name `verifiers.HARNESS` and takes the class in `__all__`.
+Every call of the model goes through verifiers' own interception server, as its contract wants.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import ssl
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+from verifiers.v1 import Harness, HarnessConfig, ProgramResult
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+
+__all__ = ["PolicyHarness"]
+
+_SECONDS = 86_400.0
+"""A turn waits for the policy as long as the run does; environment.step_timeout_seconds is for the
+environment's own work."""
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Loaded once: loading takes 25 ms, more than all else between two turns."""
+    return ssl.create_default_context()
+
+
+class PolicyHarnessConfig(HarnessConfig):  # type: ignore[misc]
+    """Nothing of its own."""
+
+
+class PolicyHarness(Harness[PolicyHarnessConfig]):  # type: ignore[misc]
+    """Asks the model until it calls no tool."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+        tool_interception_url: str | None = None,
+    ) -> ProgramResult:
+        """One segment: from the prompt, or the resumed conversation, to a turn without calls."""
+        del trace, runtime, tool_interception_url
+        system, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or []]
+        servers = {
+            name: {"url": url, "timeout": self.config.tool_timeout}
+            for name, url in mcp_urls.items()
+        }
+        async with AsyncExitStack() as stack:
+            tools, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
+            client = await stack.enter_async_context(
+                httpx.AsyncClient(timeout=_SECONDS, trust_env=False, verify=_certificates())
+            )
+            while True:
+                body = {"model": ctx.model, "messages": messages} | (
+                    {"tools": tools} if tools else {}
+                )
+                response = await client.post(
+                    f"{endpoint}/chat/completions",
+                    json=body,
+                    headers={"Authorization": f"Bearer {secret}"},
+                )
+                if response.status_code >= httpx.codes.BAD_REQUEST:
+                    return ProgramResult(1, "", response.text)
+                message = response.json()["choices"][0]["message"]
+                messages.append(message)
+                calls = message.get("tool_calls") or []
+                if not calls:
+                    return ProgramResult(0, "", "")
+                for call in calls:
+                    content = await _called(call["function"], dispatch, connections)
+                    messages.append(
+                        {
+                            "role": "tool",
+                            "tool_call_id": call["id"],
+                            "name": call["function"]["name"],
+                            "content": content,
+                        }
+                    )
+
+
+async def _called(function: dict[str, Any], dispatch: Any, connections: Any) -> Any:
+    """What a tool answers; an error is an answer to the model."""
+    name = function["name"]
+    if name not in dispatch:
+        return f"error: there is no tool {name!r}, there are: {', '.join(dispatch)}"
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        return f"error: the arguments are no JSON: {error}"
+    if not isinstance(arguments, dict):
+        return "error: the arguments must be an object"
+    return await call_mcp(connections, dispatch, name, arguments)

@@ -1,0 +1,71 @@
+"""Configuration of the environment (`environment:`)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from asyncrl.environments.tool_formats import ToolFormat
+from wire.limits import MAX_TOKENS, WEEK_SECONDS
+from wire.paths import LocalPath
+
+
+class EnvironmentConfig(BaseModel):
+    """What answers the policy between its turns; without a name a sample is one turn."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: LocalPath | None = Field(default=None, min_length=1)
+    """`calculator`, `guessing`, `code_repair`, a class of your own, given as `my.module:Class` or
+    `path/to/file.py:Class`, or an adapter's prefix with what it takes. null: none. With one,
+    `rewards.functions` is empty unless it is given."""
+    args: dict[str, Any] = {}
+    """Keyword arguments that each environment is made with."""
+    python: LocalPath | None = Field(default=None, min_length=1)
+    """Python interpreter of the workers, for packages that contradict asyncrl's, such as
+    `.venv-verifiers/bin/python`. It needs Python 3.11 or newer and msgspec; asyncrl itself is taken
+    from this installation. A relative path starts at the current directory. null: this one."""
+    reward_weight: float = Field(default=1.0, ge=-1e6, le=1e6)
+    """Factor of the sum of the steps' rewards in a sample's reward, next to `rewards.functions`."""
+    max_turns: int = Field(default=16, ge=1, le=10_000)
+    """Most turns of the policy in a sample. After the last one it ends as if it were too long
+    (finish reason `length`)."""
+    max_observation_tokens: int = Field(default=4096, ge=1, le=MAX_TOKENS)
+    """Longest observation in tokens, with what the chat template puts around it. A longer one is a
+    failure of the environment. A new conversation is bounded by `sampling.max_tokens` instead."""
+    tool_format: ToolFormat = "auto"
+    """How the model writes calls of tools: `hermes` (Qwen, Hermes), `llama` (Llama 3.1), `mistral`,
+    or `json`, an object with `name` and `arguments`. `auto`: as its chat template says."""
+    history: Literal["keep", "template"] = "keep"
+    """What holds where the chat template changes earlier turns (Qwen3 leaves out their reasoning).
+    `keep`: the tokens that were generated stay, and the run says so. `template`: what the template
+    makes of them is a new context of the sample, which costs a prefill where it changes
+    something."""
+    workers: int = Field(default=1, ge=1, le=256)
+    """Worker processes per generator. Each runs many environments at once: those with async
+    methods in one event loop, others in a thread each."""
+    sessions: int = Field(default=64, ge=1, le=4096)
+    """Most environments that are open in a worker at once; other samples wait. Environments of
+    finished samples that can only go back by `restore` come on top."""
+    reset_timeout_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
+    """Longest time for making an environment and its `reset`."""
+    step_timeout_seconds: float = Field(default=30.0, gt=0, le=WEEK_SECONDS)
+    """Longest time for `step`, `snapshot` or `restore`. `rewards.on_error` says what happens to the
+    sample after a failure."""
+
+    @model_validator(mode="after")
+    def _without_a_name_nothing_has_an_effect(self) -> Self:
+        fields = type(self).model_fields
+        given = [n for n, one in fields.items() if getattr(self, n) != one.default]
+        if self.name is None and given:
+            raise ValueError(
+                f"{', '.join(given)} has no effect without name, the environment's; set it, as in "
+                "name: calculator, or leave the section out"
+            )
+        return self
+
+    @property
+    def total_sessions(self) -> int:
+        """Most environments that are open at a generator; 0 without environments."""
+        return 0 if self.name is None else self.workers * self.sessions

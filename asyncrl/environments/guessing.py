@@ -1,0 +1,55 @@
+"""The built-in environment `guessing`: find a number from hints. Import-light.
+
+environment   guess the number from 0 to 9.
+policy        5
+environment   higher
+policy        7            reward 1 - cost: one guess was wrong
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+from asyncrl.environments.protocol import Action, StepResult
+
+_NUMBER = re.compile(r"\d{1,9}")
+
+
+class Guessing:
+    """A number is to be guessed; each wrong guess is answered with `higher` or `lower`.
+
+    Args:
+        low: the smallest number.
+        high: the largest one.
+        guesses: most guesses; then the sample ends without a reward.
+        cost: of each wrong guess, taken from the reward of 1.
+    """
+
+    replay = "deterministic"
+
+    def __init__(self, low: int = 0, high: int = 9, guesses: int = 4, cost: float = 0.1) -> None:
+        if not 0 <= low < high or guesses < 1:
+            raise ValueError(
+                f"guessing: needs 0 <= low < high and at least one guess, got low {low}, high "
+                f"{high}, guesses {guesses}"
+            )
+        self._low, self._high, self._guesses, self._cost = low, high, guesses, cost
+        self._number = self._wrong = 0
+
+    def reset(self, row: dict[str, Any], seed: int) -> str:
+        """Think of a number: the row's `number`, else one that follows from the seed."""
+        drawn = random.Random(seed).randint(self._low, self._high)  # noqa: S311 - a game
+        self._number, self._wrong = int(row.get("number", drawn)), 0
+        return f"guess the number from {self._low} to {self._high}."
+
+    def step(self, action: Action) -> StepResult:
+        """Take a guess: the first number in the turn."""
+        found = _NUMBER.search(action.text)
+        guess = None if found is None else int(found.group())
+        if guess == self._number:
+            return StepResult("correct", done=True, reward=1.0 - self._cost * self._wrong)
+        self._wrong += 1
+        hint = "not a number" if guess is None else "higher" if guess < self._number else "lower"
+        return StepResult(hint, done=self._wrong >= self._guesses)

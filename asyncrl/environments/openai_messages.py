@@ -1,0 +1,289 @@
+"""OpenAI's chat messages: what a request asks for, and how it is answered. Pure.
+
+A request may not choose how tokens are drawn: the run's settings are the policy that is trained.
+Settings that equal the run's are accepted; others are refused with a sentence. Import-light: worker
+processes load this file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.environments.chat_messages import Message, RefusedCallError, chat_message
+
+POLICY = "__policy__"
+"""Among the arguments of an environment: `PolicySettings` as a dict, from the generator."""
+
+_NO_EFFECT = {
+    *("model", "user", "metadata", "store", "stream", "stream_options", "service_tier"),
+    *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+}
+"""Parameters that change nothing about the tokens."""
+_ABOUT_TOOLS = {"tool_choice", "parallel_tool_calls"}
+"""Nor do these where there are no tools."""
+_LIMITS = ("max_tokens", "max_completion_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """How the run draws tokens (`sampling`)."""
+
+    model: str = "policy"
+    """The name that `/v1/models` gives."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Stop strings."""
+    stop_tokens: tuple[int, ...] = ()
+    """Ids that end a turn."""
+    max_tokens: int | None = None
+    """Of a sample's response; None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A request for the next turn of a conversation."""
+
+    messages: list[Message]
+    """In the form that chat templates take."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    stream: bool = False
+    include_usage: bool = False
+    """A stream ends with the usage."""
+    is_retry: bool = False
+    """The client says that it has asked before."""
+    max_tokens: int | None = None
+    """Longest turn: at so many tokens it is cut, with the finish reason `length`."""
+
+
+def read_call(body: Any, policy: PolicySettings, *, is_retry: bool = False) -> ChatCall:
+    """What a request's JSON asks for. Raises RefusedCallError."""
+    if not isinstance(body, dict):
+        raise RefusedCallError("the body is not a JSON object")
+    tools = _tools(body.get("tools"))
+    ignored = _NO_EFFECT | {"messages", "tools"} | (set() if tools else _ABOUT_TOOLS)
+    for name, value in body.items():
+        if name not in ignored and value is not None:
+            _check_parameter(name, value, policy)
+    most = _longest(policy)
+    limits = [body[name] for name in _LIMITS if (body.get(name) or most) < most]
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise RefusedCallError("messages must be a list with at least one", parameter="messages")
+    messages = [chat_message(one) for one in given]
+    if messages[-1]["role"] == "assistant":
+        raise RefusedCallError(
+            "the last message is the assistant's: continuing a text that the policy has not drawn "
+            "is not supported; end the messages with the user's or a tool's",
+            parameter="messages",
+        )
+    options = body.get("stream_options")
+    usage = isinstance(options, dict) and bool(options.get("include_usage"))
+    return ChatCall(
+        messages,
+        tools,
+        bool(body.get("stream")),
+        usage,
+        is_retry,
+        min(limits, default=None),
+    )
+
+
+def _check_parameter(name: str, value: Any, policy: PolicySettings) -> None:
+    """Refuse what would make the next turn one of another policy. Raises RefusedCallError."""
+    if name in _LIMITS:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise RefusedCallError(f"{name} must be a whole number from 1", parameter=name)
+        return
+    if name == "stop":
+        given = (value,) if isinstance(value, str) else tuple(value) if _is_texts(value) else None
+        if given is not None and set(given) == set(policy.stop):
+            return
+        raise RefusedCallError(
+            f"stop={value!r} would end turns elsewhere than the run does; leave it out, or set "
+            f"sampling.stop of the run, which is {list(policy.stop)}",
+            parameter=name,
+        )
+    same = {**_OF_EVERY_RUN, **_of_the_run(policy)}
+    if name not in same:
+        raise RefusedCallError(
+            f"{name} is not supported by this endpoint: the run's settings decide how tokens are "
+            "drawn; leave it out",
+            parameter=name,
+        )
+    if any(_equal(value, one) for one in same[name]):
+        return
+    if name in _NOT_SERVED:
+        raise RefusedCallError(f"{name}={value!r}: {_NOT_SERVED[name]}", parameter=name)
+    raise RefusedCallError(
+        f"{name}={value!r} would make the turns those of another policy than the one that is "
+        f"trained, for which it is {same[name][0]!r}; leave it out"
+        + (f", or set sampling.{name} of the run" if name not in _OF_EVERY_RUN else ""),
+        parameter=name,
+    )
+
+
+def differences(settings: Mapping[str, Any], policy: PolicySettings) -> dict[str, Any]:
+    """Those of a program's sampling settings that the run does not have.
+
+    Example:
+        >>> differences({"temperature": 0.5, "top_p": 1, "max_tokens": None}, PolicySettings())
+        {'temperature': 0.5}
+    """
+    found = {}
+    for name, value in settings.items():
+        if value is None or name in _NO_EFFECT:
+            continue
+        try:
+            _check_parameter(name, value, policy)
+        except RefusedCallError:
+            found[name] = value
+        else:
+            if name in _LIMITS and value < _longest(policy):
+                found[name] = value
+    return found
+
+
+def _longest(policy: PolicySettings) -> float:
+    return math.inf if policy.max_tokens is None else policy.max_tokens
+
+
+def _of_the_run(policy: PolicySettings) -> dict[str, Sequence[Any]]:
+    """Values that equal the run's, the run's own first."""
+    return {
+        "temperature": (policy.temperature,),
+        "top_p": (policy.top_p,),
+        "top_k": (policy.top_k, -1 if policy.top_k == 0 else policy.top_k),
+        "min_p": (policy.min_p,),
+    }
+
+
+_OF_EVERY_RUN: dict[str, Sequence[Any]] = {
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+"""Values that change nothing, whatever the run's settings are."""
+_NOT_SERVED = {
+    "n": "a call is answered with one turn; call again for another one",
+    "logprobs": "log-probabilities are recorded by the run and not handed out; leave it out",
+    "top_logprobs": "log-probabilities are recorded by the run and not handed out; leave it out",
+}
+"""What has nothing to do with the policy."""
+
+
+def _equal(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, int | float) and not isinstance(wanted, bool):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
+    return type(value) is type(wanted) and bool(value == wanted)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    if tools is None:
+        return []
+    if not isinstance(tools, list) or not all(
+        isinstance(one, dict)
+        and one.get("type") == "function"
+        and isinstance(one.get("function"), dict)
+        and isinstance(one["function"].get("name"), str)
+        for one in tools
+    ):
+        raise RefusedCallError(
+            'tools must be a list of {"type": "function", "function": {"name": ..., ...}}',
+            parameter="tools",
+        )
+    return [dict(one) for one in tools]
+
+
+def completion(name: str, model: str, created: int, turn: Turn) -> dict[str, Any]:
+    """The answer to a request that does not stream."""
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", **_parts(turn)},
+        "finish_reason": turn.finish_reason,
+        "logprobs": None,
+    }
+    head = {"id": name, "object": "chat.completion", "created": created, "model": model}
+    return {**head, "choices": [choice], "usage": _usage(turn)}
+
+
+def chunks(
+    name: str, model: str, created: int, turn: Turn, *, include_usage: bool
+) -> Iterator[dict[str, Any]]:
+    """The answer as a stream: the whole turn in one piece, since a turn arrives when it is over."""
+    head = {"id": name, "object": "chat.completion.chunk", "created": created, "model": model}
+    no_usage = {"usage": None} if include_usage else {}
+
+    def piece(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        return {**head, **no_usage, "choices": [choice]}
+
+    parts = _parts(turn)
+    calls = parts.get("tool_calls", [])
+    yield piece({"role": "assistant", "content": parts["content"] or ""})
+    for index, call in enumerate(calls):
+        yield piece({"tool_calls": [{"index": index, **call}]})
+    yield piece({}, turn.finish_reason)
+    if include_usage:
+        yield {**head, "choices": [], "usage": _usage(turn)}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of the policy, as an agent gets it."""
+
+    message: Message
+    """As chat templates take it."""
+    tokens: int
+    """How many were drawn."""
+    ended_by_limit: bool = False
+    prompt_tokens: int = 0
+    """How many it was drawn after."""
+
+    @property
+    def finish_reason(self) -> str:
+        """`length` if it was cut, `tool_calls` if it calls a tool, otherwise `stop`."""
+        if self.ended_by_limit:
+            return "length"
+        return "tool_calls" if self.message.get("tool_calls") else "stop"
+
+
+def _parts(turn: Turn) -> dict[str, Any]:
+    content = turn.message.get("content") or ""
+    calls = turn.message.get("tool_calls") or []
+    if not calls:
+        return {"content": content}
+    written = []
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        function = {"name": call["function"]["name"], "arguments": text}
+        written.append({"id": call["id"], "type": "function", "function": function})
+    return {"content": content or None, "tool_calls": written}
+
+
+def _usage(turn: Turn) -> dict[str, int]:
+    return {
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": turn.tokens,
+        "total_tokens": turn.prompt_tokens + turn.tokens,
+    }

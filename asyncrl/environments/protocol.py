@@ -1,0 +1,324 @@
+"""What a user's environment is: a class with `reset` and `step`, sync or async. No base class.
+
+    class Echo:
+        replay = "deterministic"
+
+        def reset(self, row, seed):
+            return [{"role": "user", "content": row["prompt"]}]
+
+        def step(self, action):
+            return StepResult(f"you said {action.text}", done=len(action.text) > 20, reward=0.1)
+
+        def close(self): ...                     # optional
+
+One instance serves one sample: `reset`, then `step` for each turn, then `close`. Optional:
+
+- `snapshot()` gives a state, which stays in its process, and `restore(state)` goes back to it, also
+  from a step that has raised. The state must not change with the environment: a deep copy;
+- `replay` says what happens if the same row, seed and actions are given again. "deterministic": the
+  same observations; a difference is an error. "recorded": the state depends on the actions only,
+  and the observations are random given that; the recorded ones stand;
+- `tools`: schemas for the chat template;
+- a step may begin another conversation (`StepResult.new_conversation`): the policy reads that one
+  alone, and the turns of each conversation are trained on where they were drawn;
+- `max_turn_tokens`: longest next turn of the policy; only of one that cannot go back.
+
+Without `replay` and `snapshot` the environment cannot go back. A sample of it is never verified:
+when verification is due it starts over. Import-light: worker processes load this file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from asyncrl.rewards.values import MAX_FLOAT32
+
+Message = dict[str, Any]
+"""A chat message: `role`, `content`, and what else the chat template reads (`tool_calls`, ...)."""
+Observation = list[Message] | str | list[int]
+"""What the policy sees next: messages, one text, or token ids."""
+Replay = Literal["deterministic", "recorded"]
+"""See the module."""
+
+FailureReason = Literal[
+    "raised",
+    "timeout",
+    "died",
+    "wrong_type",
+    "not_finite",
+    "too_long",
+    "too_many_processes",
+    "not_deterministic",
+    "not_loaded",
+    "unavailable",
+]
+"""Why an environment gave no answer: it raised, took too long, lost its process, returned something
+else than the protocol says, a reward that is not finite, an observation that is too long, started
+too many processes, or answered the same actions differently although it is `deterministic`; or it
+could not be loaded again in a new process; or a service that it needs is down."""
+
+UNSCORED: frozenset[FailureReason] = frozenset({"not_deterministic", "not_loaded", "unavailable"})
+"""Those that say nothing about the policy's turns; a failure of `reset` does not either."""
+
+LABEL = "environment"
+"""The name of an environment's reward and of its failures, next to the reward functions'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One turn of the policy, as `step` gets it."""
+
+    text: str
+    """The turn without special tokens."""
+    tokens: list[int]
+    """All of its tokens, as they were drawn."""
+    message: Message
+    """The turn as a chat message: `role` is "assistant"; `content`, and `tool_calls` if there are
+    any."""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """Calls that were found in the turn, each with `name` and `arguments`."""
+    context_length: int = 0
+    """Tokens that the policy read before it took this turn: the prompt and what followed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What `step` returns; a dict or a tuple of these in this order will do."""
+
+    observation: Observation | None = None
+    """None or empty only with `done`."""
+    done: bool = False
+    """The sample ends with this turn."""
+    reward: float = 0.0
+    """Of this turn; those of a sample are added."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """For the user's own use; not passed on."""
+    new_conversation: bool = False
+    """The observation is a whole conversation from its first message on. The policy reads it
+    instead of the one so far."""
+    tools: list[dict[str, Any]] | None = None
+    """Schemas of a new conversation; None: the environment's own."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """What every environment has. Either method may be async."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> Any:
+        """Begin a sample: messages or a text that replace the row's prompt, or None."""
+
+    def step(self, action: Action) -> Any:
+        """Answer a turn with a `StepResult`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What an environment can do beyond the protocol, as its object says after `reset`."""
+
+    replay: Replay | None = None
+    restores: bool = False
+    """It has `snapshot` and `restore`."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Schemas for the chat template."""
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether its samples can be verified."""
+        return self.replay is not None or self.restores
+
+
+class BadAnswerError(Exception):
+    """An environment returned what the protocol does not allow."""
+
+    def __init__(self, reason: FailureReason, message: str) -> None:
+        super().__init__(message)
+        self.reason: FailureReason = reason
+
+
+def check_methods(environment: Any) -> None:
+    """Refuse an environment whose methods cannot be called. Raises BadAnswerError."""
+    for name, shown_as, arguments in (
+        ("reset", "reset(row, seed)", ({}, 0)),
+        ("step", "step(action)", (None,)),
+    ):
+        method = getattr(environment, name, None)
+        if not callable(method):
+            raise BadAnswerError("wrong_type", f"it has no method {shown_as}")
+        try:
+            signature = inspect.signature(method, follow_wrapped=False)
+        except (ValueError, TypeError):  # some written in C have none
+            continue
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            raise BadAnswerError(
+                "wrong_type",
+                f"it cannot be called as {shown_as}: {error}; the signature of its `{name}` is "
+                f"{signature}",
+            ) from error
+
+
+def traits_of(environment: Any) -> Traits:
+    """Read an environment's optional parts. Raises BadAnswerError."""
+    replay = getattr(environment, "replay", None)
+    if replay not in (None, "deterministic", "recorded"):
+        raise BadAnswerError(
+            "wrong_type",
+            f'`replay` must be "deterministic", "recorded" or None, got {shown(replay)}',
+        )
+    both = [callable(getattr(environment, name, None)) for name in ("snapshot", "restore")]
+    if any(both) and not all(both):
+        raise BadAnswerError(
+            "wrong_type", "`snapshot` and `restore` belong together; it has only one of them"
+        )
+    return Traits(replay, all(both), _tools(getattr(environment, "tools", None) or []))
+
+
+def max_turn_tokens_of(environment: Any, traits: Traits) -> int | None:
+    """How long the next turn may be; None: as `sampling.max_tokens` says. Raises BadAnswerError."""
+    limit = getattr(environment, "max_turn_tokens", None)
+    if limit is None:
+        return None
+    if not _is_token(limit) or limit < 1 or traits.goes_back:
+        raise BadAnswerError(
+            "wrong_type",
+            "`max_turn_tokens` must be a whole number from 1, and only an environment without "
+            f"`replay` and `restore` may have it, got {shown(limit)}",
+        )
+    return int(limit)
+
+
+def checked_reset(result: Any) -> list[Message] | str | None:
+    """What `reset` returned, if the protocol allows it. Raises BadAnswerError."""
+    if result is None:
+        return None
+    observation = _observation(result, "reset must return messages, a text or None")
+    if not observation or isinstance(observation[0], int):
+        raise BadAnswerError(
+            "wrong_type", f"reset must return messages, a text or None, got {shown(result)}"
+        )
+    return observation  # type: ignore[return-value]  # no token ids: just checked
+
+
+def checked_step(result: Any) -> StepResult:
+    """What `step` returned, if the protocol allows it. Raises BadAnswerError."""
+    given = _parts(result)
+    observation, done = given.observation, _bool("done", given.done)
+    if observation is not None:
+        observation = _observation(
+            observation, "an observation must be messages, a text or token ids"
+        )
+    if not observation and not done:
+        raise BadAnswerError(
+            "wrong_type",
+            f"the observation is {shown(observation)}, but `done` is False: the policy needs "
+            "something to answer",
+        )
+    begins, tools = _bool("new_conversation", given.new_conversation), given.tools
+    if tools is not None:
+        tools = _tools(tools)
+        if not begins:
+            raise BadAnswerError(
+                "wrong_type", "a step's `tools` are those of a new conversation: set it as well"
+            )
+    return StepResult(observation, done, _reward(given.reward), given.info, begins, tools)
+
+
+def _parts(result: Any) -> StepResult:
+    """What was returned in the form of a `StepResult`; its values are not checked."""
+    names = tuple(one.name for one in fields(StepResult))
+    if isinstance(result, Mapping):
+        unknown = [str(key) for key in result if key not in names]
+        if unknown:
+            raise BadAnswerError(
+                "wrong_type",
+                f"step returned a dict with the unknown keys {', '.join(sorted(unknown))}; it may "
+                f"have {', '.join(names)}",
+            )
+        result = StepResult(**result)
+    elif isinstance(result, tuple) and 2 <= len(result) <= len(names):
+        result = StepResult(*result)
+    elif not all(hasattr(result, name) for name in names[:3]):
+        raise BadAnswerError(
+            "wrong_type",
+            "step must return a StepResult, or a dict or tuple of observation, done, reward and "
+            f"info, got {shown(result)}{_hint(result)}",
+        )
+    info = getattr(result, "info", None)
+    return StepResult(
+        result.observation,
+        result.done,
+        result.reward,
+        dict(info) if isinstance(info, Mapping) else {},
+        getattr(result, "new_conversation", False),
+        getattr(result, "tools", None),
+    )
+
+
+def _observation(value: Any, rule: str) -> Observation:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple):
+        if all(isinstance(one, Mapping) for one in value):
+            return [_message(dict(one)) for one in value]
+        if all(_is_token(one) for one in value):
+            return [int(one) for one in value]
+    raise BadAnswerError("wrong_type", f"{rule}, got {shown(value)}{_hint(value)}")
+
+
+def _message(message: Message) -> Message:
+    if not isinstance(message.get("role"), str):
+        raise BadAnswerError("wrong_type", f"a message needs a `role`, got {shown(message)}")
+    if "content" not in message and "tool_calls" not in message:
+        raise BadAnswerError("wrong_type", f"a message needs `content`, got {shown(message)}")
+    return message
+
+
+def _reward(reward: Any) -> float:
+    if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
+        raise BadAnswerError("wrong_type", f"`reward` must be a number, got {shown(reward)}")
+    try:
+        value = float(reward)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise BadAnswerError(
+            "wrong_type", f"`reward` must be a number, got {shown(reward)} ({error})"
+        ) from error
+    if not math.isfinite(value) or abs(value) > MAX_FLOAT32:
+        raise BadAnswerError("not_finite", f"`reward` must be finite in float32, got {value}")
+    return value
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
+        raise BadAnswerError("wrong_type", f"`tools` must be a list of schemas, got {shown(tools)}")
+    return [dict(one) for one in tools]
+
+
+def _is_token(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _bool(name: str, value: Any) -> bool:
+    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    order = "; a tuple is (observation, done, reward, info)" if name == "done" else ""
+    raise BadAnswerError("wrong_type", f"`{name}` must be True or False, got {shown(value)}{order}")
+
+
+def _hint(value: Any) -> str:
+    if inspect.isawaitable(value):
+        return "; declare the method with `async def`"
+    return ""
+
+
+def shown(value: Any) -> str:
+    """A value of the user's for an error message: its type and some of it."""
+    try:
+        return f"{type(value).__name__} {reprlib.repr(value)}"
+    except Exception:  # noqa: BLE001 - the user's own __repr__
+        return f"{type(value).__name__} that cannot be printed"

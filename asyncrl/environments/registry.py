@@ -1,0 +1,97 @@
+"""Finds environments by name. Import-light: worker processes load this file.
+
+A name is a built-in one, `my.module:Class`, `path/to/file.py:Class`, or an adapter's prefix with
+what that adapter takes (`gymnasium:ID`). An adapter is a function `(rest, args) -> factory`, in a
+module that is imported only where it is used; the factory makes one environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from asyncrl import user_functions
+from asyncrl.errors import RewardError
+from asyncrl.suggestions import nearest
+
+Factory = Callable[[], Any]
+"""Makes one environment."""
+
+BUILTIN: dict[str, str] = {
+    "calculator": "asyncrl.environments.calculator:Calculator",
+    "code_repair": "asyncrl.environments.code_repair:CodeRepair",
+    "guessing": "asyncrl.environments.guessing:Guessing",
+}
+"""Built-in environments: where their class is."""
+ADAPTERS: dict[str, str] = {
+    prefix: f"asyncrl.environments.adapters.{prefix}:adapt"
+    for prefix in ("gymnasium", "openenv", "python_tools", "trl", "verifiers")
+} | {"agent": "asyncrl.environments.agents:adapter"}
+"""Prefixes before the colon: where the adapter's function is."""
+
+_KIND = user_functions.FunctionKind(
+    noun="environment", signature="Class()", arguments=(), error=RewardError
+)
+
+
+def check_name(name: str) -> None:
+    """Refuse names that cannot be an environment, without running any of the user's code.
+
+    Raises:
+        RewardError: it is neither a built-in name, nor an adapter's, nor `module:Class`, nor
+            `file.py:Class` of an existing file.
+    """
+    prefix, separator, rest = name.partition(":")
+    if name in BUILTIN:
+        return
+    if separator and prefix in ADAPTERS:
+        if not rest:
+            raise RewardError(f"environment {name!r}: something must follow the colon")
+        return
+    if not separator:
+        raise RewardError(
+            f"there is no environment {name!r}.{nearest(name, BUILTIN)} A class of your own is "
+            "written my.module:Class or path/to/file.py:Class."
+        )
+    try:
+        user_functions.check_name(_KIND, name)
+    except RewardError as error:
+        raise RewardError(f"{error}{_adapter_like(prefix)}") from error
+
+
+def load_factory(name: str, args: dict[str, Any]) -> Factory:
+    """Import what makes the environment. Exceptions of the user's module pass through.
+
+    Raises:
+        RewardError: there is no such module or class, or it does not take these arguments.
+    """
+    check_name(name)
+    prefix, _, rest = name.partition(":")
+    if name in BUILTIN:
+        made = _import(BUILTIN[name])
+        user_functions.check_signature(_KIND, name, made, args)
+        return partial(made, **args)
+    if prefix in ADAPTERS:
+        factory: Factory = _import(ADAPTERS[prefix])(rest, args)
+        return factory
+    meant = _adapter_like(prefix)
+    if meant and prefix.isidentifier() and importlib.util.find_spec(prefix) is None:
+        raise RewardError(
+            f"environment {name!r}: there is neither an adapter nor a module {prefix!r}{meant}"
+        )
+    return partial(user_functions.load_function(_KIND, name, args), **args)
+
+
+def _adapter_like(prefix: str) -> str:
+    """'. Did you mean x?'; empty if no adapter's name is close."""
+    close = difflib.get_close_matches(prefix[:64], ADAPTERS, n=1, cutoff=0.75)
+    return f". Did you mean {close[0]!r}?" if close else ""
+
+
+def _import(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)

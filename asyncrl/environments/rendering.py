@@ -1,0 +1,238 @@
+"""Turns an environment's messages into the tokens around the policy's turns.
+
+    prompt tokens │ turn 1 (generated) │ between │ turn 2 (generated) │ between │ ...
+        └ prompt()                        └ between()
+
+The tokens of generated turns are never decoded and tokenised again: a conversation is one growing
+sequence of tokens, and only what stands between the turns is made here. It comes from the
+tokenizer's chat template: the end of the turn, the answer with the headers of its role, and the
+beginning of the next turn.
+
+Pieces are tokenised one by one, so no merge of the tokenizer reaches into a generated turn. Where
+the template puts a special token at the border, which no merge crosses, the pieces give the same
+tokens as the whole text. Where it does not, the text is the same and a token at the border may
+differ from those of the whole text; `TurnRenderer.findings` says so.
+
+Example:
+    >>> from asyncrl.tasks.model import builtin_tokenizer
+    >>> tokenizer = builtin_tokenizer()
+    >>> renderer = TurnRenderer(tokenizer, stop_tokens=(tokenizer.eos_token_id,))
+    >>> question = [{"role": "user", "content": "1+1=?"}]
+    >>> tokenizer.decode(renderer.prompt(question))
+    '<user>1+1=?<assistant>'
+    >>> turn = tokenizer("3<end>")["input_ids"]
+    >>> tokenizer.decode(renderer.between(question, [{"role": "user", "content": "less"}], turn))
+    '<user>less<assistant>'
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncrl.environments.chat_template import (
+    ChatTemplate,
+    Message,
+    Tools,
+    end_of_turn,
+    nearest_context,
+)
+from asyncrl.environments.conversation_check import PROBE_QUESTION, ConversationCheck, History
+from asyncrl.environments.token_pieces import TokenPieces
+from asyncrl.errors import RenderingError
+from rollout.trajectory import IntArray
+
+
+class TurnRenderer:
+    """Makes the tokens around turns; a tokenizer without a chat template takes texts as they are.
+
+    Args:
+        tokenizer: the model's HF tokenizer.
+        stop_tokens: ids that end a turn.
+        chat_template: whether the tokenizer's chat template is used, if it has one.
+        arguments: further variables of the template.
+        history: what holds where the template changes earlier turns.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        stop_tokens: Sequence[int] = (),
+        chat_template: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+        history: History = "keep",
+    ) -> None:
+        self._pieces = TokenPieces(tokenizer, stop_tokens)
+        self.history = history
+        """What holds where the template changes earlier turns."""
+        self._closing: list[int] = []
+        self._template: ChatTemplate | None = None
+        if chat_template and getattr(tokenizer, "chat_template", None):
+            self._template = ChatTemplate(tokenizer, arguments)
+            self._check = ConversationCheck(self._template, history)
+            self._closing = self._closing_of(self._template, self._check)
+            self._check.probe()
+
+    @property
+    def findings(self) -> Sequence[str]:
+        """What a user should know of this template, a sentence each."""
+        return () if self._template is None else tuple(self._check.findings.values())
+
+    def prompt(self, messages: Sequence[Message] | str, tools: Tools | None = None) -> IntArray:
+        """`[P]` the tokens of a conversation's beginning, up to where the first turn begins.
+
+        Raises:
+            RenderingError: the template refuses the messages, or nothing is left once tokenised.
+        """
+        if self._template is None:
+            ids = self._pieces.beginning(_plain(messages))
+        else:
+            text = self._template.render(_as_messages(messages), tools)
+            ids = self._pieces.encode(text)
+            if tools:
+                self._check.probe_answer_of(tools)
+        if not ids:
+            raise RenderingError("the prompt of an environment is empty once tokenised")
+        return np.asarray(ids, np.int32)
+
+    def between(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message] | str,
+        turn_tokens: Sequence[int] | IntArray,
+        tools: Tools | None = None,
+    ) -> IntArray:
+        """`[N]` the tokens that follow a turn, up to where the next turn begins.
+
+        If the turn's last token is a stop token, it stands in the place of the template's own end
+        of a turn, whichever of the two it is. Otherwise (a stop string, a limit) the template's end
+        of the turn comes first.
+
+        Args:
+            messages: the conversation before the turn.
+            new_messages: the answer to it.
+            turn_tokens: `[T]` the turn as it was generated, its stop token included.
+            tools: that the model may call.
+
+        Raises:
+            RenderingError: the template refuses the messages.
+        """
+        if self._template is None:
+            return np.asarray(self._pieces.after(_plain(new_messages)), np.int32)
+        new = _as_messages(new_messages)
+        near = list(messages) if self._check.needs_whole else nearest_context(messages)
+        text = end_of_turn(self._template, near, new, tools)
+        self._check.look_for(near, new, tools)
+        if _is_power_of_two(1 + [m.get("role") for m in messages].count("assistant")):
+            text = self._check.check(messages, new, self._pieces.text(turn_tokens), tools, text)
+        return np.asarray(self._after(text, turn_tokens), np.int32)
+
+    def rewritten(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message] | str,
+        turn_tokens: Sequence[int] | IntArray,
+        tools: Tools | None = None,
+    ) -> IntArray | None:
+        """`[P]` the whole prompt of the next turn where the template changes what came before.
+
+        Args:
+            messages: the conversation before the turn.
+            new_messages: the answer to it.
+            turn_tokens: `[T]` the turn as it was generated.
+            tools: that the model may call.
+
+        Returns:
+            None where the conversation only grows: `between` says by what.
+
+        Raises:
+            RenderingError: the template refuses the messages.
+        """
+        if self._template is None:
+            return None
+        new = _as_messages(new_messages)
+        text = end_of_turn(self._template, messages, new, tools)
+        turn = self._pieces.text(turn_tokens)
+        whole, changed = self._check.whole(messages, new, turn, tools, text)
+        return None if changed is None else np.asarray(self._pieces.encode(whole), np.int32)
+
+    @contextlib.contextmanager
+    def other_way(self) -> Iterator[None]:
+        """Within, what follows a turn is rendered as at another time.
+
+        It may have been found meanwhile that the template needs all messages for that.
+        """
+        if self._template is None:
+            yield
+            return
+        before = self._check.needs_whole
+        self._check.needs_whole = not before
+        try:
+            yield
+        finally:
+            self._check.needs_whole = before
+
+    def turn_text(self, turn_tokens: Sequence[int] | IntArray) -> str:
+        """The content of a turn as a message, special tokens included, without its stop token."""
+        text = self._pieces.text(turn_tokens)
+        return text if self._template is None else text.removeprefix(self._check.lead)
+
+    def _after(self, text: str, turn_tokens: Sequence[int] | IntArray) -> list[int]:
+        ids = self._pieces.after(text)
+        if not self._pieces.ends(turn_tokens):
+            return ids
+        closing = self._closing or [int(turn_tokens[-1])]  # the next role's, if that ends a turn
+        return ids[len(closing) :] if ids[: len(closing)] == closing else ids
+
+    def _closing_of(self, template: ChatTemplate, check: ConversationCheck) -> list[int]:
+        """The tokens with which the template ends a turn, up to the first special one.
+
+        None if the token of the next role ends it, as GLM's do: which one, the policy says.
+        """
+        text = end_of_turn(template, [PROBE_QUESTION], [], None, generation_prompt=False)
+        ids = self._pieces.after(text)
+        place = self._pieces.end_token(ids)
+        by_role = not ids
+        if by_role:
+            ids = self._pieces.after(
+                end_of_turn(template, [PROBE_QUESTION], [PROBE_QUESTION], None)
+            )
+            place = 0 if self._pieces.end_token(ids) == 0 else None
+        if place is None:
+            check.say(
+                "border",
+                "the chat template ends a turn of the assistant without a special token: what "
+                "follows a turn is tokenised on its own, and the tokens at the border may differ "
+                "from those of the whole text; those of the turn stay",
+            )
+            return []
+        if not self._pieces.ends(ids[: place + 1]):
+            check.say(
+                "stop",
+                "the chat template ends a turn of the assistant with "
+                f"{self._pieces.name(ids[place])}, which is not among the model's stop tokens, so "
+                "a turn does not end where the template ends it; add it to "
+                '"eos_token_id" in generation_config.json',
+            )
+        return [] if by_role else ids[: place + 1]
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _as_messages(messages: Sequence[Message] | str) -> list[Message]:
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    return list(messages)
+
+
+def _plain(messages: Sequence[Message] | str) -> str:
+    """Texts as they are, one after the other."""
+    if isinstance(messages, str):
+        return messages
+    return "".join(str(message.get("content") or "") for message in messages)

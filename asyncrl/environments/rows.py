@@ -1,0 +1,47 @@
+"""The rows of an environment that has its own: `python -m asyncrl.environments.rows NAME > FILE`.
+
+Prints JSON lines for `task.path`, as the adapter for verifiers gives them. It runs the code of the
+environment, in this process or, with `--python PATH`, in the interpreter that has its packages
+(`environment.python`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from asyncrl.environments.interpreter import check_interpreter, command
+from asyncrl.environments.registry import load_factory
+from asyncrl.errors import RewardError
+
+
+def main() -> None:
+    """Print the rows of the environment that is named; its arguments may follow as JSON."""
+    words = sys.argv[1:]
+    python = words[1] if words[:1] == ["--python"] and len(words) > 1 else None
+    words = words if python is None else words[2:]
+    if len(words) not in (1, 2) or words[0].startswith("-"):
+        sys.exit(
+            "usage: python -m asyncrl.environments.rows [--python PATH] NAME [ARGS_AS_JSON] > FILE"
+        )
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        if python is not None:
+            check_interpreter(python)
+            os.execv(python, [*command("asyncrl.environments.rows", python), *words])  # noqa: S606
+        factory = load_factory(words[0], json.loads((*words, "{}")[1]))
+    except (RewardError, ValueError) as error:
+        sys.exit(str(error))
+    rows = getattr(factory, "rows", None) or getattr(
+        getattr(factory, "func", None), "rows", None
+    )  # a class is made with its arguments by a partial
+    if rows is None:
+        sys.exit(f"environment {sys.argv[1]} has no rows of its own; give it a dataset")
+    for row in rows():
+        sys.stdout.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""`judge`: a score that another model gives, asked through an OpenAI-compatible chat endpoint.
+
+    reward = the number in the judge's answer: group 1 of `score_pattern` at its last match, or the
+             field `score_field` of its JSON
+
+An answer without that number is a failure (`no_score`), never 0: `rewards.on_error` decides.
+Import-light: a worker process loads this file, and the HTTP client with the first call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import RewardError
+from asyncrl.rewards.services import calls
+from asyncrl.rewards.services.settings import Limits, check_numbers, check_url, read_secret
+from asyncrl.rewards.values import NoRewardError
+
+NAME = "judge"
+_KEYS = ("args.api_key_env", "args.api_key_file")
+_PLACES = re.compile(r"\{(prompt|response|answer)\}")
+_FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*\Z", re.DOTALL)
+_NUMBER = re.compile(r"\s*[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*\Z")
+_SHOWN = 300
+_RESERVED = ("model", "messages", "stream", "n")
+
+
+async def judge(
+    prompt: str,
+    response: str,
+    example: dict[str, Any],
+    *,
+    base_url: str,
+    model: str,
+    template: str | None = None,
+    template_file: str | None = None,
+    system: str | None = None,
+    score_pattern: str | None = None,
+    score_field: str | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    max_tokens: int = 512,
+    temperature: float = 0.0,
+    body: dict[str, Any] | None = None,
+    api_key_env: str | None = None,
+    api_key_file: str | None = None,
+    concurrency: int = 16,
+    attempts: int = 6,
+    attempt_seconds: float | None = None,
+    breaker_failures: int = 10,
+    breaker_seconds: float = 30.0,
+) -> float:
+    """The score that a judge gives a response.
+
+    Args:
+        prompt: the question.
+        response: of the model.
+        example: of the dataset.
+        base_url: of the endpoint, as OpenAI's clients take it: `/chat/completions` is added.
+        model: its name there.
+        template: what the judge is asked; {prompt}, {response} and {answer} are replaced.
+        template_file: a file with that.
+        system: a system message before it.
+        score_pattern: regular expression with one group, the score; the last match counts.
+        score_field: or the field of a JSON answer; dots lead into objects.
+        minimum: a lower score is a failure.
+        maximum: a higher score is a failure.
+        max_tokens: most tokens of the judge's answer.
+        temperature: of the judge.
+        body: further fields of the request.
+        api_key_env: environment variable with the key.
+        api_key_file: file with it, mode 0600.
+        concurrency: most requests of a worker process at once.
+        attempts: most attempts of one call.
+        attempt_seconds: longest time for one; default: what is left of `rewards.timeout_seconds`.
+        breaker_failures: failed calls in a row after which calls fail at once.
+        breaker_seconds: after which one call is let through then.
+
+    Raises:
+        NoRewardError: the judge gave no score.
+        ValueError: the template has {answer}, and the example has none.
+    """
+    question = _question(template, template_file)
+    right = example.get("answer")
+    if right is None and "{answer}" in question:
+        raise ValueError(
+            "the example has no answer; set task.answer_field, or ask without {answer}"
+        )
+    words = {"prompt": prompt, "response": response, "answer": str(right)}
+    messages = [{"role": "user", "content": fill(question, words)}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    from asyncrl.rewards.services.client import client_of
+
+    client = client_of(
+        f"the judge {model} at {base_url}",
+        f"{base_url.rstrip('/')}/chat/completions",
+        _KEYS,
+        (api_key_env, api_key_file),
+        Limits(concurrency, attempts, attempt_seconds, breaker_failures, breaker_seconds),
+    )
+    request = {"max_tokens": max_tokens, "temperature": temperature} | (body or {})
+    answer = await client.post(request | {"model": model, "messages": messages})
+    try:
+        said = content_of(answer)
+        score = score_in(said, score_pattern, score_field)
+    except NoRewardError as error:
+        if not _is_cut_off(answer):
+            raise
+        cut = f"{error}; it was cut off at args.max_tokens ({request['max_tokens']})"
+        raise NoRewardError(error.reason, cut) from None
+    if (minimum is not None and score < minimum) or (maximum is not None and score > maximum):
+        raise NoRewardError(
+            "no_score", f"the judge's score {score:g} is out of range: {_cut(said)}"
+        )
+    return score
+
+
+def fill(template: str, words: dict[str, str]) -> str:
+    """Put the words into the template at once: a response that says `{answer}` gets none."""
+    return _PLACES.sub(lambda match: words[match.group(1)], template)
+
+
+def content_of(answer: Any) -> str:
+    """The text of a chat completion.
+
+    Raises:
+        NoRewardError: it is none, or has no text, as when a model has only reasoned.
+    """
+    try:
+        text = answer["choices"][0]["message"].get("content", "")
+    except (KeyError, IndexError, TypeError, AttributeError):
+        text = 0
+    if text is None:
+        raise NoRewardError("no_score", f"the judge's answer has no text: {_cut(str(answer))}")
+    if not isinstance(text, str):
+        raise NoRewardError("garbage", f"the judge sent no chat completion: {_cut(str(answer))}")
+    return text
+
+
+def _is_cut_off(answer: Any) -> bool:
+    try:
+        return bool(answer["choices"][0]["finish_reason"] == "length")
+    except (KeyError, IndexError, TypeError):
+        return False
+
+
+async def try_once(args: dict[str, Any], seconds: float) -> str | None:
+    """Ask the judge a trial question; why it refuses or cannot be reached, None if it answers.
+
+    An answer without a score is none of that.
+    """
+    from asyncrl.rewards.services.client import close_clients
+
+    calls.begin(seconds)
+    try:
+        await judge("What is 1+1?", "2", {"answer": "2"}, **args)
+    except NoRewardError as error:
+        return None if error.reason == "no_score" else str(error)
+    finally:
+        await close_clients()
+    return None
+
+
+def score_in(said: str, pattern: str | None, field: str | None) -> float:
+    """The score in a judge's answer. Raises NoRewardError: there is none."""
+    if field is not None:
+        return _score_in_json(said, field)
+    matches = list(_compiled(pattern or "").finditer(said))
+    found = matches[-1].group(1) if matches else None
+    if found is None:
+        raise NoRewardError(
+            "no_score", f"score_pattern is nowhere in the judge's answer: {_cut(said)}"
+        )
+    if _NUMBER.match(found) is None:
+        raise NoRewardError("no_score", f"score_pattern found {_cut(found)}, which is no number")
+    return float(found)
+
+
+def _score_in_json(said: str, field: str) -> float:
+    fenced = _FENCE.match(said)
+    try:
+        found: Any = json.loads(fenced.group(1) if fenced else said)
+    except ValueError:
+        raise NoRewardError("no_score", f"the judge's answer is no JSON: {_cut(said)}") from None
+    for key in field.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    if isinstance(found, str) and _NUMBER.match(found):
+        return float(found)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise NoRewardError("no_score", f"the judge's answer has no number {field!r}: {_cut(said)}")
+    return float(found)
+
+
+def check_args(args: dict[str, Any]) -> None:
+    """Refuse arguments with which no call can succeed. Raises RewardError."""
+    check_url(NAME, "base_url", args.get("base_url"))
+    if not isinstance(args.get("model"), str) or not args["model"]:
+        raise RewardError(f"reward {NAME!r} needs args.model, the judge's name at the endpoint")
+    _check_template(args)
+    _check_score(args)
+    more = {
+        "max_tokens": (int, 1, 1 << 20),
+        "temperature": (float, 0, 100),
+        "minimum": (float, -1e30, 1e30),
+        "maximum": (float, -1e30, 1e30),
+    }
+    check_numbers(NAME, args, more)
+    taken = [key for key in _RESERVED if key in (args.get("body") or {})]
+    if taken:
+        raise RewardError(f"reward {NAME!r}: args.body.{taken[0]} is set by the reward itself")
+    read_secret(NAME, _KEYS, args.get("api_key_env"), args.get("api_key_file"))
+
+
+def _check_template(args: dict[str, Any]) -> None:
+    template, file = args.get("template"), args.get("template_file")
+    if (template is None) == (file is None):
+        raise RewardError(
+            f"reward {NAME!r} needs args.template, or args.template_file: what the judge is asked, "
+            "with {prompt}, {response} and {answer} where these stand"
+        )
+    try:
+        text = _question(template, file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RewardError(f"reward {NAME!r}: args.template_file: {file}: {error}") from error
+    if "{response}" not in text:
+        raise RewardError(
+            f"reward {NAME!r}: the template has no {{response}}, so the judge would not see it"
+        )
+
+
+def _check_score(args: dict[str, Any]) -> None:
+    pattern, field = args.get("score_pattern"), args.get("score_field")
+    if (pattern is None) == (field is None):
+        raise RewardError(
+            f"reward {NAME!r} needs args.score_pattern (a regular expression whose group is the "
+            "score, such as 'Score: (\\d+)') or args.score_field (of a JSON answer), one of the two"
+        )
+    if field is not None and (not isinstance(field, str) or not field):
+        raise RewardError(f"reward {NAME!r}: args.score_field must be the name of a field")
+    if pattern is not None:
+        try:
+            groups = _compiled(str(pattern)).groups
+        except re.error as error:
+            raise RewardError(f"reward {NAME!r}: args.score_pattern: {error}") from error
+        if groups != 1:
+            raise RewardError(
+                f"reward {NAME!r}: args.score_pattern must have one group, the score; it "
+                f"has {groups}"
+            )
+    low, high = args.get("minimum"), args.get("maximum")
+    if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
+        raise RewardError(f"reward {NAME!r}: args.minimum {low:g} is above args.maximum {high:g}")
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+@cache
+def _question(template: str | None, file: str | None) -> str:
+    return template if template is not None else Path(str(file)).read_text(encoding="utf-8")
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...")

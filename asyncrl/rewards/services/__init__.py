@@ -1,0 +1,1 @@
+"""Rewards that come from a server: requests, retries, a circuit breaker. Import-light."""

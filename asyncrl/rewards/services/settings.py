@@ -1,0 +1,133 @@
+"""The arguments that rewards of a server have in common, checked before a run starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from asyncrl.errors import RewardError, UserError
+from asyncrl.secret_files import refuse_open_file
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much and how often a server is asked; the arguments of these names."""
+
+    concurrency: int
+    """Most requests of a worker process at once."""
+    attempts: int
+    """Most attempts of one call."""
+    attempt_seconds: float | None
+    """Longest time for one; None: as long as the call has."""
+    breaker_failures: int
+    """Failed calls in a row that open the breaker."""
+    breaker_seconds: float
+    """From when it opens until one call is let through."""
+
+
+_NUMBERS: dict[str, tuple[type, float, float]] = {
+    "concurrency": (int, 1, 4096),
+    "attempts": (int, 1, 100),
+    "attempt_seconds": (float, 0.001, 86_400.0),
+    "breaker_failures": (int, 1, 1_000_000),
+    "breaker_seconds": (float, 0.0, 86_400.0),
+}
+_MAX_SECRET = 1 << 14
+
+
+def check_numbers(name: str, args: dict[str, Any], more: dict[str, Any] | None = None) -> None:
+    """Refuse numbers out of range. Raises RewardError.
+
+    Args:
+        name: of the reward.
+        args: its arguments.
+        more: (type, lowest, highest) of further numbers.
+    """
+    for key, (kind, low, high) in (_NUMBERS | (more or {})).items():
+        value = args.get(key)
+        if value is None:
+            continue
+        right = isinstance(value, int if kind is int else int | float)
+        if not right or isinstance(value, bool) or not low <= value <= high:
+            what = "a whole number" if kind is int else "a number"
+            raise RewardError(
+                f"reward {name!r}: args.{key} must be {what} from {low:g} to {high:g}, "
+                f"got {value!r}"
+            )
+
+
+def check_url(name: str, key: str, url: Any) -> None:
+    """Refuse what is no http address, or one that holds a password. Raises RewardError."""
+    try:
+        parts = urlsplit(url if isinstance(url, str) else "")
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise RewardError(
+            f"reward {name!r}: args.{key} must be an address such as http://127.0.0.1:8741, got "
+            f"{url!r}"
+        )
+    if parts.username or parts.password:
+        raise RewardError(
+            f"reward {name!r}: args.{key} holds a user name or a password; name an environment "
+            "variable or a file with the key instead"
+        )
+    if port == 0:
+        raise RewardError(f"reward {name!r}: args.{key} has port 0")
+
+
+def read_secret(
+    name: str, keys: tuple[str, str], variable: str | None, file: str | None
+) -> str | None:
+    """The key that an environment variable or a file holds; None if neither is named.
+
+    Args:
+        name: of the reward.
+        keys: the names of the two settings, for errors.
+        variable: of the environment.
+        file: mode 0600.
+
+    Raises:
+        RewardError: both are named, the variable is not set, or the file cannot be used.
+    """
+    if variable and file:
+        raise RewardError(f"reward {name!r}: give {keys[0]} or {keys[1]}, not both")
+    if variable:
+        secret = os.environ.get(variable, "").strip()
+        if not secret:
+            raise RewardError(
+                f"reward {name!r}: the environment variable {variable} ({keys[0]}) is not "
+                "set; export it in the shell that starts the run"
+            )
+        return _checked(name, f"the environment variable {variable}", secret)
+    if not file:
+        return None
+    path = Path(file)
+    try:
+        with path.open("rb") as opened:
+            refuse_open_file(path, os.fstat(opened.fileno()), f"reward {name!r}: {keys[1]}")
+            secret = opened.read(_MAX_SECRET).decode("utf-8").strip()
+    except OSError as error:
+        raise RewardError(
+            f"reward {name!r}: {keys[1]}: {path} cannot be read: {error.strerror}"
+        ) from error
+    except UnicodeDecodeError:
+        raise RewardError(f"reward {name!r}: {keys[1]}: {path} is no text") from None
+    except RewardError:
+        raise
+    except UserError as error:
+        raise RewardError(str(error)) from error
+    if not secret:
+        raise RewardError(f"reward {name!r}: {keys[1]}: {path} is empty")
+    return _checked(name, str(path), secret)
+
+
+def _checked(name: str, place: str, secret: str) -> str:
+    """Refuse what no header can hold, without showing it."""
+    if not secret.isascii() or not secret.isprintable():
+        raise RewardError(f"reward {name!r}: {place} holds something that cannot be a key")
+    return secret

@@ -1,0 +1,273 @@
+"""A simulated generator whose samples have several turns, with an environment behind each.
+
+At the end of a turn a sample leaves its slot and waits for its environment. It keeps its KV while
+there is room; those that have waited longest lose it first. When the observation is there, it waits
+for a slot again and is fed the observation, or everything if its KV is gone: also after an install,
+since KV of old weights is never reused.
+
+Verification judges generated tokens only. If it changes turn t, all turns behind it are gone, and
+the environment goes back to before t (`environments.GoBack`): at once, or by the accepted turns
+once more, which the sample waits for at the end of turn t if they take longer than that turn.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from dataclasses import dataclass, field
+
+from asyncrl.simulation.environments import Environments, Plan
+from asyncrl.simulation.sim_generator import GeneratorSetting, SimGenerator
+from asyncrl.simulation.sim_request import SimRequest
+from rollout.trajectory import SampleId
+
+_AT_ONCE = 1e-9
+"""Seconds; what is due within them is due now."""
+
+
+@dataclass(slots=True)
+class TurnRequest(SimRequest):
+    """A sample of several turns."""
+
+    plan: Plan = field(kw_only=True)
+    turn: int = 0
+    """That is being generated, or whose observation is awaited."""
+    away_until: float | None = None
+    """When its observation is there; None: it does not wait for one."""
+    ready_at: float = 0.0
+    """When its environment has gone back and can take the next action."""
+    kept: float = 0.0
+    """Tokens of KV that it keeps while it waits."""
+
+    @property
+    def goal(self) -> int:
+        """Generated tokens at the end of its turn."""
+        return self.plan.ends[self.turn]
+
+    def observe(self) -> None:
+        """The observation behind the present turn is there: the next turn begins."""
+        self.away_until = None
+        self.observed += self.plan.observations[self.turn]
+        self.turn += 1
+
+    def go_to(self, generated: float) -> None:
+        """It has so many tokens left, and is in the turn that these end in."""
+        self.turn = self.plan.turn_of(generated)
+        self.observed = float(sum(self.plan.observations[: self.turn]))
+
+
+class TurnGenerator(SimGenerator):
+    """Requests that decode, wait for a slot, or wait for their environment."""
+
+    def __init__(
+        self,
+        name: str,
+        slots: int,
+        setting: GeneratorSetting,
+        rng: random.Random,
+        environments: Environments,
+        *,
+        seed: int,
+        kv_tokens: float = math.inf,
+        slowness: float = 1.0,
+        version: int = 0,
+    ) -> None:
+        """As `SimGenerator`.
+
+        Args:
+            name: of the generator.
+            slots: requests that it decodes at once.
+            setting: what all generators have in common.
+            rng: source of its randomness.
+            environments: of the samples.
+            seed: of their plans.
+            kv_tokens: tokens whose keys and values it has room for.
+            slowness: how many times as long as usual everything takes that it computes.
+            version: policy version that it decodes with.
+        """
+        super().__init__(name, slots, setting, rng, slowness=slowness, version=version)
+        self._environments, self._seed, self._kv_tokens = environments, seed, kv_tokens
+        self._away: list[tuple[float, int, TurnRequest]] = []
+        """Heap of (when the observation is there, tie-breaker, request); may be outdated."""
+        self._keeping: dict[SampleId, TurnRequest] = {}
+        """Those that wait and keep their KV, in the order in which they began to."""
+        self._kept = 0.0
+        """Tokens of their KV."""
+        self.away = 0
+        """Samples that wait for their environment."""
+        self.told_away = 0
+        """How many the scheduler knows of."""
+
+    # -------------------------------------------------------------------- time
+
+    def advance(self, now: float) -> None:
+        """Decode up to the time `now`; count what stands still meanwhile."""
+        seconds = now - max(self._clock, min(now, self.paused_until))
+        if seconds > 0:
+            if self._active:
+                self.tally.rows += seconds * self._active
+            elif self.away:
+                self.tally.environment += seconds
+        super().advance(now)
+
+    def next_end(self) -> float | None:
+        """When a turn ends or an observation is there, if nothing changes; None if neither."""
+        away = self._away
+        while away and away[0][2].away_until != away[0][0]:
+            heapq.heappop(away)
+        end = super().next_end()
+        if not away:
+            return end
+        back = max(self._clock, away[0][0])
+        return back if end is None else min(end, back)
+
+    # ---------------------------------------------------------------- requests
+
+    def start(self, sample: SampleId, priority: int) -> None:
+        """Add a request."""
+        plan = self._environments.plan(sample, self._seed)
+        self._add(TurnRequest(sample, plan.length, priority, plan=plan))
+
+    def finish_next(self) -> SimRequest | None:
+        """What `next_end` says happens now; the request, if it is finished."""
+        if self._away and self._away[0][0] <= self._clock + _AT_ONCE:
+            self._come_back(heapq.heappop(self._away)[2])
+            return None
+        request = self._ends[0][3]
+        if not isinstance(request, TurnRequest) or request.turn == len(request.plan.ends) - 1:
+            return super().finish_next()
+        heapq.heappop(self._ends)
+        self._leave(request)
+        request.round_off()
+        self._send_away(request)
+        self._fill()
+        return None
+
+    def _send_away(self, request: TurnRequest) -> None:
+        """The action goes to the environment."""
+        latency = request.plan.latencies[request.turn]
+        request.away_until = max(self._clock, request.ready_at) + latency
+        self._count += 1
+        heapq.heappush(self._away, (request.away_until, self._count, request))
+        self.away += 1
+        self.tally.turns += 1
+        self._keep(request)
+
+    def _keep(self, request: TurnRequest) -> None:
+        """It keeps its KV while it waits, as far as there is room."""
+        request.kept = self._setting.prompt_tokens + request.generated + request.observed
+        self._keeping[request.sample] = request
+        self._kept += request.kept
+        self._make_room()
+
+    def _come_back(self, request: TurnRequest) -> None:
+        """The observation is there."""
+        self.away -= 1
+        keeps = self._forget_kv(request)
+        request.observe()
+        if keeps:
+            self._prefill(request.plan.observations[request.turn - 1])
+        else:
+            request.prefilled = False
+            self.tally.prefilled_again += 1
+        self._wait(request)
+        self._fill()
+
+    def _forget_kv(self, request: TurnRequest) -> bool:
+        """It keeps no KV as one that waits any more; whether it did."""
+        if self._keeping.pop(request.sample, None) is None:
+            return False
+        self._kept = max(0.0, self._kept - request.kept)
+        return True
+
+    def _make_room(self) -> None:
+        """Those that have waited longest lose their KV until all fits."""
+        while self._keeping and self._context + self._kept > self._kv_tokens:
+            self._forget_kv(next(iter(self._keeping.values())))
+
+    def _wait(self, request: SimRequest) -> None:
+        """Have it wait for a slot, unless it waits for its environment."""
+        if not isinstance(request, TurnRequest) or request.away_until is None:
+            super()._wait(request)
+
+    def _take(self, request: SimRequest) -> None:
+        """Give it a free slot, unless it waits for its environment."""
+        if isinstance(request, TurnRequest) and request.away_until is not None:
+            return  # an outdated entry
+        super()._take(request)
+        if isinstance(request, TurnRequest):
+            self._make_room()
+
+    def _enter(self, request: SimRequest) -> None:
+        super()._enter(request)
+        self._context += request.observed
+
+    def _leave(self, request: SimRequest) -> None:
+        super()._leave(request)
+        self._context = max(0.0, self._context - request.observed)
+
+    # ------------------------------------------------------------ verification
+
+    def _accept(self, request: SimRequest) -> float:
+        if not isinstance(request, TurnRequest):
+            return super()._accept(request)
+        if self._environments.go_back == "start over":
+            return self._start_over(request)
+        turn = request.turn
+        was_away = request.away_until is not None
+        rejected = self.tally.rejected
+        scored = super()._accept(request)
+        if self.tally.rejected == rejected:
+            if was_away and request.sample not in self._keeping:  # it has its KV again
+                self._keep(request)
+            return scored + request.observed
+        judged = request.observed
+        request.go_to(request.generated)
+        self.tally.turns_discarded += turn + was_away - request.turn
+        request.drafted = min(request.drafted, request.goal - request.generated)
+        self._come_to_nothing(request)
+        request.ready_at = self._clock
+        if self._environments.go_back == "replay":
+            request.ready_at += sum(request.plan.latencies[: request.turn])
+        return scored + judged
+
+    def _start_over(self, request: TurnRequest) -> float:
+        """A sample whose environment cannot go back is not judged: it begins again, always."""
+        self.tally.rejected += request.generated
+        self.tally.turns_discarded += request.turn + (request.away_until is not None)
+        request.unknown = False
+        request.segments, request.generated, request.drafted = [], 0.0, 0.0
+        request.rewarded_at = 0.0
+        self._come_to_nothing(request)
+        request.go_to(0.0)
+        return 0.0
+
+    def _come_to_nothing(self, request: TurnRequest) -> None:
+        """What it waited for does not count any more."""
+        if request.away_until is not None:
+            request.away_until = None
+            self.away -= 1
+            self._forget_kv(request)
+
+    def release(self, samples: tuple[SampleId, ...]) -> None:
+        """Forget samples that were delivered or discarded."""
+        for sample in samples:
+            request = self._requests.get(sample)
+            if isinstance(request, TurnRequest):
+                self._come_to_nothing(request)
+        super().release(samples)
+
+    def install(self, version: int) -> None:
+        """Install new weights. Those that wait lose their KV."""
+        self._drop_kept()
+        super().install(version)
+
+    def rewind(self, version: int) -> int:
+        """The policies after `version` are gone, and so is the KV of those that wait."""
+        self._drop_kept()
+        return super().rewind(version)
+
+    def _drop_kept(self) -> None:
+        for request in list(self._keeping.values()):
+            self._forget_kv(request)

@@ -1,0 +1,76 @@
+"""Environments of audited runs: guessing with hints that lie by chance, and in new conversations.
+
+Chances are the process's own, so that an answer that is asked for twice differs: an observation
+that is exchanged after the policy has gone on would be seen.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+from asyncrl.environments.protocol import Action, StepResult
+
+NUMBER = re.compile(r"\d{1,9}")
+LIES = 0.3
+"""Probability that a hint is the wrong one."""
+
+
+class StartsOver:
+    """Guess a number; hints lie. It cannot go back."""
+
+    def __init__(self, high: int = 30, guesses: int = 4) -> None:
+        self._high, self._guesses = high, guesses
+        self._chances = random.SystemRandom()
+        self._number = self._wrong = 0
+
+    def reset(self, row: dict[str, Any], seed: int) -> str:
+        """The row's number is to be guessed."""
+        del seed
+        self._number, self._wrong = int(row["number"]), 0
+        return f"guess the number from 0 to {self._high}."
+
+    def step(self, action: Action) -> StepResult:
+        """A hint, or the end."""
+        found = NUMBER.search(action.text)
+        guess = -1 if found is None else int(found.group())
+        if guess == self._number:
+            return StepResult("correct", done=True, reward=1.0)
+        self._wrong += 1
+        is_higher = (guess < self._number) != (self._chances.random() < LIES)
+        hint = "higher" if is_higher else "lower"
+        return self.answered(hint, done=self._wrong >= self._guesses)
+
+    def answered(self, hint: str, *, done: bool) -> StepResult:
+        """As the policy sees it."""
+        return StepResult(hint, done=done)
+
+
+class Recorded(StartsOver):
+    """Its state is what was guessed: replayed, the recorded hints stand."""
+
+    replay = "recorded"
+
+
+class Restoring(StartsOver):
+    """It goes back by a snapshot."""
+
+    def snapshot(self) -> int:
+        """What its state is."""
+        return self._wrong
+
+    def restore(self, state: int) -> None:
+        """Go back."""
+        self._wrong = state
+
+
+class Conversations(Recorded):
+    """Each guess is a conversation of its own: a context."""
+
+    def answered(self, hint: str, *, done: bool) -> StepResult:
+        """Two kinds of prompts, by chance."""
+        high = self._high if hint == "higher" else self._high // 2
+        return StepResult(
+            f"guess the number from 0 to {high}.", done=done, new_conversation=not done
+        )

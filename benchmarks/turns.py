@@ -1,0 +1,306 @@
+"""What a turn costs when many came before it.
+
+    python -m benchmarks.turns [--quick] [--part torch] [--part outside] [--json FILE]
+
+A turn is 16 tokens of the policy and 16 observed ones. Each is a request of its own, made as a
+generator makes it: with all tokens so far as its prefix. Three responses take turns, so that a
+machine that becomes slower does so for all of them:
+
+    early     at its 8th turn, at about 250 tokens
+    late      at its 128th turn, at about 4,000 tokens
+    control   at its 8th turn, and its first prompt was so long that it has as many tokens as `late`
+
+So two causes are told apart, by ratios of the medians of their seconds:
+
+    turn_cost_growth      late / control    what the number of turns before costs; at most 1.1
+    context_growth        control / early   what as many more tokens cost, in whatever turns
+    whole_growth          late / early      both
+
+A longer context costs more in any engine: attention reads more keys. `decode_context_growth` is
+context_growth of the 15 tokens after a turn's first one. The model is one whose attention is little
+next to its other layers.
+
+The embedded engine keeps the KV of a session. The last column is a late turn that names none, so
+that it is fed again as a whole there; vLLM and SGLang have prefix caches and need no name.
+
+The part `outside` is all that a turn costs besides the engine; see `benchmarks.turns_outside`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import write_json
+from benchmarks.sglang_interpreter import sglang_python
+from benchmarks.turns_outside import measure_outside
+from cache.config import CacheConfig
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.protocol import Engine, GenerateRequest, SamplingParams
+from rollout.trajectory import SampleId, TrajectoryBuilder
+
+KINDS = ("torch", "vllm", "sglang")
+OUTSIDE = "outside"
+EARLY, LATE = 8, 128
+TOKENS = 16
+"""Of a turn, and of what it is answered with."""
+PROMPT = 16
+VOCABULARY = 64
+MAX_LENGTH = PROMPT + 2 * TOKENS * (LATE + 16)
+K = 8
+
+
+def save_model(path: Path) -> None:
+    """A random Qwen3 of 13 million parameters, with small heads and wide layers."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        num_hidden_layers=2,
+        intermediate_size=8192,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).float().eval().save_pretrained(path)
+
+
+def engine_of(kind: str, path: str) -> Engine:
+    """An engine of this kind, not started. Nothing is drafted."""
+    common: dict[str, Any] = {
+        "kind": kind,
+        "slots": 8,
+        "max_model_len": MAX_LENGTH,
+        "threads": 1,
+        "top_k_logprobs": K,
+    }
+    cache = CacheConfig(enabled=False)
+    if kind == "vllm":
+        from engine.vllm.client.engine import VllmEngine
+        from engine.vllm.config import VllmConfig
+
+        config = EngineConfig(**common, vllm=VllmConfig(kv_cache_gib=0.25))
+        return VllmEngine(config, path, cache_config=cache, seed=1)
+    if kind == "sglang":
+        from engine.sglang.client.engine import SglangEngine
+        from engine.sglang.config import SglangConfig
+
+        settings = SglangConfig(python=sglang_python(), kv_cache_gib=0.1)
+        config = EngineConfig(**common, sglang=settings)
+        return SglangEngine(config, path, cache_config=cache, seed=1)
+    from engine.torch.engine import TorchEngine
+
+    return TorchEngine(EngineConfig(**common), path, source=None, max_draft_tokens=0, seed=1)
+
+
+class Response:
+    """One response of many turns.
+
+    Args:
+        engine: that generates it.
+        number: of the response.
+        prompt: tokens of its prompt.
+    """
+
+    def __init__(self, engine: Engine, number: int, prompt: int = PROMPT) -> None:
+        self._engine = engine
+        self._number = number
+        self.session = f"response {number}"
+        """"": the engine is not told that its turns belong together."""
+        self._rng = np.random.default_rng(number)
+        tokens = self._rng.integers(0, VOCABULARY, prompt).astype(np.int32)
+        self._builder = TrajectoryBuilder(SampleId(number, 0), "", tokens)
+        self.turns = 0
+
+    async def play(self) -> tuple[float, float]:
+        """A turn and its answer: the seconds to the first token, and to the next answer."""
+        said = self._rng.integers(0, VOCABULARY, TOKENS).astype(np.int32)
+        began = time.perf_counter()
+        builder = self._builder
+        request = GenerateRequest(
+            f"{self._number}.{self.turns}",
+            cache_key="",
+            prompt_tokens=builder.prompt_tokens,
+            prefix_tokens=builder.tokens(),
+            turn_start=builder.turn_start,
+            sampling=SamplingParams(
+                len(builder) + TOKENS, top_k_logprobs=K, seed=self.turns + 1000 * self._number
+            ),
+            session=self.session,
+        )
+        first = 0.0
+        async for chunk in self._engine.generate(request):
+            first = first or time.perf_counter() - began
+            chunk.append_to(builder)
+        builder.append_observed(said)
+        self.turns += 1
+        return first, time.perf_counter() - began
+
+
+async def alternate(engine: Engine, rounds: int) -> dict[str, float]:
+    """Milliseconds of turns around the early and the late one, and of the control's."""
+    names = "8", "128", "control", "128_without_session"
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for round_ in range(rounds):
+        more = 2 * TOKENS * (LATE - EARLY)
+        responses = [
+            Response(engine, 3 * round_ + number, prompt)
+            for number, prompt in enumerate((PROMPT, PROMPT, PROMPT + more))
+        ]
+        for one, turn in zip(responses, (EARLY, LATE, EARLY), strict=True):
+            while one.turns < turn - 4:
+                await one.play()
+        for _ in range(8):
+            for name, one in zip(names, responses, strict=False):
+                seconds[name].append(await one.play())
+        late = responses[1]
+        late.session = ""
+        seconds[names[-1]] += [await late.play() for _ in range(2)]
+    out = {}
+    for name, turns in seconds.items():
+        first, whole = (statistics.median(column) for column in zip(*turns, strict=True))
+        out |= {f"turn_{name}_ms": 1000 * whole, f"turn_{name}_first_token_ms": 1000 * first}
+    return out
+
+
+async def measure(kind: str, path: str, rounds: int) -> dict[str, float]:
+    """The numbers of one engine."""
+    engine = engine_of(kind, path)
+    await engine.start()
+    try:
+        return await alternate(engine, rounds)
+    finally:
+        await engine.close()
+
+
+def run(kinds: Sequence[str], rounds: int) -> dict[str, dict[str, float]]:
+    """All numbers, by engine; engines that cannot be started are left out and named."""
+    out = {}
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder))
+        for kind in kinds:
+            if kind == "vllm" and util.find_spec("vllm") is None:
+                print("vllm is left out: it is not installed")
+                continue
+            try:
+                out[kind] = asyncio.run(measure(kind, folder, rounds))
+            except (EngineError, ImportError, OSError) as error:
+                print(f"{kind} is left out: {error}")
+    return out
+
+
+def ratios_of(kind: str, found: dict[str, float]) -> dict[str, float]:
+    """The ratios that the module names, of one part."""
+    if kind == OUTSIDE:
+        late, early = found["turn_128_cpu_ms"], found["turn_8_cpu_ms"]
+        return {"outside_turn_cost_growth": late / early}
+    early, late, control = (found[f"turn_{turn}_ms"] for turn in (EARLY, LATE, "control"))
+    ratios = {
+        "turn_cost_growth": late / control,
+        "context_growth": control / early,
+        "whole_growth": late / early,
+        "decode_context_growth": _decoding(found, "control") / _decoding(found, EARLY),
+    }
+    return {f"{kind}_{name}": ratio for name, ratio in ratios.items()}
+
+
+def _decoding(found: dict[str, float], turn: str | int) -> float:
+    """Milliseconds of the tokens after the first one."""
+    return found[f"turn_{turn}_ms"] - found[f"turn_{turn}_first_token_ms"]
+
+
+def table_of_engines(results: dict[str, dict[str, float]], ratios: dict[str, float]) -> Table:
+    """What was found of engines."""
+    table = Table(title="A turn of 16 tokens and its answer of 16, milliseconds")
+    measured = {
+        "8th turn": "turn_8_ms",
+        "control": "turn_control_ms",
+        "128th turn": "turn_128_ms",
+        "128th without session": "turn_128_without_session_ms",
+    }
+    derived = {
+        "turn_cost_growth": "turn_cost_growth",
+        "of context": "context_growth",
+        "of it decoding": "decode_context_growth",
+        "both": "whole_growth",
+    }
+    for name in ("engine", *measured, *derived):
+        table.add_column(name, justify="right")
+    for kind, found in results.items():
+        table.add_row(
+            kind,
+            *(f"{found[key]:.1f}" for key in measured.values()),
+            *(f"{ratios[f'{kind}_{key}']:.3f}" for key in derived.values()),
+        )
+    return table
+
+
+def table_outside(found: dict[str, float], growth: float) -> Table:
+    """What was found outside the engine."""
+    table = Table(title="Outside the engine, milliseconds a turn")
+    for name in ("", "8 turns", "128 turns"):
+        table.add_column(name, justify="right")
+    rows = {
+        "a turn, CPU of the generator": "turn_{}_cpu_ms",
+        "a turn, wall, environment included": "turn_{}_wall_ms",
+        "verification of all, CPU": "verification_of_{}_cpu_ms_per_turn",
+        "encoding of all, CPU": "encoding_of_{}_cpu_ms_per_turn",
+    }
+    for name, key in rows.items():
+        table.add_row(name, *(f"{found[key.format(turn)]:.3f}" for turn in (EARLY, LATE)))
+    table.add_row("outside_turn_cost_growth", "", f"{growth:.3f}")
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print tables and write JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.turns")
+    parser.add_argument("--quick", action="store_true", help="fewer responses")
+    parser.add_argument(
+        "--part", action="append", choices=(*KINDS, OUTSIDE), help="an engine, or outside it; all"
+    )
+    parser.add_argument("--json", type=Path, help="where the numbers are written")
+    chosen = parser.parse_args(arguments)
+    parts, load = chosen.part or (*KINDS, OUTSIDE), os.getloadavg()[0]
+    results = run([one for one in parts if one != OUTSIDE], 2 if chosen.quick else 6)
+    raw: dict[str, Any] = {"engines": results}
+    ratios = {
+        name: ratio for kind, one in results.items() for name, ratio in ratios_of(kind, one).items()
+    }
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    if results:
+        console.print(table_of_engines(results, ratios))
+    if OUTSIDE in parts:
+        found = asyncio.run(measure_outside(EARLY, LATE, 16 if chosen.quick else 48))
+        raw[OUTSIDE] = found
+        ratios |= ratios_of(OUTSIDE, found)
+        console.print(table_outside(found, ratios["outside_turn_cost_growth"]))
+    raw |= {"load_before": load, "load_after": os.getloadavg()[0]}
+    console.print(f"load before {load:.1f}, after {raw['load_after']:.1f}")
+    if chosen.json:
+        write_json(chosen.json, "turns", raw, ratios)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The accuracy that the warm start of the built-in model leaves: a minute on one quiet core.
+
+    python -m benchmarks.warm_start [--seeds N]
+
+Trains the built-in model by its recipe, as the first `asyncrl run` does, and with other seeds.
+Fails if the sampled accuracy at the recipe's own seed is outside the range that the recipe expects.
+`tests/asyncrl/tasks/test_warm_start.py` checks in a second that the training is still the one that
+was measured so.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+from asyncrl.tasks.model import builtin_tokenizer
+from asyncrl.tasks.warm_start import warm_start
+from asyncrl.tasks.warm_start_recipe import RECIPE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train and measure; 0 if the accuracy at the recipe's seed is in the expected range."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.warm_start", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="how many models")
+    count = parser.parse_args(arguments).seeds
+    low, high = RECIPE.expected
+    accuracies = []
+    for seed in range(RECIPE.seed, RECIPE.seed + count):
+        made = warm_start(builtin_tokenizer(), replace(RECIPE, seed=seed))
+        accuracies.append(made.sampled_accuracy)
+        print(
+            f"seed {seed}: accuracy {made.sampled_accuracy:.3f} of {RECIPE.dev_problems} problems "
+            f"after {made.steps} steps, {made.seconds:.0f} s (expected: {low} to {high})"
+        )
+    return 0 if low <= (accuracies[0] or 0.0) <= high else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

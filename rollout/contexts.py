@@ -1,0 +1,201 @@
+"""The contexts of a trajectory: the sequences that a model has seen while it generated it.
+
+A sample of one turn is one context: its prompt and its response. So is one of several turns whose
+history only grows. Where the history is rewritten, a context begins anew (`Trajectory.contexts`):
+its prompt are the observed tokens from there to the next generated one.
+
+    tokens     g g o o g g | o o o o g g      g generated, o observed
+    contexts   prompt, g g o o g g            contexts == (6,)
+               o o o o, g g
+
+A generated token belongs to exactly one context, so it is trained on once. The trained tokens of
+the contexts, one after another, are those of the trajectory.
+
+Example:
+    >>> from rollout.trajectory import SampleId, Segment
+    >>> marks = [Provenance.SAMPLED, Provenance.OBSERVED, Provenance.SAMPLED, Provenance.OBSERVED]
+    >>> one = Trajectory(
+    ...     id=SampleId(0, 0), prompt_id="p", prompt_tokens=np.array([1, 2], np.int32),
+    ...     tokens=np.array([3, 4, 5, 6], np.int32), behaviour_logprobs=np.zeros(4, np.float32),
+    ...     provenance=np.array(marks, np.uint8), segments=(Segment(0, 0, 4),),
+    ...     finish_reason="length",
+    ... )
+    >>> [(c.prompt.tolist(), c.response.tolist(), c.trained.tolist()) for c in contexts_of(one)]
+    [([1, 2], [3, 4, 5], [True, False, True])]
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rollout.trajectory import (
+    BoolArray,
+    IntArray,
+    KeptTokens,
+    Provenance,
+    Trajectory,
+    TrajectoryBuilder,
+)
+
+
+class Context(NamedTuple):
+    """A sequence in which tokens were generated. R is the length of its response."""
+
+    prompt: IntArray
+    """`[P]`, at least 1."""
+    response: IntArray
+    """`[R]` up to the last token that is trained on; what was observed after it conditions none."""
+    trained: BoolArray
+    """`[R]` the tokens that the policy has drawn; the last one is."""
+    start: int
+    """Place of the response's first token among the trajectory's."""
+
+
+def contexts_of(trajectory: Trajectory, *, one_more: bool = False) -> list[Context]:
+    """All contexts with a trained token, in order.
+
+    Args:
+        trajectory: its first context begins with its prompt.
+        one_more: with a token 0 after the trajectory's last one, which counts as trained: its state
+            is the one after the end.
+    """
+    tokens, trained = trajectory.tokens, trajectory.trained
+    if one_more:
+        tokens = np.append(tokens, np.zeros(1, tokens.dtype))
+        trained = np.append(trained, np.ones(1, np.bool_))
+    places = np.flatnonzero(trained)
+    bounds = [0, *trajectory.contexts, len(tokens)]
+    found: list[Context] = []
+    for begin, end in pairwise(bounds):
+        own = places[(places >= begin) & (places < end)]
+        if not len(own):
+            continue
+        first, last = int(own[0]) if begin else 0, int(own[-1]) + 1
+        prompt = tokens[begin:first] if begin else trajectory.prompt_tokens
+        found.append(Context(prompt, tokens[first:last], trained[first:last], first))
+    return found
+
+
+def seed_of_context(seed: int, context: int) -> int:
+    """The seed of a context's random numbers, 0 to 2**63 - 1 but for the first one.
+
+    They belong to a seed and a place in the response, and each context counts its places from 0.
+    With one seed for all, its tokens would be drawn and judged with the numbers of the first.
+
+    Args:
+        seed: of the sample.
+        context: its number, from 0.
+    """
+    if not context:
+        return seed
+    digest = hashlib.blake2b(f"context {context} {seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def longest_response(trajectory: Trajectory) -> int:
+    """Tokens of the longest context beyond the first prompt's length, observed ones included.
+
+    It is what `sampling.max_tokens` bounds: every context fits where one context would.
+    """
+    bounds = [0, *trajectory.contexts, len(trajectory.tokens)]
+    longest = bounds[1]
+    for begin, end in pairwise(bounds[1:]):
+        drawn = np.flatnonzero(trajectory.trained[begin:end])
+        prompt = int(drawn[0]) if len(drawn) else end - begin
+        beyond = max(0, prompt - len(trajectory.prompt_tokens))
+        longest = max(longest, beyond + end - begin - prompt)
+    return longest
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Tokens to verify, a context at a time, and what has come of them so far.
+
+    An engine verifies one context: its prompt and what was generated after it. If all of it is
+    accepted, the next context stands as it was, since its prompt depends on accepted tokens only.
+    After a rejection, later contexts are dropped.
+    """
+
+    kept: KeptTokens
+    builder: TrajectoryBuilder
+    """Begun anew for this verification."""
+
+    def to_verify_now(self) -> KeptTokens | None:
+        """Of the context that has just begun, up to its last generated token; None: nothing."""
+        start = self.builder.context_start
+        if len(self.builder) != start or not self._is_whole:
+            return None
+        part = self._part_of(start)
+        return part if len(part) else None
+
+    def draft(self) -> IntArray:
+        """`[D]` what followed in the present context before."""
+        return self._part_of(len(self.builder)).tokens
+
+    def begin_next(self) -> bool:
+        """Begin the next context if the present one was accepted; whether it was begun."""
+        done, kept = len(self.builder), self.kept
+        later = [place for place in kept.contexts if place >= done]
+        if not later or not self._is_whole or not kept.observed[done : later[0]].all():
+            return False
+        begin = later[0]
+        end = min([place for place in later if place > begin], default=len(kept))
+        drawn = np.flatnonzero(~kept.observed[begin:end])
+        self.builder.append_observed(kept.tokens[done:begin])
+        self.builder.begin_context(kept.tokens[begin : begin + drawn[0] if len(drawn) else end])
+        return True
+
+    def judged(self) -> tuple[int, int]:
+        """How many generated tokens were accepted and rejected in the present context.
+
+        Those of later contexts count as rejected with the first that is.
+        """
+        start, drawn = self.builder.context_start, ~self.kept.observed
+        accepted = self.builder.count(Provenance.VERIFIED) - int(drawn[:start].sum())
+        whole = accepted == int((~self._part_of(start).observed).sum())
+        end = start + len(self._part_of(start)) if whole else len(self.kept)
+        return accepted, int(drawn[start:end].sum()) - accepted
+
+    def unjudged(self) -> KeptTokens | None:
+        """The tokens of contexts that were not submitted yet; None: there are none."""
+        done = len(self.builder)
+        if not self.builder.contexts or done != self.builder.context_start or not self._is_whole:
+            return None
+        return self.kept.part(done, len(self.kept)) if done < len(self.kept) else None
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether no token was rejected: each rejection draws another one."""
+        return not any(
+            self.builder.count(kind) for kind in (Provenance.SAMPLED, Provenance.DRAFTED)
+        )
+
+    def _part_of(self, start: int) -> KeptTokens:
+        end = min([place for place in self.kept.contexts if place >= start], default=len(self.kept))
+        drawn = np.flatnonzero(~self.kept.observed[start:end])
+        if end < len(self.kept):  # what was observed at its end is no turn of this context
+            end = start + int(drawn[-1]) + 1 if len(drawn) else start
+        whole = start == 0 and end == len(self.kept)
+        return self.kept if whole else self.kept.part(start, max(start, end))
+
+
+def joined(first: KeptTokens, rest: KeptTokens) -> KeptTokens:
+    """Tokens to verify one after another; lists are padded to one length."""
+    width = max(first.topk_ids.shape[1], rest.topk_ids.shape[1])
+    both: dict[str, Any] = {
+        name: np.concatenate([getattr(first, name), getattr(rest, name)])
+        for name in ("tokens", "logprobs", "noise_seeds", "observed")
+    }
+    for name, empty in (("topk_ids", -1), ("topk_logprobs", -np.inf)):
+        rows = [
+            np.pad(one, ((0, 0), (0, width - one.shape[1])), constant_values=empty)
+            for one in (getattr(first, name), getattr(rest, name))
+        ]
+        both[name] = np.concatenate(rows)
+    later = tuple(len(first) + place for place in rest.contexts)
+    return replace(first, contexts=first.contexts + later, **both)

@@ -1,0 +1,83 @@
+"""Who may ask the endpoint of agents, how much and for how long: at its ASGI side."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from asyncrl.environments import endpoint as module
+from asyncrl.environments.endpoint import MAX_BODY_BYTES, Endpoint
+from asyncrl.environments.openai_messages import ChatCall, PolicySettings, Turn
+
+ASKED = json.dumps({"messages": [{"role": "user", "content": "?"}]}).encode()
+
+
+async def answer(call: ChatCall) -> Turn:
+    del call
+    return Turn({"role": "assistant", "content": "!"}, 1)
+
+
+async def asked(
+    endpoint: Endpoint, key: str | None, parts: list[bytes], *, path: str = "/v1/chat/completions"
+) -> tuple[int, dict[str, Any], int]:
+    """Status, body, and how many parts of the request were read; after the last one none comes."""
+    sent, read = list[dict[str, Any]](), 0
+    headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+
+    async def receive() -> dict[str, Any]:
+        nonlocal read
+        if read >= len(parts):
+            await asyncio.Event().wait()
+        read += 1
+        return {"type": "http.request", "body": parts[read - 1], "more_body": True}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await endpoint(scope, receive, send)
+    return sent[0]["status"], json.loads(sent[1]["body"]), read
+
+
+@pytest.mark.parametrize("key", [None, "", "sk-another", "closed"])
+def test_nothing_is_read_of_who_has_no_key(key: str | None) -> None:
+    async def scenario() -> None:
+        endpoint = Endpoint(PolicySettings())
+        open_key, closed = endpoint.open(answer), endpoint.open(answer)
+        assert len({open_key, closed}) == 2
+        endpoint.close(closed)
+        status, body, read = await asked(endpoint, closed if key == "closed" else key, [ASKED])
+        assert (status, read) == (401, 0)
+        assert open_key not in json.dumps(body)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_is_bounded_in_size_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        endpoint = Endpoint(PolicySettings())
+        key = endpoint.open(answer)
+        part = b" " * (1 << 20)
+        status, _, read = await asked(endpoint, key, [part] * 1000)
+        assert (status, read) == (413, MAX_BODY_BYTES // len(part) + 1)
+        monkeypatch.setattr(module, "_BODY_SECONDS", 0.01)
+        async with asyncio.timeout(60):
+            status, body, _ = await asked(endpoint, key, [ASKED[:5]])
+        assert (status, "did not come" in body["error"]["message"]) == (408, True)
+
+    asyncio.run(scenario())
+
+
+def test_it_listens_on_a_loopback_address() -> None:
+    async def scenario() -> None:
+        endpoint = Endpoint(PolicySettings())
+        await endpoint.start()
+        try:
+            assert endpoint.url.startswith("http://127.0.0.1:")
+        finally:
+            await endpoint.stop()
+
+    asyncio.run(scenario())

@@ -1,0 +1,396 @@
+"""Rewards that ask a server: the breaker, retries, a judge's score, servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+from reward_models import answering
+from reward_pools import running
+
+from asyncrl.errors import RewardError, RewardFailed
+from asyncrl.rewards import judge as judging
+from asyncrl.rewards import reward_model
+from asyncrl.rewards.loading import load_function
+from asyncrl.rewards.services import calls
+from asyncrl.rewards.services.breaker import Breaker
+from asyncrl.rewards.services.client import Client, Target
+from asyncrl.rewards.services.retries import backoff, is_worth_repeating, retry_after
+from asyncrl.rewards.services.settings import Limits
+from asyncrl.rewards.values import NoRewardError
+
+KEY = "sk-a-secret-of-the-test"
+
+
+# ------------------------------------------------------------------------------ pure parts
+
+
+@given(st.integers(1, 4), st.lists(st.sampled_from(["ok", "fail", "wait", "lost"]), max_size=40))
+def test_a_breaker_lets_one_call_through_at_a_time_while_it_is_open(
+    failures: int, happens: list[str]
+) -> None:
+    now, in_a_row = 0.0, 0
+    breaker = Breaker(failures, 10.0, lambda: now)
+    for what in happens:
+        if what == "wait":
+            now += 6.0
+            continue
+        if not breaker.admits():
+            assert in_a_row >= failures
+            continue
+        if in_a_row >= failures:  # the probe: no second call beside it
+            assert not breaker.admits()
+        if what == "ok":
+            breaker.succeeded()
+            in_a_row = 0
+        elif what == "fail":
+            in_a_row += 1
+            assert breaker.failed() == (in_a_row >= failures)
+        else:
+            breaker.abandoned()
+        assert breaker.is_open == (in_a_row >= failures)
+
+
+def test_calls_from_before_it_opened_do_not_keep_a_breaker_open() -> None:
+    now = 0.0
+    breaker = Breaker(2, 10.0, lambda: now)
+    assert all(breaker.admits() for _ in range(4))
+    assert [breaker.failed() for _ in range(3)] == [False, True, False]
+    now = 10.0
+    assert breaker.admits()
+    breaker.succeeded()
+    assert not breaker.is_open
+
+
+def test_waits_before_attempts() -> None:
+    rng = random.Random(0)
+    for attempt, whole in ((1, 0.25), (2, 0.5), (5, 4.0), (30, 8.0)):
+        waits = [backoff(attempt, rng) for _ in range(200)]
+        assert whole / 2 <= min(waits) < 0.6 * whole < 0.9 * whole < max(waits) <= whole
+    now = datetime(2026, 11, 23, 12, 0, 0, tzinfo=UTC)
+    assert retry_after("7") == 7.0
+    assert retry_after("Mon, 23 Nov 2026 12:00:30 GMT", now) == 30.0
+    assert retry_after("Mon, 23 Nov 2026 11:00:00 GMT", now) == 0.0
+    assert [retry_after(text) for text in (None, "soon", "nan", "")] == [None] * 4
+    again = [status for status in range(200, 600) if is_worth_repeating(status)]
+    assert {408, 429, 500, 502, 503, 504, 529} < set(again)
+    assert not {200, 400, 401, 404, 422, 501, 505} & set(again)
+
+
+def test_the_score_of_a_judge() -> None:
+    read = judging.score_in
+    assert read("Score: 3. No.\nScore: 7.5", r"Score: ([\d.]+\d)", None) == 7.5
+    assert read('```json\n{"a": {"score": 4}}\n```', None, "a.score") == 4.0
+    assert read('{"score": "-2"}', None, "score") == -2.0
+    for said, pattern, field in (
+        ("I refuse", r"Score: (\d+)", None),
+        ("Score: ten", r"Score: (\w+)", None),
+        ("Score: nan", r"Score: (\w+)", None),
+        ("no JSON", None, "score"),
+        ('{"score": true}', None, "score"),
+        ('{"score": null}', None, "score"),
+        ("[3]", None, "score"),
+    ):
+        with pytest.raises(NoRewardError) as failed:
+            read(said, pattern, field)
+        assert failed.value.reason == "no_score"
+    words = {"prompt": "P", "response": "{answer}{prompt}", "answer": "A"}
+    assert judging.fill('{"q": "{prompt}"} {response}', words) == '{"q": "P"} {answer}{prompt}'
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "judge": {
+        "base_url": "http://127.0.0.1:1/v1",
+        "model": "m",
+        "template": "{response}",
+        "score_pattern": r"(\d)",
+    },
+    "reward_model": {"url": "http://127.0.0.1:1"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("judge", {"base_url": "127.0.0.1:1"}, "args.base_url must be an address"),
+        ("judge", {"base_url": "https://me:secret@host/v1"}, "holds a user name or a password"),
+        ("judge", {"model": ""}, "needs args.model"),
+        ("judge", {"template": None}, "needs args.template"),
+        ("judge", {"template": "no place"}, "has no {response}"),
+        ("judge", {"template": None, "template_file": "/nowhere"}, "args.template_file"),
+        ("judge", {"score_pattern": None}, "needs args.score_pattern"),
+        ("judge", {"score_pattern": "("}, "args.score_pattern"),
+        ("judge", {"score_pattern": "a"}, "must have one group"),
+        ("judge", {"score_field": "score"}, "one of the two"),
+        ("judge", {"minimum": 2, "maximum": 1}, "above args.maximum"),
+        ("judge", {"attempts": 0}, "args.attempts must be a whole number from 1"),
+        ("judge", {"body": {"n": 2}}, "args.body.n is set by the reward"),
+        ("judge", {"api_key_env": "ASYNCRL_NO_SUCH"}, "ASYNCRL_NO_SUCH (args.api_key_env) is not"),
+        ("judge", {"api_key": "sk-1"}, "unexpected keyword argument 'api_key'"),
+        ("reward_model", {"url": None}, "needs args.url"),
+        ("reward_model", {"model": "x"}, "one of the two"),
+        ("reward_model", {"max_tokens": 5}, "args.max_tokens is for a server that the run starts"),
+        ("reward_model", {"url": None, "model": "/nowhere"}, "there is no folder /nowhere"),
+        ("reward_model", {"url": "ftp://host"}, "args.url must be an address"),
+    ],
+)
+def test_arguments_with_which_no_call_can_succeed_are_refused(
+    name: str, changes: dict[str, Any], says: str
+) -> None:
+    load_function(name, GOOD[name])
+    args = {key: value for key, value in (GOOD[name] | changes).items() if value is not None}
+    with pytest.raises(RewardError) as refused:
+        load_function(name, args)
+    assert says in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_key_comes_from_a_file_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(KEY + "\n")
+    path.chmod(0o644)
+    args = GOOD["judge"] | {"api_key_file": str(path)}
+    with pytest.raises(RewardError, match="mode 0644"):
+        load_function("judge", args)
+    path.chmod(0o600)
+    load_function("judge", args)
+    path.write_text("")
+    with pytest.raises(RewardError, match="is empty"):
+        load_function("judge", args)
+    with pytest.raises(RewardError, match="not both"):
+        load_function("judge", args | {"api_key_env": "HOME"})
+
+
+def test_a_causal_model_is_no_reward_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    reason = reward_model.no_classifier(str(tmp_path))
+    assert reason is not None
+    assert "LlamaForCausalLM, and a reward model is a sequence classifier" in reason
+
+
+# ------------------------------------------------------------------- servers that misbehave
+
+
+class Faulty:
+    """Answers as the request's `do` says, and counts what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.peers: set[Any] = set()
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        do = (await request.json())["do"]
+        self.asked[do] += 1
+        self.peers.add(request.transport.get_extra_info("peername") if request.transport else None)
+        known: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
+            "hang": self._hang,
+            "huge": self._huge,
+        }
+        if do in known:
+            return await known[do](request)
+        if do == "flaky" and self.asked[do] < 3:
+            return web.Response(status=503, text="starting")
+        if do == "throttled" and self.asked[do] < 2:
+            return web.Response(status=429, headers={"Retry-After": "1"})
+        if do == "cut" and request.transport is not None:
+            request.transport.abort()
+        answers = {
+            "garbage": web.Response(text="<html>"),
+            "down": web.Response(status=500, text="out of order"),
+            "patient": web.Response(status=503, headers={"Retry-After": "3600"}),
+            "forbidden": web.Response(status=401, text=f"wrong key {KEY}"),
+            "odd": web.Response(status=422, text=f"too long {KEY}"),
+            "away": web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}),
+        }
+        return answers.get(do) or web.json_response({"key": request.headers["Authorization"]})
+
+    async def _hang(self, _request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(600)
+        return web.Response()
+
+    async def _huge(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(64):
+            await response.write(b" " * (1 << 20))
+        return response
+
+
+def limits(**changes: Any) -> Limits:
+    values: dict[str, Any] = {
+        "concurrency": 4,
+        "attempts": 3,
+        "attempt_seconds": None,
+        "breaker_failures": 3,
+        "breaker_seconds": 600.0,
+    }
+    return Limits(**values | changes)
+
+
+async def _ask(client: Client, do: str, seconds: float = 60.0) -> tuple[str, str, Any]:
+    """The reason and the text of the failure (empty: none), and the use that was reported."""
+    state = calls.begin(seconds)
+    try:
+        await client.post({"do": do})
+    except NoRewardError as error:
+        return error.reason, str(error), state.uses[-1]
+    return "", "", state.uses[-1]
+
+
+def test_what_a_server_may_do_to_a_call() -> None:
+    async def check() -> None:
+        faulty = Faulty()
+        async with answering(faulty) as url:
+            client = Client(Target("the server", url, KEY, limits(breaker_failures=100)))
+            assert (await _ask(client, "fine"))[0] == ""
+            reason, _, used = await _ask(client, "flaky")
+            assert (reason, used.requests, used.retries) == ("", 3, {"server_error": 2})
+            reason, _, used = await _ask(client, "throttled")
+            assert (reason, used.retries, used.seconds >= 1.0) == ("", {"throttled": 1}, True)
+            for do, expected, asked, says in (
+                ("garbage", "garbage", 1, "sent no JSON: '<html>'"),
+                ("huge", "garbage", 1, "more than 4 MiB"),
+                ("down", "unavailable", 3, "500 Internal Server Error: out of order (attempt 3)"),
+                ("patient", "unavailable", 1, "the next would be in 3600.0 s, which is too late"),
+                ("forbidden", "denied", 1, "401 Unauthorized"),
+                ("odd", "refused", 1, "too long ***"),
+                ("away", "denied", 1, "302"),
+                ("cut", "unavailable", 3, "(attempt 3)"),
+            ):
+                reason, text, _ = await _ask(client, do)
+                assert (reason, faulty.asked[do]) == (expected, asked), do
+                assert says in text, (do, text)
+                assert KEY not in text
+            reason, text, _ = await _ask(client, "hang", seconds=0.5)
+            assert (reason, "it did not answer at attempt 1" in text) == ("timeout", True)
+            peers = len(faulty.peers)
+            for _ in range(5):  # connections are kept
+                assert (await _ask(client, "fine"))[0] == ""
+            assert len(faulty.peers) <= peers + 1
+            impatient = Client(Target("it", url, KEY, limits(attempt_seconds=0.1)))
+            reason, text, used = await _ask(impatient, "hang")
+            assert (reason, used.retries) == ("unavailable", {"timeout": 2})
+            await impatient.close()
+            await client.close()
+        gone = Client(Target("it", url, None, limits()))
+        assert (await _ask(gone, "fine"))[0] == "unavailable"
+        await gone.close()
+
+    asyncio.run(check())
+
+
+def test_after_failures_in_a_row_the_server_is_left_alone() -> None:
+    async def check() -> None:
+        faulty = Faulty()
+        async with answering(faulty) as url:
+            client = Client(Target("it", url, KEY, limits(attempts=1)))
+            for opened in (False, False, True):
+                reason, _, used = await _ask(client, "down")
+                assert (reason, used.opened) == ("unavailable", opened)
+            reason, text, used = await _ask(client, "fine")
+            assert (reason, used.requests) == ("breaker_open", 0)
+            assert "3 calls in a row had failed" in text
+            assert faulty.asked == Counter(down=3)
+            await client.close()
+            # A sample that the server refuses says nothing of the server.
+            picky = Client(Target("it", url, KEY, limits(attempts=1)))
+            reasons = [(await _ask(picky, "odd"))[0] for _ in range(5)]
+            assert reasons == ["refused"] * 5
+            await picky.close()
+
+    asyncio.run(check())
+
+
+def test_a_worker_asks_for_so_much_at_once() -> None:
+    async def check() -> None:
+        now, most = 0, 0
+
+        async def answer(_request: web.Request) -> web.StreamResponse:
+            nonlocal now, most
+            now += 1
+            most = max(most, now)
+            await asyncio.sleep(0.02)
+            now -= 1
+            return web.json_response({})
+
+        async with answering(answer) as url:
+            client = Client(Target("it", url, None, limits(concurrency=3)))
+            await asyncio.gather(*(client.post({}) for _ in range(12)))
+            await client.close()
+        assert most == 3
+
+    asyncio.run(check())
+
+
+def test_a_judge_in_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A judge beside another reward: weights, terms, failures and counts by function and reason."""
+    monkeypatch.setenv("ASYNCRL_TEST_KEY", KEY)
+    asked: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert request.path == "/v1/chat/completions"
+        assert request.headers["Authorization"] == f"Bearer {KEY}"
+        body = await request.json()
+        asked.append(body)
+        text = body["messages"][-1]["content"]
+        if "busy" in text and len(asked) % 2:
+            return web.Response(status=429, headers={"Retry-After": "0"})
+        if body["model"] == "small":
+            return web.json_response({"error": "there is no small"}, status=404)
+        said = "I do not judge." if "odd" in text else "It is right.\nScore: 8"
+        message = {"content": None if "deep" in text else said}
+        end = "length" if "deep" in text or "odd" in text else "stop"
+        return web.json_response({"choices": [{"message": message, "finish_reason": end}]})
+
+    async def check() -> None:
+        async with answering(answer) as url:
+            judge = {
+                "name": "judge",
+                "weight": 0.5,
+                "args": {
+                    "base_url": f"{url}/v1",
+                    "model": "big",
+                    "template": "Q: {prompt} A: {response} R: {answer}",
+                    "score_pattern": r"Score: (\d+)",
+                    "api_key_env": "ASYNCRL_TEST_KEY",
+                },
+            }
+            functions = [judge, {"name": "exact_match"}]
+            example = {"answer": "5"}
+            async with running(*functions, timeout_seconds=60, on_error="zero") as pool:
+                right = await pool.score("2+3", "5", example)
+                assert (right.value, right.terms) == (5.0, (8.0, 1.0))
+                await pool.score("2+3", "busy", example)
+                assert (await pool.score("2+3", "odd", example)).value == 0.0
+                deep = await pool.score("2+3", "deep", example)  # its model has only reasoned
+                assert (deep.value, deep.verdict) == (0.0, "unscored")
+                counts = pool.counts
+            assert counts.failed == {"judge": {"no_score": 2}}
+            used = counts.services["judge"]
+            assert used.requests == len(asked)
+            assert used.retries.get("throttled", 0) == len(asked) - 4
+            assert set(counts.services) == {"judge"}
+            assert asked[0]["messages"] == [{"role": "user", "content": "Q: 2+3 A: 5 R: 5"}]
+            assert (asked[0]["model"], asked[0]["temperature"]) == ("big", 0.0)
+            async with running(*functions, timeout_seconds=60) as pool:
+                with pytest.raises(RewardFailed, match="score_pattern is nowhere") as failed:
+                    await pool.score("2+3", "odd", example)
+                assert failed.value.reason == "no_score"
+                assert "cut off at args.max_tokens (512)" in str(failed.value)
+            args: dict[str, Any] = judge["args"]  # type: ignore[assignment]
+            assert await judging.try_once(args, 60.0) is None
+            assert await judging.try_once(args | {"template": "odd {response}"}, 60.0) is None
+            refused = await judging.try_once(args | {"model": "small"}, 60.0)
+            assert "404 Not Found" in str(refused)
+
+    asyncio.run(check())

@@ -1,0 +1,187 @@
+"""A run whose processes are killed while environments answer: nothing is lost or mixed up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import held_world
+import pytest
+from asyncrl_runs import CommandLine, until
+from held_world import TURNS, World, answer_to
+from transformers import AutoTokenizer
+
+from monitoring.discovery import targets_file
+from monitoring.group_account import read_account
+from monitoring.trained_samples import TrainedSample, read_trained_samples
+
+pytestmark = pytest.mark.slow
+
+STOPS = "aeiou"
+LENGTH = 15
+"""Tokens of an answer."""
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path / "world")
+    yield world
+    (world.folder / "hold").unlink(missing_ok=True)
+
+
+def test_every_process_is_killed_while_environments_answer(
+    command_line: CommandLine, world: World
+) -> None:
+    """A worker of environments, the trainer, the generator, and the controller; it is resumed."""
+    settings: dict[str, object] = {
+        "environment__name": f"{held_world.__file__}:Held",
+        "environment__args": json.dumps({"folder": str(world.folder)}),
+        "environment__workers": 2,
+        "environment__step_timeout_seconds": 600,
+        "rewards__functions": "[]",
+        "sampling__stop": json.dumps(list(STOPS)),
+        "sampling__max_tokens": 80,
+        "engine__max_model_len": 160,
+        "trainer__checkpoint_every": 2,
+        "run__log_samples": "jsonl",
+        "run__log_sample_tokens": True,
+    }
+    process = command_line.start(run__steps=4000, **settings)
+    steps_after(command_line, 3)
+    world.hold()
+    killed = {min(waiting_workers(world))}
+    os.kill(*killed, signal.SIGKILL)
+    gone(killed, "a worker")
+    os.kill(command_line.children("trainer")[0], signal.SIGKILL)
+    until(
+        lambda: "trainer.1" in targets_file(command_line.folder).read_text(),
+        seconds=200,
+        what="another trainer",
+    )
+    world.release()
+    steps_after(command_line, command_line.steps() + 3)
+
+    world.hold()
+    workers = waiting_workers(world)
+    os.kill(command_line.children("generator")[0], signal.SIGKILL)
+    gone(workers, "the environments of a killed generator")
+    killed |= workers
+    assert waiting_workers(world).isdisjoint(killed), "those of another generator"
+    world.release()
+    steps_after(command_line, command_line.steps() + 2)
+
+    world.hold()
+    workers = waiting_workers(world)
+    process.kill()
+    said = " ".join(process.communicate(timeout=120)[0].split())
+    for fault in ("trainer was killed by SIGKILL", "generator-0 was killed by SIGKILL"):
+        assert fault in said
+    gone(workers, "the environments of a killed run")
+    killed |= workers
+    until(
+        lambda: not command_line.children("generator") + command_line.children("trainer"),
+        seconds=120,
+        what="the processes of a killed run to end",
+    )
+    world.release()
+    total = command_line.steps() + 3
+    done = command_line.run("--resume", run__steps=total, **settings)
+    assert done.returncode == 0, done.stdout
+
+    assert [step.step for step in command_line.metrics()] == list(range(total))
+    account = read_account(command_line.folder)
+    assert account.is_exact
+    assert account.trained == 4 * total
+    assert not account.failed
+    samples = list(read_trained_samples(command_line.folder / "samples"))
+    trained = Counter((one.step, one.group, one.sample) for one in samples)
+    assert trained == Counter(
+        (group // 4, group, sample) for group in range(4 * total) for sample in range(4)
+    )
+    every_answer_is_its_own(samples, command_line.model, world)
+    every_session_has_ended_once(world, killed)
+    assert not command_line.files_in_memory()
+
+
+def steps_after(command_line: CommandLine, steps: int) -> None:
+    (run,) = command_line.started
+    until(
+        lambda: command_line.steps() >= steps or run.poll() is not None,
+        seconds=400,
+        what=f"{steps} steps",
+    )
+    assert run.poll() is None, run.communicate(timeout=60)[0]
+
+
+def waiting_workers(world: World) -> set[int]:
+    """The processes in which environments wait for the release, once there are two of them."""
+    before = len(world.notes("held"))
+    until(
+        lambda: len({one["pid"] for one in world.notes("held")[before:]}) == 2,
+        seconds=200,
+        what="environments of both workers that wait",
+    )
+    return {one["pid"] for one in world.notes("held")[before:]}
+
+
+def gone(pids: set[int], what: str) -> None:
+    until(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids),
+        seconds=120,
+        what=f"{what} to end",
+    )
+
+
+def every_answer_is_its_own(samples: list[TrainedSample], model: Path, world: World) -> None:
+    """Each sample has the answers to its own turns, of an environment that no other sample had."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    stops = set(tokenizer.convert_tokens_to_ids([*STOPS, "<end>"]))
+    prompts = {one["seed"]: one["prompt"] for one in world.notes("opened")}
+    owners: dict[int, tuple[int, int]] = {}
+    for sample in samples:
+        tokens, turns, answers = sample.response_tokens or [], list[list[int]](), list[str]()
+        while tokens:
+            end = next((at + 1 for at, one in enumerate(tokens) if one in stops), len(tokens))
+            turns.append(tokens[:end])
+            answer, tokens = tokens[end : end + LENGTH], tokens[end + LENGTH :]
+            answers.append("".join(tokenizer.convert_ids_to_tokens(answer)))
+        assert sample.observed == sum(map(len, answers))
+        answers = [one for one in answers if one]
+        if not answers:
+            continue
+        asked = "".join(tokenizer.convert_ids_to_tokens(sample.prompt_tokens))
+        (seed,) = (
+            seed
+            for seed, prompt in prompts.items()
+            if prompt == asked
+            and [answer_to(asked, seed, turns[: n + 1]) for n in range(len(answers))] == answers
+        )
+        assert owners.setdefault(seed, (sample.group, sample.sample)) == (
+            sample.group,
+            sample.sample,
+        )
+    assert len(owners) > len(samples) / 2, "otherwise this shows little"
+
+
+def every_session_has_ended_once(world: World, killed: set[int]) -> None:
+    """One after another: opened, asked, answered, ..., closed, unless its process was killed."""
+    lives: dict[tuple[int, int], list[str]] = {}
+    for one in world.notes():
+        life = lives.setdefault((one["pid"], one["session"]), [])
+        if one["what"] == "opened":
+            life.clear()
+        if one["what"] != "held":
+            life.append(one["what"])
+        whole = ["opened", *(TURNS * ["asked", "answered"])]
+        last = len(life) - 1
+        assert life == [*whole[:last], "closed" if life[-1] == "closed" else whole[last]]
+    opened, closed = (
+        Counter(one["pid"] for one in world.notes(what)) for what in ("opened", "closed")
+    )
+    assert {pid for pid in opened if opened[pid] != closed[pid]} <= killed
+    assert len(set(opened) - killed) >= 2, "otherwise this shows little"
+    gone(set(opened), "a worker")

@@ -1,0 +1,72 @@
+"""The versions that `make` installs are those of what pyproject.toml and the Makefile ask for."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pinned(lock: str) -> dict[str, str]:
+    """Versions by name in a lock file of requirements/."""
+    text = (ROOT / f"requirements/{lock}.lock").read_text(encoding="utf-8")
+    return dict(re.findall(r"^([a-z0-9][a-z0-9.-]*)==(\S+)$", text, re.MULTILINE))
+
+
+def of_project(extra: str = "") -> list[Requirement]:
+    """What the project needs, or one of its extras with the extras in it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    wanted = [Requirement(line) for line in lines]
+    inner = [name for one in wanted if one.name == "asyncrl" for name in sorted(one.extras)]
+    own = [one for one in wanted if one.name != "asyncrl"]
+    return own + [one for name in inner for one in of_project(name)]
+
+
+def of_sglang() -> list[Requirement]:
+    """What SGLang's environment needs besides the packages without dependencies."""
+    lines = (ROOT / "requirements/sglang.in").read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if not line.startswith("#")]
+
+
+@pytest.mark.parametrize(
+    ("lock", "wanted"),
+    [
+        ("setup", of_project()),
+        ("setup", of_project("dev")),
+        ("setup", of_project("ray")),
+        ("setup", of_project("vllm-cpu")),
+        ("sglang", of_sglang()),
+    ],
+    ids=["core", "dev", "ray", "vllm", "sglang"],
+)
+def test_every_package_is_pinned_to_a_version_that_is_wanted(
+    lock: str, wanted: list[Requirement]
+) -> None:
+    """All but torch, whose build depends on the machine. `make locks` makes the files again."""
+    versions = pinned(lock)
+    assert len(wanted) > 0
+    wrong = [
+        f"{one} ({versions.get(canonicalize_name(one.name))})"
+        for one in wanted
+        if one.name != "torch"
+        and not one.specifier.contains(versions.get(canonicalize_name(one.name), "0"))
+    ]
+    assert not wrong
+
+
+def test_sglangs_environment_has_what_asyncrls_part_in_it_needs() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    ours = re.search(r"^SGLANG_OURS := (.+)$", makefile, re.MULTILINE)
+    assert ours is not None
+    assert set(ours.group(1).split()) <= {one.name for one in of_sglang()}
+
+
+def test_torch_is_installed_before_and_pinned_by_the_makefile_alone() -> None:
+    assert not {"torch", "torchvision"} & (pinned("setup").keys() | pinned("sglang").keys())

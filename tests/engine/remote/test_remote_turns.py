@@ -1,0 +1,60 @@
+"""Responses of two turns with a random tool on real engines, by chi-square with their enumeration.
+
+Each comparison fails a right engine with probability ALARM = 1e-5; there are two for each engine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from enumerated_policies import is_detected, p_value
+from served_engine import PROMPT, TOP_K, WAYS, Served, collect_all, reference
+from two_turns import Chances, World, enumerate_responses, texts_of
+
+from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from rollout.trajectory import Provenance
+
+ALARM = 1e-5
+SAMPLES = 500
+
+
+@pytest.fixture
+def served(served_in_small_kv: Served) -> Served:
+    return served_in_small_kv
+
+
+def chances(model: torch.nn.Module, how: dict[str, float]) -> Chances:
+    def of(texts: np.ndarray) -> np.ndarray:
+        prompts = np.broadcast_to(PROMPT, (len(texts), len(PROMPT)))
+        tokens = np.concatenate([prompts, texts], axis=1)
+        with torch.no_grad():
+            return reference(model, tokens, **how)[:, -1].exp().numpy()
+
+    return of
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_turns_follow_the_policy_that_judged_them_last(
+    served: Served, how: dict[str, float]
+) -> None:
+    """The policy changes in the middle of turns, to another one and back."""
+
+    def ask(requests: list[GenerateRequest]) -> list[list[TokenChunk]]:
+        return served.call(collect_all(served.engine, requests))
+
+    world = World(ask, SamplingParams(1, top_k_logprobs=TOP_K, **how), PROMPT)
+    served.install(served.old)
+    samples = world.draw(world.begin(SAMPLES), limit=3)
+    served.install(served.new)
+    samples = world.verify(samples, limit=5)
+    served.install(served.old)
+    samples = world.verify(samples)
+    wanted = enumerate_responses(chances(served.old, how))
+    p = p_value(texts_of(samples), wanted)
+    kept = sum(one.builder.count(Provenance.VERIFIED) for one in samples)
+    answers = sum(one.builder.count(Provenance.OBSERVED) for one in samples)
+    print(f"{how}: p = {p:.3g}, verified {kept}, observed {answers}")
+    assert p > ALARM
+    assert kept > SAMPLES / 5
+    assert is_detected(texts_of(samples), enumerate_responses(chances(served.new, how)))
