@@ -29,8 +29,13 @@ SETTING = re.compile(
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 OF_OTHERS = re.compile(r"`(ray|docker|pip) [^`]*`|^usage: python -m .*")
 """A command of another tool, or how a module is run: options that `asyncrl` does not have."""
-NOT_SETTINGS = {"run.yaml", "trainer.log", "model.save_pretrained"}
-"""Two files, and a method of transformers."""
+NOT_SETTINGS = {
+    "run.yaml",
+    "trainer.log",
+    "model.save_pretrained",
+    "model.resize_token_embeddings",
+}
+"""Two files, and two methods of transformers."""
 
 
 @functools.cache
@@ -71,6 +76,8 @@ def refused(section: str, rest: str, value: str | None) -> str | None:
     model: type[BaseModel] | None = RunConfig
     annotation: object = None
     for name in f"{section}{rest}".split("."):
+        if typing.get_origin(annotation) is dict:
+            return None  # its keys are the user's, as in environment.args
         field = None if model is None else model.model_fields.get(name)
         if field is None:
             return f"there is no setting {section}{rest}"
