@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 from local_environments import in_words
-from two_turns import LENGTH, answer_to, rewritten
+from two_turns import ANSWERS, FRAME, LENGTH, answer_to, rewritten
 
 from asyncrl.environments.protocol import StepResult
 
@@ -49,6 +50,32 @@ class Tool:
 
 class Recorded(Tool):
     replay = "recorded"
+
+
+class Slow(Recorded):
+    """One of its two answers takes `STEPS` steps of the engine, the other one none."""
+
+    STEPS: ClassVar[int] = 20
+    now: ClassVar[int] = 0
+    busy: ClassVar[int] = 0
+    """Those that take their time."""
+
+    @classmethod
+    def tick(cls) -> None:
+        """The engine has made a step."""
+        Slow.now += 1
+
+    async def step(self, action: Any) -> StepResult:  # type: ignore[override]
+        result = super().step(action)
+        if not result.done and result.observation == in_words([FRAME, ANSWERS[1]]):
+            due = Slow.now + self.STEPS
+            Slow.busy += 1
+            try:
+                while Slow.now < due:  # noqa: ASYNC110 - steps are made by this event loop
+                    await asyncio.sleep(0)
+            finally:
+                Slow.busy -= 1
+        return result
 
 
 class Rewriting(Recorded):

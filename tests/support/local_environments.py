@@ -58,8 +58,13 @@ class LocalLane:
             raise SessionLost("was replaced")
         lost = asyncio.create_task(self._lost.wait())
         answer = asyncio.create_task(self._open[call.session].answer(call))
-        await asyncio.wait({lost, answer}, return_when=asyncio.FIRST_COMPLETED)
-        lost.cancel()
+        try:
+            await asyncio.wait({lost, answer}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        finally:
+            lost.cancel()
         if not answer.done():
             answer.cancel()
             raise SessionLost("was ended by SIGKILL", suspects=self._suspects)

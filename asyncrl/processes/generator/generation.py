@@ -121,6 +121,23 @@ class SampleGeneration:
         """Whether it needs no slot now, because its environment has to answer first."""
         return self.answering is not None or self.opening
 
+    @property
+    def will_start_over(self) -> bool:
+        """Whether the verification that was requested drops all tokens, whatever they are.
+
+        So for environments that can never go back, and for nobody else: to ask one that goes back
+        again would prefer answers that come quickly (docs/decisions/0087).
+        """
+        pending, episode = self.pending_verification, self.episode
+        if pending is None or episode is None:
+            return False
+        return not episode.traits.goes_back and self._is_outdated(pending.min_version)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether its deadline passed between two attempts: it ends with the tokens it has."""
+        return self.expired and len(self.builder) > 0 and not self.awaits_verification
+
     def start_over(self) -> None:
         """Drop all tokens, to be generated anew with another session of the environment.
 

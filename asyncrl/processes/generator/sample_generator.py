@@ -124,8 +124,9 @@ class SampleGenerator:
             self._engine.interrupt(generation.request_id)
             if generation.trace is not None:
                 generation.trace.interrupt()
-        if generation.answering is not None and generation.expired:
-            generation.answering.cancel()
+        answering = generation.answering
+        if answering is not None and (generation.expired or generation.will_start_over):
+            answering.cancel()  # what it says is not used
 
     async def generate(self, generation: SampleGeneration) -> HeldSample:
         """Generate all tokens of a sample; its reward is computed after this returns.
@@ -157,6 +158,8 @@ class SampleGenerator:
             generation.begin_pending_verification()  # one may have been requested meanwhile
             if _must_open(generation):
                 continue  # it starts over
+            if generation.is_overdue:
+                return self._finish(generation, "deadline")
             reason = await self._attempt(generation)
             engine_aborts += reason == "abort" and not generation.interrupting
             if engine_aborts > _MAX_ENGINE_ABORTS:

@@ -28,6 +28,7 @@ from enumerated_tools import (
     Recorded,
     Restoring,
     Rewriting,
+    Slow,
     Tool,
     fails,
 )
@@ -38,6 +39,7 @@ from two_turns import (
     LENGTH,
     STOPS,
     Probabilities,
+    chance_of_first,
     enumerate_responses,
     enumerate_rewritten,
     rewritten,
@@ -116,12 +118,17 @@ def of_held(held: HeldSample, payload: PromptPayload, seed: int, version: int) -
     )
 
 
+def waits(generation: SampleGeneration) -> bool:
+    return generation.waits_for_environment
+
+
 async def all_that_follows(engine: CoreEngine, samples: dict[int, SampleGeneration]) -> None:
     """A step of the engine, what environments answer to it, and the next requests."""
     engine.step()
+    Slow.tick()
     for turn in range(10_000):
         await asyncio.sleep(0)
-        if turn > 12 and not any(one.waits_for_environment for one in samples.values()):
+        if turn > 12 and sum(map(waits, samples.values())) == Slow.busy:
             return
     raise AssertionError("environments did not answer")
 
@@ -253,6 +260,14 @@ def summary(text: tuple[int, ...]) -> tuple[int, ...]:
     return (ends[0], text[ends[0]], *text[ends[0] + 2 : ends[0] + 4])
 
 
+def answer_and_chance(text: tuple[int, ...]) -> tuple[int, ...]:
+    """The answer to the first turn, and how likely the first of the two was, in percent."""
+    ends = [place for place, token in enumerate(text) if token in STOPS]
+    if not ends or not answered_at(ends[0] + 1):
+        return ()
+    return (text[ends[0] + 2], round(100 * chance_of_first(text[: ends[0] + 1])))
+
+
 def summary_of_rewritten(text: tuple[int, ...]) -> tuple[int, ...]:
     """As `summary`: the second turn's prompt stands between."""
     ends = [place for place, token in enumerate(text) if token in STOPS]
@@ -281,7 +296,7 @@ def is_seen(
     return any(is_detected(*view) for view in views)
 
 
-@pytest.mark.parametrize("environment", [Recorded, Deterministic, Failing, Tool, Rewriting])
+@pytest.mark.parametrize("environment", [Slow, Deterministic, Failing, Tool, Rewriting])
 def test_turns_through_the_generator_follow_the_last_policy(
     tiny_qwen3: str, environment: type[Tool]
 ) -> None:
@@ -301,6 +316,17 @@ def test_turns_through_the_generator_follow_the_last_policy(
     assert (provenance == Provenance.OBSERVED).sum() > SAMPLES / 2
     contexts = sum(len(one.contexts) for one in trajectories)
     assert (contexts > SAMPLES / 2) == (environment is Rewriting)
+
+
+def test_asking_again_whoever_has_not_answered_yet_is_detected(
+    tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_due = property(lambda self: self.pending_verification is not None)
+    monkeypatch.setattr(SampleGeneration, "will_start_over", is_due)
+    models = policies(0.5)
+    found = generated(tiny_qwen3, Slow, [models[0], *models], count=SAMPLES // 2, steps=6)
+    answers = list(map(answer_and_chance, texts(found)))
+    assert is_detected(answers, summed(wanted(models[-1]), answer_and_chance))
 
 
 def test_an_answer_that_is_kept_for_another_turn_is_detected(

@@ -108,6 +108,65 @@ def test_who_cannot_go_back_starts_over_whatever_the_tokens_are(turns: int) -> N
     run(Plain, scenario)
 
 
+class Breaking(Plain):
+    async def step(self, action: Any) -> Any:
+        gate = self.gate
+        answer = await super().step(action)
+        if gate is not None:
+            raise ValueError("too late")
+        return answer
+
+
+def test_who_starts_over_does_not_wait_for_an_answer_first() -> None:
+    async def scenario(harness: GeneratorHarness, env: Any, pool: LocalPool) -> None:
+        env.gate = asyncio.Event()
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7, priority=1))
+        await until(lambda: harness.engine.requests)
+        harness.engine.feed("train-5.1", [3], 1, end="stop")
+        await until(lambda: _is_answering(harness) and env.log[-1] == "3")
+        await harness.send(verify())
+        await until(lambda: len(harness.engine.requests) == 2)
+        again = harness.engine.requests[-1]
+        assert (again.kept, again.prefix_tokens.tolist(), again.sampling.seed) == (None, [], 9)
+        assert env.log == ["reset ?", "3", "reset ?"]
+        assert harness.generator.environment.started_over == 1
+        env.gate.set()
+        env.gate = None
+        harness.engine.feed(again.request_id, [9], 2, end="stop")
+        await until(harness.finished)
+        assert await harness.delivered() == [1.0]
+
+    run(Breaking, scenario)
+
+
+@pytest.mark.parametrize("environment", [Counting, Recorded, Restoring])
+def test_who_goes_back_is_verified_after_the_answer(environment: type) -> None:
+    """Asked again, an environment whose quick answers are others would answer otherwise."""
+
+    async def scenario(harness: GeneratorHarness, env: Any, pool: LocalPool) -> None:
+        env.gate = asyncio.Event()
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7, priority=1))
+        await until(lambda: harness.engine.requests)
+        harness.engine.feed("train-5.1", [3], 1, end="stop")
+        await until(lambda: _is_answering(harness) and env.log[-1] == "3")
+        await harness.send(verify())
+        for _ in range(50):
+            await settle()
+        assert len(harness.engine.requests) == 1
+        env.gate.set()
+        await until(lambda: len(harness.engine.requests) == 2)
+        kept = harness.engine.requests[1].kept
+        assert kept is not None
+        assert kept.tokens[0] == 3
+        assert env.log == ["reset ?", "3"]
+
+    run(environment, scenario)
+
+
+def _is_answering(harness: GeneratorHarness) -> bool:
+    return any(one.answering is not None for one in harness.process.samples.in_generation)
+
+
 @pytest.mark.parametrize("on_error", ["zero", "stop"])
 def test_another_answer_to_the_same_actions_is_the_environments_failure(on_error: str) -> None:
     async def scenario(harness: GeneratorHarness, env: Any, pool: LocalPool) -> None:
