@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.interpreter import check_interpreter
-from asyncrl.environments.lane import Lane, SessionLost
+from asyncrl.environments.lane import Lane, ProcessEnd, SessionLost
 from asyncrl.environments.messages import (
     Answer,
     Call,
@@ -94,6 +94,11 @@ class Session:
     def lost(self) -> bool:
         """Whether its process is gone, or it has failed and cannot go back."""
         return self.number not in self.lane.sessions
+
+    @property
+    def process_end(self) -> ProcessEnd | None:
+        """How its process ended; None if it runs, or the session has failed by itself."""
+        return self.lane.end_of(self.number)
 
     async def step(self, action: Action, *, alone: bool = False) -> StepResult:
         """Give it a turn.
