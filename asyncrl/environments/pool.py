@@ -41,6 +41,7 @@ from asyncrl.environments.protocol import (
     Traits,
     checked_reset,
     checked_step,
+    checked_tools,
 )
 from asyncrl.environments.registry import check_name
 from asyncrl.errors import RewardError, RewardFailed
@@ -256,7 +257,8 @@ class EnvironmentPool:
             if not isinstance(answer, Opened):
                 raise TypeError(f"an opening was answered with {type(answer).__name__}")
             session.first = checked_reset(answer.first)
-            session.traits = Traits(answer.replay, answer.restores, answer.tools)
+            tools = checked_tools(answer.tools)
+            session.traits = Traits(answer.replay, answer.restores, tools)
             session.max_turn_tokens = answer.max_turn_tokens
         except BaseException as error:
             if session is None:
