@@ -237,10 +237,10 @@ class Episodes:
                 )
             episode.opened, episode.prompt = True, prompt
             episode.conversation, episode.traits = conversation, session.traits
-        elif episode.traits.replay == "deterministic" and not np.array_equal(
-            prompt, episode.prompt
-        ):
-            raise _not_deterministic(self._pool, session, "reset")
+        elif episode.traits.replay == "deterministic":
+            said, before = (conversation, session.traits), (episode.conversation, episode.traits)
+            if said != before and not np.array_equal(prompt, episode.prompt):
+                raise _not_deterministic(self._pool, session, "reset")
         return session
 
     def _turn(
