@@ -29,6 +29,8 @@ from asyncrl.environments.openai_messages import (
     read_call,
 )
 
+log = logging.getLogger(__name__)
+
 MAX_BODY_BYTES = 16 << 20
 """Longest request."""
 _BODY_SECONDS = 60.0
@@ -59,7 +61,11 @@ class Endpoint:
         return f"http://{self._address}/v1"
 
     async def start(self) -> None:
-        """Serve. Idempotent. Raises OSError."""
+        """Serve, again if the server has died. Idempotent. Raises OSError."""
+        if self._serving is not None and self._serving.done():
+            died, self._serving = self._serving, None
+            cause = None if died.cancelled() else died.exception()
+            log.error("the endpoint of agents has died and is started again", exc_info=cause)
         if self._serving is None:
             listening = socket.socket()
             listening.bind(("127.0.0.1", 0))
@@ -172,12 +178,20 @@ async def _serve(application: Endpoint, listening: socket.socket, ending: asynci
         )
     )
     serving = asyncio.create_task(server.serve([listening]))
+    ended = asyncio.create_task(ending.wait())
     try:
-        await ending.wait()
+        await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+            raise RuntimeError("the server has ended by itself")
         server.should_exit = True
         await serving
     finally:
+        ended.cancel()
         serving.cancel()
+        await asyncio.wait((serving,))
+        for one in getattr(server, "servers", ()):  # else the event loop keeps the socket's number
+            one.close()
         listening.close()
 
 
