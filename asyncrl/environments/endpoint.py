@@ -16,6 +16,7 @@ import logging
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -50,6 +51,8 @@ class Endpoint:
     def __init__(self, policy: PolicySettings) -> None:
         self.policy = policy
         """How the run draws tokens."""
+        self.ignored: Counter[str] = Counter()
+        """Requests with a value that is not used, by parameter."""
         self._sessions: dict[str, Answer] = {}
         self._serving: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
@@ -115,6 +118,7 @@ class Endpoint:
         elif path == "/v1/chat/completions" and method == "POST":
             again = dict(scope["headers"]).get(b"x-stainless-retry-count", b"0") != b"0"
             call = read_call(await _json_body(receive), self.policy, is_retry=again)
+            self._note_ignored(call)
             await self._complete(call, await _unless_gone(answer(call), receive), send)
         else:
             raise RefusedCallError(
@@ -134,6 +138,17 @@ class Endpoint:
                 status=401,
             )
         return found
+
+    def _note_ignored(self, call: ChatCall) -> None:
+        for name, value in call.ignored.items():
+            self.ignored[name] += 1
+            if self.ignored[name] == 1:
+                log.warning(
+                    "a request has %s=%r, which is not the run's: the run's value is used "
+                    "(environment.args.ignore); said once",
+                    name,
+                    value,
+                )
 
     async def _complete(self, call: ChatCall, turn: Turn | None, send: Any) -> None:
         if turn is None:  # the client has gone
