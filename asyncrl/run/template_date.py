@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import UTC, date, datetime
+from datetime import date
 from typing import Any
 
 from asyncrl.config import RunConfig, load_config
+from asyncrl.tasks.template_variables import today
 
 _KEY = "chat_template_date"
 
@@ -15,7 +16,7 @@ def with_date(config: RunConfig) -> RunConfig:
     """The configuration with today as the day of chat templates, if it names none."""
     if config.task.chat_template_date is not None:
         return config
-    return _on(config, datetime.now(UTC).astimezone().date())
+    return _on(config, today())
 
 
 def with_recorded_date(config: RunConfig) -> RunConfig:

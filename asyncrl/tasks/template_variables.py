@@ -8,7 +8,7 @@ midnight, and tokens that are rendered again are the same.
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime, time
+from datetime import UTC, date, datetime, time
 from typing import Any
 
 from asyncrl.errors import DataError
@@ -16,6 +16,11 @@ from asyncrl.tasks.config import TaskConfig
 
 NOW = "strftime_now"
 """What templates call for the date, with a format such as `%d %b %Y`."""
+
+
+def today() -> date:
+    """The day here."""
+    return datetime.now(UTC).astimezone().date()
 
 
 def template_text(tokenizer: Any) -> str:
@@ -43,6 +48,6 @@ def template_variables(tokenizer: Any, config: TaskConfig) -> dict[str, Any]:
                 f"task.chat_template_kwargs: {name} has no effect: the model's chat template {has}"
             )
     if NOW in text:
-        day = config.chat_template_date or datetime.now(UTC).astimezone().date()
+        day = config.chat_template_date or today()
         variables[NOW] = datetime.combine(day, time()).strftime
     return variables

@@ -30,7 +30,6 @@ from asyncrl.environments.protocol import BadAnswerError, StepResult
 from asyncrl.environments.translation import Translation, is_ids
 from asyncrl.processes.generator.branches import answered
 from asyncrl.processes.generator.episode import Episode, Turn, common
-from asyncrl.processes.generator.process_ends import MAX_UNEXPLAINED
 from rollout.trajectory import FinishReason, IntArray
 from wire.environments import EnvironmentCounts
 from wire.frames import decode_tokens
@@ -273,21 +272,11 @@ class Episodes:
         """A process has ended with the session. Raises EnvironmentFailed if that was too often."""
         own = f"environment {self._pool.config.name!r}"
         name = own if episode.session is None else episode.session.name
-        ends = episode.ends
-        ends.note(lost, len(episode.given))
+        episode.ends.note(lost, len(episode.given))
         episode.close()
-        text = f"{name}: its process {lost}"
-        if lost.suspects == 1 and lost.too_many:
-            raise EnvironmentFailed(text, "too_many_processes")
-        if ends.deaths >= self._pool.rewards.max_attempts:
-            raise EnvironmentFailed(text, "died")
-        if ends.unexplained > MAX_UNEXPLAINED:
-            raise EnvironmentFailed(
-                f"{text}. That was process number {ends.unexplained} which ended under this "
-                "sample with no sample known to be at fault: the environment ends its process "
-                "between calls, with a delay, or only under several samples at once",
-                "died",
-            )
+        if (fault := episode.ends.fault(lost, self._pool.rewards.max_attempts)) is not None:
+            reason, text = fault
+            raise EnvironmentFailed(f"{name}: its process {text}", reason)
 
     def _fail(self, episode: Episode, error: EnvironmentFailed, actions: list[IntArray]) -> None:
         """Count a failure; the sample's reward is 0. Raises it if that ends the run."""

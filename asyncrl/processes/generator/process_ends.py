@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from asyncrl.environments.lane import ProcessEnd, SessionLost
+from asyncrl.environments.protocol import FailureReason
 
 MAX_UNEXPLAINED = 50
 """Ends without a sample at fault before that counts as a failure."""
@@ -64,6 +65,20 @@ class ProcessEnds:
         if lost.suspects == 1:
             self.deaths += 1
             self.explain()
+
+    def fault(self, lost: SessionLost, max_attempts: int) -> tuple[FailureReason, str] | None:
+        """Why the sample has failed, now that this is noted, and a sentence; None: it has not."""
+        if lost.suspects == 1 and lost.too_many:
+            return "too_many_processes", str(lost)
+        if self.deaths >= max_attempts:
+            return "died", str(lost)
+        if self.unexplained > MAX_UNEXPLAINED:
+            return "died", (
+                f"{lost}. That was process number {self.unexplained} which ended under this sample "
+                "with no sample known to be at fault: the environment ends its process between "
+                "calls, with a delay, or only under several samples at once"
+            )
+        return None
 
     def explain(self) -> None:
         """This sample is at fault: what it was suspected of says nothing about others."""
