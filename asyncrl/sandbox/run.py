@@ -19,6 +19,7 @@ from typing import IO, Any, Literal, cast
 from asyncrl.rewards.process_tree import descendants
 from asyncrl.sandbox.errors import SandboxError
 from asyncrl.sandbox.limits import Limits
+from asyncrl.sandbox.memory import held
 from asyncrl.sandbox.seccomp import ARCHITECTURES, program
 
 Ending = Literal["exit", "signal", "wall_seconds", "cpu_seconds", "memory_bytes", "output_bytes"]
@@ -91,6 +92,7 @@ def run(
         SandboxError: this machine cannot contain it; it has not run.
     """
     limits = limits or Limits()
+    order = _order(command, contents or {}, limits, readable)
     order_read, order_write = os.pipe()
     answer_read, answer_write = os.pipe()
     try:
@@ -109,7 +111,6 @@ def run(
     finally:
         os.close(order_read)
         os.close(answer_write)
-    order = _order(command, contents or {}, limits, readable)
     with (
         child,
         os.fdopen(order_write, "wb", buffering=0) as orders,
@@ -226,7 +227,7 @@ class _Watch:
                     self.met = "wall_seconds"
                 elif now - looked >= _LOOK_SECONDS:
                     looked = now
-                    if _resident(self.child.pid) > self.limits.memory_bytes:
+                    if held(self.child.pid, self.limits.open_files) > self.limits.memory_bytes:
                         self.met = "memory_bytes"
         self.kill()
 
@@ -269,14 +270,3 @@ def _ending(code: int) -> Ending:
     if code == _SIGNALS + signal.SIGXCPU:
         return "cpu_seconds"
     return "signal" if code > _SIGNALS else "exit"
-
-
-def _resident(root: int) -> int:
-    """Bytes of memory that the processes below `root` hold, not counting what files back."""
-    total = 0
-    for pid in descendants(root):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                if line.startswith(("RssAnon:", "RssShmem:")):
-                    total += int(line.split()[1]) * 1024
-    return total
