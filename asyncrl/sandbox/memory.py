@@ -10,10 +10,8 @@ The filter of system calls refuses everything else that holds memory (`asyncrl.s
 from __future__ import annotations
 
 import contextlib
-import os
+from collections.abc import Sequence
 from pathlib import Path
-
-from asyncrl.rewards.process_tree import descendants
 
 _COUNTED = ("RssAnon:", "RssShmem:", "VmSwap:", "HugetlbPages:")
 _BUFFERS = {"pipe": 64 << 10, "socket": 320 << 10}
@@ -21,14 +19,13 @@ _BUFFERS = {"pipe": 64 << 10, "socket": 320 << 10}
 message may pass by half of that."""
 
 
-def held(root: int, open_files: int) -> int:
-    """Bytes that the program holds whose processes are below `root`.
+def held(below: Sequence[int], open_files: int) -> int:
+    """Bytes that a program holds.
 
     Args:
-        root: process id of the script between; its first descendant is not the program's own.
+        below: ids of its processes, after that of the first process of its namespace.
         open_files: most descriptors of a process, which are counted where they cannot be read.
     """
-    below = descendants(root)
     buffers: dict[str, int] = {}
     total = 0
     for pid in below:
@@ -71,7 +68,7 @@ def _buffers(folder: str) -> dict[str, int] | None:
 def _entries(folder: str) -> list[str] | None:
     """Names in a folder of /proc, none if the process has ended; None: it must not be read."""
     try:
-        return os.listdir(folder)
+        return [entry.name for entry in Path(folder).iterdir()]
     except PermissionError:
         return None
     except OSError:

@@ -20,6 +20,7 @@ from asyncrl.rewards.process_tree import descendants
 from asyncrl.sandbox.errors import SandboxError
 from asyncrl.sandbox.limits import Limits
 from asyncrl.sandbox.memory import held
+from asyncrl.sandbox.own_time import OwnTime, times_of
 from asyncrl.sandbox.seccomp import ARCHITECTURES, program
 
 Ending = Literal["exit", "signal", "wall_seconds", "cpu_seconds", "memory_bytes", "output_bytes"]
@@ -45,7 +46,7 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _LOOK_SECONDS = 0.02
-"""Time between two looks at its memory."""
+"""Time between two looks at its processes."""
 _END_SECONDS = 10.0
 """Longest time for its end after the kill."""
 _CHUNK = 1 << 16
@@ -64,6 +65,9 @@ class Outcome:
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
     """Of all its processes."""
+    own_seconds: float = 0.0
+    """Of its time, what it did not wait for a core; see `asyncrl.sandbox.own_time`. The start of
+    the sandbox is not in it."""
 
     @property
     def text(self) -> str:
@@ -180,6 +184,7 @@ class _Watch:
     met: Ending | None = None
     parts: dict[int, list[bytes]] = field(default_factory=dict)
     size: int = 0
+    own: OwnTime = field(default_factory=OwnTime)
 
     def to_the_end(self) -> Outcome:
         """Feed, read and watch until every process has ended."""
@@ -197,6 +202,7 @@ class _Watch:
             b"".join(self.parts.get(2, [])),
             time.monotonic() - started,
             float(answer.get("cpu_seconds", 0.0)),
+            self.own.seconds,
         )
 
     def kill(self) -> None:
@@ -227,9 +233,14 @@ class _Watch:
                     self.met = "wall_seconds"
                 elif now - looked >= _LOOK_SECONDS:
                     looked = now
-                    if held(self.child.pid, self.limits.open_files) > self.limits.memory_bytes:
-                        self.met = "memory_bytes"
+                    self._look(now)
         self.kill()
+
+    def _look(self, now: float) -> None:
+        below = descendants(self.child.pid)
+        self.own.note(now, times_of(below[1:]))
+        if held(below, self.limits.open_files) > self.limits.memory_bytes:
+            self.met = "memory_bytes"
 
     def _register(self, selector: selectors.BaseSelector) -> None:
         streams = (self.child.stdin, self.child.stdout, self.child.stderr)

@@ -56,8 +56,8 @@ _OWN = {
     """,
     "aarch64": """
     inotify_init1 26  umount2 39  mount 40  pivot_root 41  chroot 51  vhangup 58  quotactl 60
-    vmsplice 75  acct 89  personality 92  unshare 97  kexec_load 104  init_module 105  delete_module 106
-    clock_settime 112  syslog 116  ptrace 117  reboot 142  sethostname 161
+    vmsplice 75  acct 89  personality 92  unshare 97  kexec_load 104  init_module 105
+    delete_module 106  clock_settime 112  syslog 116  ptrace 117  reboot 142  sethostname 161
     setdomainname 162  settimeofday 170  adjtimex 171  mq_open 180  msgget 186  semget 190
     shmget 194  shmctl 195  shmat 196  setsockopt 208  sendmsg 211
     add_key 217  request_key 218  keyctl 219  swapon 224
