@@ -20,7 +20,7 @@ import threading
 from typing import Any
 
 from asyncrl.environments.protocol import Action, StepResult
-from asyncrl.programs.asking import MOST_CALLS, Found, call, passes
+from asyncrl.programs.asking import MAX_CALLS, Found, call, passes
 from asyncrl.programs.response import program_of
 from asyncrl.programs.tests import Called, read_tests
 from asyncrl.sandbox.limits import MIB, Limits
@@ -104,8 +104,8 @@ def _failure_of(program: str, tests: str, seconds: int, memory_mib: int) -> str 
     """As `CodeRepair._failure`, of a program that runs once. Raises SandboxError, _SlowError."""
     wanted = [test for test in read_tests(tests, "tests") if isinstance(test, Called)]
     failure = None
-    for first in range(0, len(wanted), MOST_CALLS):
-        asked = wanted[first : first + MOST_CALLS]
+    for first in range(0, len(wanted), MAX_CALLS):
+        asked = wanted[first : first + MAX_CALLS]
         limits = Limits(
             wall_seconds=_CLOCK * seconds, cpu_seconds=seconds, memory_bytes=memory_mib * MIB
         )

@@ -13,7 +13,7 @@ from asyncrl.programs.tests import Asserted, Called, Printed, is_right
 from asyncrl.sandbox.limits import Limits
 from asyncrl.sandbox.run import Outcome, run
 
-MOST_CALLS = 32
+MAX_CALLS = 32
 """Of one start of the sandbox: what all of them write is kept in memory."""
 _SCRIPT = Path(__file__).with_name("calls.py")
 _BYTES = Limits().output_bytes
@@ -43,7 +43,7 @@ def call(
 
     Args:
         program: in Python.
-        tests: at most MOST_CALLS.
+        tests: at most MAX_CALLS.
         limits: of all together, but for the CPU time, which each has.
         call_seconds: longest time of one by the clock.
         until_failure: end with the first one that fails.

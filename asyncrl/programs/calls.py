@@ -23,7 +23,7 @@ import time
 import types
 from typing import Any, NoReturn
 
-MOST_BYTES = 256 * 1024
+MAX_BYTES = 256 * 1024
 """Of what one call's process writes."""
 _LOOK_SECONDS = 0.05
 _FOLDER = "/tmp"  # noqa: S108 - inside
@@ -64,7 +64,7 @@ def _read(reading: int, pid: int, deadline: float) -> str | None:
     ended = False
     while not ended:
         left = deadline - time.monotonic()
-        if left <= 0 or sum(map(len, parts)) > MOST_BYTES:
+        if left <= 0 or sum(map(len, parts)) > MAX_BYTES:
             return None
         # Something that it has started may hold the pipe open.
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -74,7 +74,7 @@ def _read(reading: int, pid: int, deadline: float) -> str | None:
                 ended = True
                 break
             parts.append(part)
-            if sum(map(len, parts)) > MOST_BYTES:
+            if sum(map(len, parts)) > MAX_BYTES:
                 return None
     return b"".join(parts).decode(errors="replace") or None
 

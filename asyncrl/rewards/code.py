@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.programs.asking import MOST_CALLS, call, passes, prints
+from asyncrl.programs.asking import MAX_CALLS, call, passes, prints
 from asyncrl.programs.response import program_of
 from asyncrl.programs.tests import Printed, Test, read_tests
 from asyncrl.rewards.values import NoRewardError
@@ -109,7 +109,7 @@ class _Judging:
             right, outcome = prints(self.program, tests[0], self._limits(_WALL))
             return [] if self._ended_by_the_clock(outcome) else [right]
         asked = []
-        for test in tests[:MOST_CALLS]:
+        for test in tests[:MAX_CALLS]:
             if isinstance(test, Printed):
                 break
             asked.append(test)

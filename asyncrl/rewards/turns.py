@@ -1,6 +1,6 @@
-"""Built-in rewards that block, beside async ones: they take turns in threads.
+"""Built-in rewards that block, next to async ones: they take turns in threads.
 
-The event loop goes on meanwhile. Import-light: a worker process loads this file.
+The event loop continues meanwhile. Import-light: a worker process loads this file.
 """
 
 from __future__ import annotations
