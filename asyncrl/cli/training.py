@@ -127,12 +127,13 @@ def run(
     console = TerminalConsole(markup=False)
     from asyncrl.run.directory import refuse_unfit
     from asyncrl.run.orders import with_orders
+    from asyncrl.run.template_date import with_recorded_date
 
     with contextlib.suppress(OSError):  # `execute` says what cannot be read
         refuse_unfit(config, resume=resume, clean=clean)
     if resume:
         say = partial(console.print, highlight=False, soft_wrap=True)
-        config = with_orders(config, overrides or [], say)
+        config = with_recorded_date(with_orders(config, overrides or [], say))
     from asyncrl.health import Health
     from asyncrl.run.execute import execute
     from asyncrl.run.prepare import prepare

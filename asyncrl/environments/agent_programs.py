@@ -24,6 +24,8 @@ from asyncrl.errors import RewardError
 _OUTPUT_BYTES = 1 << 20
 """A command may print so much, and this much of its errors is kept."""
 _SHOWN = 2000
+_DRAIN_SECONDS = 2.0
+"""For what is still in the pipes of a command that has exited, if something else holds them."""
 
 _KIND = user_functions.FunctionKind(
     noun="agent", signature="function(row, client)", arguments=({}, None), error=RewardError
@@ -100,22 +102,39 @@ def command_program(command: Sequence[str] = (), **unknown: Any) -> Program:
 
 async def _run_command(words: list[str], given: bytes, environment: dict[str, str]) -> Any:
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.subprocess_exec(
+        lambda: _Exiting(loop),
+        *words,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        env=environment,
+        start_new_session=True,
     )
+    process = asyncio.subprocess.Process(transport, protocol, loop)
     if process.stdin is None or process.stdout is None or process.stderr is None:
         raise RuntimeError("the command has no pipes")
-    try:
-        _, output, errors, _ = await asyncio.gather(
+    output, errors = bytearray(), bytearray()
+    reading = [
+        asyncio.create_task(work)
+        for work in (
             _feed(process.stdin, given),
-            _read(process.stdout),
-            _read(process.stderr),
-            process.wait(),
+            _read(process.stdout, output),
+            _read(process.stderr, errors),
         )
+    ]
+    try:
+        await asyncio.shield(protocol.exited)
+        _kill_group(process.pid)  # what it has left behind may hold its pipes open
+        await asyncio.wait(reading, timeout=_DRAIN_SECONDS)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        _kill_group(process.pid)
+        for task in reading:
+            task.cancel()
+        await asyncio.wait(reading)
+        transport.close()
+        await protocol.exited
     if process.returncode:
         text = errors.decode("utf-8", "replace").strip()[-_SHOWN:]
         raise RuntimeError(f"{words[0]} ended with exit code {process.returncode}: {text}")
@@ -130,6 +149,23 @@ async def _run_command(words: list[str], given: bytes, environment: dict[str, st
         ) from error
 
 
+class _Exiting(asyncio.subprocess.SubprocessStreamProtocol):
+    """Says when the process has exited; `Process.wait` also waits until its pipes are closed."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(limit=1 << 16, loop=loop)
+        self.exited: asyncio.Future[None] = loop.create_future()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set_result(None)
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 async def _feed(stream: asyncio.StreamWriter, given: bytes) -> None:
     with contextlib.suppress(ConnectionError):  # it does not read its input
         stream.write(given)
@@ -137,12 +173,11 @@ async def _feed(stream: asyncio.StreamWriter, given: bytes) -> None:
     stream.close()
 
 
-async def _read(stream: asyncio.StreamReader) -> bytes:
-    """The last bytes of a stream; all of it is read, so that its writer does not block."""
-    kept = b""
+async def _read(stream: asyncio.StreamReader, kept: bytearray) -> None:
+    """Keep the last bytes of a stream; all of it is read, so that its writer does not block."""
     while part := await stream.read(1 << 16):
-        kept = (kept + part)[-_OUTPUT_BYTES:]
-    return kept
+        kept += part
+        del kept[:-_OUTPUT_BYTES]
 
 
 def reward_of(result: Any) -> Any:

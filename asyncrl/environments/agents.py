@@ -37,12 +37,14 @@ from asyncrl.environments.agent_programs import (
 from asyncrl.environments.chat_messages import Message, RefusedCallError, new_messages
 from asyncrl.environments.endpoint import Endpoint
 from asyncrl.environments.openai_messages import (
+    IGNORABLE,
     POLICY,
     ChatCall,
     PolicySettings,
     Turn,
 )
 from asyncrl.environments.protocol import Action, StepResult
+from asyncrl.errors import RewardError
 
 COMMAND = "command"
 """`agent:command`: the arguments hold the command line."""
@@ -233,13 +235,25 @@ def adapter(rest: str, args: dict[str, Any]) -> Callable[[], AgentEnvironment]:
 
     Args:
         rest: `my.module:function`, `path/to/file.py:function`, or `command`.
-        args: of the function, by name; of a command: `command`, its words. And the policy's.
+        args: of the function, by name; of a command: `command`, its words. And the policy's, and
+            `ignore`, parameters of requests that need not equal the run's.
 
     Raises:
-        RewardError: there is no such function, or it does not take these arguments.
+        RewardError: there is no such function, it does not take these arguments, or a parameter
+            cannot be ignored.
     """
     args = dict(args)
-    policy = PolicySettings(**args.pop(POLICY, {}))
+    ignore = _ignored(args.pop("ignore", []))
+    policy = PolicySettings(**args.pop(POLICY, {}), ignore=ignore)
     program = command_program(**args) if rest == COMMAND else function_program(rest, args)
     endpoint = Endpoint(policy)
     return lambda: AgentEnvironment(program, endpoint)
+
+
+def _ignored(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list | tuple) or not set(map(str, names)) <= set(IGNORABLE):
+        raise RewardError(
+            f"environment.args.ignore must be a list of parameters of {', '.join(IGNORABLE)}, got "
+            f"{names!r}: what an answer has to fit cannot be ignored"
+        )
+    return tuple(names)

@@ -16,14 +16,14 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 import threading
 from typing import Any
 
 from asyncrl.environments.protocol import Action, StepResult
-from asyncrl.rewards.code import program_of
+from asyncrl.programs.asking import MAX_CALLS, Found, call, passes
+from asyncrl.programs.response import program_of
+from asyncrl.programs.tests import Called, read_tests
 from asyncrl.sandbox.limits import MIB, Limits
-from asyncrl.sandbox.run import Outcome, run
 
 _AT_ONCE = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 """Programs that run at once. More would only wait for each other, and meet the limit of time that
@@ -32,27 +32,6 @@ _CLOCK = 8.0
 """Time by the clock that a program has for each second of CPU time."""
 _CALL = {"call", "args", "returns"}
 _SHOWN = 200
-_JUDGE = """
-import contextlib, io, json, os, sys
-answers = os.fdopen(os.dup(1), "w")
-calls = json.load(sys.stdin)
-scope = {"__name__": "solution"}
-with contextlib.redirect_stdout(io.StringIO()):
-    try:
-        with open("solution.py") as source:
-            exec(compile(source.read(), "solution.py", "exec"), scope)
-        error = None
-    except BaseException as raised:
-        error = type(raised).__name__
-    for name, args in calls:
-        try:
-            found = {"error": error} if error else {"value": scope[name](*args)}
-            line = json.dumps(found)
-        except BaseException as raised:
-            line = json.dumps({"error": type(raised).__name__})
-        print(line, file=answers, flush=True)
-"""
-"""Runs the program once and makes all calls; each answer is a line."""
 
 
 class CodeRepair:
@@ -61,7 +40,7 @@ class CodeRepair:
     Args:
         attempts: most programs that the policy may try.
         cost: of each wrong one, taken from the reward of 1.
-        seconds: most CPU time of one program with all its tests.
+        seconds: most CPU time of one test.
         memory_mib: most memory of one.
     """
 
@@ -85,18 +64,19 @@ class CodeRepair:
             not isinstance(row.get("program"), str)
             or not isinstance(tests, list)
             or not tests
-            or any(set(test) != _CALL for test in tests)
+            or any(not isinstance(test, dict) or set(test) != _CALL for test in tests)
         ):
             raise ValueError(
                 "code_repair: a row needs `program`, a text, and `tests`, a list of "
                 '{"call": ..., "args": [...], "returns": ...}'
             )
+        read_tests(tests, "tests")  # refuses what no program can pass
         self._tests, self._wrong = tests, 0
         failure = self._failure(row["program"])
         return f"repair {row['program']}\n{failure or 'all tests pass'}"
 
     def step(self, action: Action) -> StepResult:
-        """Run a program: the turn's last block between ```, or all of it."""
+        """Run a program: the block that `program_of` finds in the turn, or all of it."""
         failure = self._failure(program_of(action.text))
         if failure is None:
             return StepResult("correct", done=True, reward=1.0 - self._cost * self._wrong)
@@ -105,66 +85,53 @@ class CodeRepair:
 
     def _failure(self, program: str) -> str | None:
         """The first test that fails, in words; None if none does."""
-        calls = json.dumps([[test["call"], test["args"]] for test in self._tests])
-        answers = _answers(program, calls, self._seconds, self._memory_mib)
-        for number, test in enumerate(self._tests):
-            shown = f"{test['call']}({', '.join(map(repr, test['args']))})"
-            if number >= len(answers):
-                return f"{shown} is error not {test['returns']!r}"
-            found = answers[number]
-            if "error" in found:
-                return f"{shown} is error not {test['returns']!r}"
-            value = found.get("value")
-            if value != test["returns"] or isinstance(value, bool) != isinstance(
-                test["returns"], bool
-            ):
-                return f"{shown} is {value!r:.{_SHOWN}} not {test['returns']!r}"
-        return None
+        try:
+            return _failure_of(program, json.dumps(self._tests), self._seconds, self._memory_mib)
+        except _SlowError as slow:
+            return slow.failure
 
 
 class _SlowError(Exception):
     """The program was ended by the clock. The machine may have been busy: it is not remembered."""
 
-    def __init__(self, answers: list[dict[str, Any]]) -> None:
+    def __init__(self, failure: str | None) -> None:
         super().__init__()
-        self.answers = answers
-
-
-def _answers(program: str, calls: str, seconds: int, memory_mib: int) -> list[dict[str, Any]]:
-    """What the calls return, up to where the program ended. Raises SandboxError."""
-    try:
-        return _remembered(program, calls, seconds, memory_mib)
-    except _SlowError as slow:
-        return slow.answers
+        self.failure = failure
 
 
 @functools.lru_cache(maxsize=4096)
-def _remembered(program: str, calls: str, seconds: int, memory_mib: int) -> list[dict[str, Any]]:
-    """As `_answers`, of a program that runs once. Raises _SlowError."""
-    limits = Limits(
-        wall_seconds=_CLOCK * seconds, cpu_seconds=seconds, memory_bytes=memory_mib * MIB
-    )
-    with _AT_ONCE:
-        outcome = run(
-            [sys.executable, "-I", "-c", _JUDGE],
-            stdin=calls.encode(),
-            contents={"solution.py": program},
-            limits=limits,
+def _failure_of(program: str, tests: str, seconds: int, memory_mib: int) -> str | None:
+    """As `CodeRepair._failure`, of a program that runs once. Raises SandboxError, _SlowError."""
+    wanted = [test for test in read_tests(tests, "tests") if isinstance(test, Called)]
+    failure = None
+    for first in range(0, len(wanted), MAX_CALLS):
+        asked = wanted[first : first + MAX_CALLS]
+        limits = Limits(
+            wall_seconds=_CLOCK * seconds, cpu_seconds=seconds, memory_bytes=memory_mib * MIB
         )
-    found = _read(outcome)
-    if outcome.ending == "wall_seconds":
-        raise _SlowError(found)
-    return found
+        with _AT_ONCE:
+            found, outcome = call(
+                program, asked, limits, call_seconds=_CLOCK * seconds, until_failure=True
+            )
+        failure = _first_failure(found, asked)
+        if outcome.ending == "wall_seconds":
+            raise _SlowError(failure)
+        if failure is not None:
+            break
+    return failure
 
 
-def _read(outcome: Outcome) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for line in outcome.text.splitlines():
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(answer, dict):
-            break
-        found.append(answer)
-    return found
+def _first_failure(found: list[Found], tests: list[Called]) -> str | None:
+    found = found + [Found()] * (len(tests) - len(found))
+    for one, test in zip(found, tests, strict=True):
+        if not passes(one, test):
+            got = "error" if one.failed else _shown(one.value)
+            return f"{test.shown} is {got} not {test.returns!r}"
+    return None
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.{_SHOWN}}"
+    except RecursionError:
+        return "..."

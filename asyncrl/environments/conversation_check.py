@@ -33,6 +33,10 @@ PROBE_QUESTION: Message = {"role": "user", "content": "question"}
 _MARK = "words-of-a-message"
 _CALL_ID = "abcdefghi"
 """Mistral's templates take ids of this length only."""
+_LATE = (
+    ". Conversations are compared at turns 1, 2, 4, 8, ..., so turns between two of these may have "
+    "had less behind them until now"
+)
 _PROBE_TURNS = ("answer", "<think>\nreasoning\n</think>\n\nanswer")
 
 
@@ -136,7 +140,7 @@ class ConversationCheck:
                 whole = end_of_turn(self._template, messages, new, tools)
             if whole != text:
                 self.needs_whole = True
-                self._say_whole()
+                self._say_whole(_LATE)
             self._compare(messages, new, turn, tools, whole)
         return whole
 
@@ -182,11 +186,11 @@ class ConversationCheck:
         whole = self._template.render([*messages, own, *new], tools)
         return whole, first_difference(self._template.render(messages, tools) + turn + text, whole)
 
-    def _say_whole(self) -> None:
+    def _say_whole(self, late: str = "") -> None:
         self.say(
             "whole",
             "what the chat template puts behind a turn depends on the turns before it: each turn "
-            "renders the whole conversation, so long ones cost more per turn",
+            f"renders the whole conversation, so long ones cost more per turn{late}",
         )
 
     def say(self, kind: str, finding: str) -> None:

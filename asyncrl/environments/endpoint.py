@@ -16,6 +16,7 @@ import logging
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,8 @@ from asyncrl.environments.openai_messages import (
     completion,
     read_call,
 )
+
+log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 """Longest request."""
@@ -48,6 +51,8 @@ class Endpoint:
     def __init__(self, policy: PolicySettings) -> None:
         self.policy = policy
         """How the run draws tokens."""
+        self.ignored: Counter[str] = Counter()
+        """Requests with a value that is not used, by parameter."""
         self._sessions: dict[str, Answer] = {}
         self._serving: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
@@ -59,7 +64,11 @@ class Endpoint:
         return f"http://{self._address}/v1"
 
     async def start(self) -> None:
-        """Serve. Idempotent. Raises OSError."""
+        """Serve, again if the server has died. Idempotent. Raises OSError."""
+        if self._serving is not None and self._serving.done():
+            died, self._serving = self._serving, None
+            cause = None if died.cancelled() else died.exception()
+            log.error("the endpoint of agents has died and is started again", exc_info=cause)
         if self._serving is None:
             listening = socket.socket()
             listening.bind(("127.0.0.1", 0))
@@ -109,6 +118,7 @@ class Endpoint:
         elif path == "/v1/chat/completions" and method == "POST":
             again = dict(scope["headers"]).get(b"x-stainless-retry-count", b"0") != b"0"
             call = read_call(await _json_body(receive), self.policy, is_retry=again)
+            self._note_ignored(call)
             await self._complete(call, await _unless_gone(answer(call), receive), send)
         else:
             raise RefusedCallError(
@@ -128,6 +138,17 @@ class Endpoint:
                 status=401,
             )
         return found
+
+    def _note_ignored(self, call: ChatCall) -> None:
+        for name, value in call.ignored.items():
+            self.ignored[name] += 1
+            if self.ignored[name] == 1:
+                log.warning(
+                    "a request has %s=%r, which is not the run's: the run's value is used "
+                    "(environment.args.ignore); said once",
+                    name,
+                    value,
+                )
 
     async def _complete(self, call: ChatCall, turn: Turn | None, send: Any) -> None:
         if turn is None:  # the client has gone
@@ -172,12 +193,20 @@ async def _serve(application: Endpoint, listening: socket.socket, ending: asynci
         )
     )
     serving = asyncio.create_task(server.serve([listening]))
+    ended = asyncio.create_task(ending.wait())
     try:
-        await ending.wait()
+        await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+            raise RuntimeError("the server has ended by itself")
         server.should_exit = True
         await serving
     finally:
+        ended.cancel()
         serving.cancel()
+        await asyncio.wait((serving,))
+        for one in getattr(server, "servers", ()):  # else the event loop keeps the socket's number
+            one.close()
         listening.close()
 
 

@@ -5,7 +5,7 @@ run         consumes: the worker's answers. produces: results, failures, lost se
 
 Calls run at once, so when a process dies or its loop is blocked nobody knows which of them is at
 fault unless it was the only one. All sessions of the process are lost. Those with a call in
-progress are suspects: they are made again, and their call is repeated alone.
+progress are suspects: they are made again, and run alone until that call is answered.
 """
 
 from __future__ import annotations
@@ -49,11 +49,23 @@ _RETRY_SECONDS = 1.0
 _CALL_NUMBERS = itertools.count()
 
 
+@dataclass(slots=True, eq=False)
+class ProcessEnd:
+    """The end of a process. All samples whose sessions it had share this object."""
+
+    how: str
+    explained: bool = False
+    """One sample is known to be at fault, so it says nothing about the others."""
+
+
 class SessionLost(Exception):  # noqa: N818 - says what happened
     """The process of a session has ended; it can be made again if it can be replayed."""
 
-    def __init__(self, how: str, *, suspects: int = 0, too_many: bool = False) -> None:
+    def __init__(
+        self, how: str, end: ProcessEnd, *, suspects: int = 0, too_many: bool = False
+    ) -> None:
         super().__init__(how)
+        self.end = end
         self.suspects = suspects
         """Calls that the process was serving, this session's among them; 0: it had none."""
         self.too_many = too_many
@@ -100,6 +112,12 @@ class Lane:
         """Set while the process runs."""
         self.error: RewardError | None = None
         """Why no process can be started."""
+        self._last_end = ProcessEnd("has not been started")
+        self._ends: dict[int, ProcessEnd] = {}
+
+    def end_of(self, session: int) -> ProcessEnd | None:
+        """How the process ended that had this session, which has not been closed since."""
+        return self._ends.get(session)
 
     @property
     def notes(self) -> list[str]:
@@ -138,10 +156,11 @@ class Lane:
         async with self._turnstile.enter(alone=alone):
             if isinstance(call, Open):
                 if not self.ready:
-                    raise SessionLost("is being replaced")
+                    raise SessionLost(self._last_end.how, self._last_end)
                 self.sessions.add(call.session)
             elif call.session not in self.sessions:
-                raise SessionLost("was replaced")
+                end = self._ends.get(call.session, self._last_end)
+                raise SessionLost(end.how, end)
             try:
                 frame = pack(call)
             except Exception as error:  # noqa: BLE001 - of what the policy has written
@@ -168,6 +187,7 @@ class Lane:
 
     def close_session(self, session: int) -> None:
         """End a session; the worker does so after the call that it is serving."""
+        self._ends.pop(session, None)
         if session in self.sessions:
             self.sessions.discard(session)
             self._process.send([pack(Close(session))])
@@ -182,7 +202,7 @@ class Lane:
             except WorkerLost as lost:
                 text = str(lost).partition("\n")[0]
                 log.warning("the process of an environment worker %s", text)
-                self._lose(str(lost), too_many=lost.too_many)
+                self._lose(ProcessEnd(str(lost)), too_many=lost.too_many)
             self.replaced += 1
             await self._process.kill()
             await self._restart()
@@ -197,7 +217,7 @@ class Lane:
             await self._process.finish(grace_seconds)
         else:
             await self._process.kill()
-        self._lose("was closed")
+        self._lose(ProcessEnd("was closed"))
 
     async def _serve(self) -> None:
         """Settle what the worker answers. Raises WorkerLost."""
@@ -219,7 +239,7 @@ class Lane:
                     self._give_up_overdue()
                 if self._hanging and (self._hanging > _MAX_HANGING or not self.sessions):
                     how = f"is replaced; threads in it that hang: {self._hanging}"
-                    raise self._given_up(how, suspects=0)  # their calls are over
+                    raise self._given_up(ProcessEnd(how), suspects=0)  # their calls are over
         finally:
             for task in tasks:
                 task.cancel()
@@ -253,28 +273,35 @@ class Lane:
         late = [one for one in self._pending.values() if one.is_overdue]
         if not late:
             return
+        end = ProcessEnd("is replaced, because a call blocks its event loop", len(late) == 1)
         if len(late) == 1:
             self._handle(Failed(late[0].call.call, "timeout", ""))
         for number, one in list(self._pending.items()):
             if not one.is_overdue:  # it only waited for the one that blocks
                 del self._pending[number]
-                _lost(one, SessionLost("was replaced while another call blocked it"))
-        raise self._given_up("is replaced, because a call blocks its event loop")
+                _lost(one, SessionLost("was replaced while another call blocked it", end))
+        raise self._given_up(end)
 
-    def _given_up(self, how: str, *, suspects: int | None = None) -> WorkerLost:
+    def _given_up(self, end: ProcessEnd, *, suspects: int | None = None) -> WorkerLost:
         """The error of a process that is to be killed; its sessions are lost from now on."""
-        self._lose(how, suspects=suspects)
-        return WorkerLost(how)
+        self._lose(end, suspects=suspects)
+        return WorkerLost(end.how)
 
-    def _lose(self, how: str, *, suspects: int | None = None, too_many: bool = False) -> None:
+    def _lose(
+        self, end: ProcessEnd, *, suspects: int | None = None, too_many: bool = False
+    ) -> None:
         """All sessions are lost with their process, by default by one of the calls in progress."""
+        if self.ready:  # else they were lost when it was given up
+            self._last_end = end
         self.ready = False
         self.became_ready.clear()
         pending, self._pending = list(self._pending.values()), {}
+        self._ends |= dict.fromkeys(self.sessions, end)
         self.sessions.clear()
         count = len(pending) if suspects is None else suspects
+        end.explained = end.explained or count == 1
         for one in pending:
-            _lost(one, SessionLost(how, suspects=count, too_many=too_many))
+            _lost(one, SessionLost(end.how, end, suspects=count, too_many=too_many))
 
     async def _restart(self) -> None:
         """Start a new process; `error` says why that fails meanwhile."""

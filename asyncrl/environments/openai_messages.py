@@ -26,6 +26,14 @@ _NO_EFFECT = {
 _ABOUT_TOOLS = {"tool_choice", "parallel_tool_calls"}
 """Nor do these where there are no tools."""
 _LIMITS = ("max_tokens", "max_completion_tokens")
+IGNORABLE = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "verbosity"),
+    *("chat_template_kwargs", "prediction", "modalities"),
+)
+"""What a run may have the endpoint ignore (`PolicySettings.ignore`): the run's own value is used.
+Not what an answer would have to fit: `n`, `stop`, limits, log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,8 @@ class PolicySettings:
     """Ids that end a turn."""
     max_tokens: int | None = None
     """Of a sample's response; None: not known."""
+    ignore: tuple[str, ...] = ()
+    """Parameters whose values are not used where they differ, of `IGNORABLE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,8 @@ class ChatCall:
     """The client says that it has asked before."""
     max_tokens: int | None = None
     """Longest turn: at so many tokens it is cut, with the finish reason `length`."""
+    ignored: dict[str, Any] = field(default_factory=dict)
+    """Values that differ from the run's and are not used, by parameter."""
 
 
 def read_call(body: Any, policy: PolicySettings, *, is_retry: bool = False) -> ChatCall:
@@ -68,15 +80,14 @@ def read_call(body: Any, policy: PolicySettings, *, is_retry: bool = False) -> C
         raise RefusedCallError("the body is not a JSON object")
     tools = _tools(body.get("tools"))
     ignored = _NO_EFFECT | {"messages", "tools"} | (set() if tools else _ABOUT_TOOLS)
-    for name, value in body.items():
-        if name not in ignored and value is not None:
-            _check_parameter(name, value, policy)
+    given = {name: value for name, value in body.items() if name not in ignored}
+    differing = _check_parameters(given, policy)
     most = _longest(policy)
     limits = [body[name] for name in _LIMITS if (body.get(name) or most) < most]
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
+    said = body.get("messages")
+    if not isinstance(said, list) or not said:
         raise RefusedCallError("messages must be a list with at least one", parameter="messages")
-    messages = [chat_message(one) for one in given]
+    messages = [chat_message(one) for one in said]
     if messages[-1]["role"] == "assistant":
         raise RefusedCallError(
             "the last message is the assistant's: continuing a text that the policy has not drawn "
@@ -92,7 +103,27 @@ def read_call(body: Any, policy: PolicySettings, *, is_retry: bool = False) -> C
         usage,
         is_retry,
         min(limits, default=None),
+        differing,
     )
+
+
+def _check_parameters(given: Mapping[str, Any], policy: PolicySettings) -> dict[str, Any]:
+    """The values that differ from the run's and are ignored. Raises RefusedCallError: others."""
+    differing = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        try:
+            _check_parameter(name, value, policy)
+        except RefusedCallError as error:
+            if name in policy.ignore:
+                differing[name] = value
+                continue
+            if name not in IGNORABLE:
+                raise
+            text = f"{error}, or have it ignored: environment.args: {{ignore: [{name}]}}"
+            raise RefusedCallError(text, parameter=name) from error
+    return differing
 
 
 def _check_parameter(name: str, value: Any, policy: PolicySettings) -> None:

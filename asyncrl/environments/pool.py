@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.interpreter import check_interpreter
-from asyncrl.environments.lane import Lane, SessionLost
+from asyncrl.environments.lane import Lane, ProcessEnd, SessionLost
 from asyncrl.environments.messages import (
     Answer,
     Call,
@@ -41,6 +41,7 @@ from asyncrl.environments.protocol import (
     Traits,
     checked_reset,
     checked_step,
+    checked_tools,
 )
 from asyncrl.environments.registry import check_name
 from asyncrl.errors import RewardError, RewardFailed
@@ -94,6 +95,11 @@ class Session:
     def lost(self) -> bool:
         """Whether its process is gone, or it has failed and cannot go back."""
         return self.number not in self.lane.sessions
+
+    @property
+    def process_end(self) -> ProcessEnd | None:
+        """How its process ended; None if it runs, or the session has failed by itself."""
+        return self.lane.end_of(self.number)
 
     async def step(self, action: Action, *, alone: bool = False) -> StepResult:
         """Give it a turn.
@@ -251,7 +257,8 @@ class EnvironmentPool:
             if not isinstance(answer, Opened):
                 raise TypeError(f"an opening was answered with {type(answer).__name__}")
             session.first = checked_reset(answer.first)
-            session.traits = Traits(answer.replay, answer.restores, answer.tools)
+            tools = checked_tools(answer.tools)
+            session.traits = Traits(answer.replay, answer.restores, tools)
             session.max_turn_tokens = answer.max_turn_tokens
         except BaseException as error:
             if session is None:

@@ -176,7 +176,7 @@ def traits_of(environment: Any) -> Traits:
         raise BadAnswerError(
             "wrong_type", "`snapshot` and `restore` belong together; it has only one of them"
         )
-    return Traits(replay, all(both), _tools(getattr(environment, "tools", None) or []))
+    return Traits(replay, all(both), checked_tools(getattr(environment, "tools", None) or []))
 
 
 def max_turn_tokens_of(environment: Any, traits: Traits) -> int | None:
@@ -221,7 +221,7 @@ def checked_step(result: Any) -> StepResult:
         )
     begins, tools = _bool("new_conversation", given.new_conversation), given.tools
     if tools is not None:
-        tools = _tools(tools)
+        tools = checked_tools(tools)
         if not begins:
             raise BadAnswerError(
                 "wrong_type", "a step's `tools` are those of a new conversation: set it as well"
@@ -293,9 +293,23 @@ def _reward(reward: Any) -> float:
     return value
 
 
-def _tools(tools: Any) -> list[dict[str, Any]]:
+def checked_tools(tools: Any) -> list[dict[str, Any]]:
+    """Schemas of tools, if chat templates and `tool_calls` can read them.
+
+    Each is `{"type": "function", "function": {"name": ...}}`, or what stands in `function` alone.
+    Raises BadAnswerError.
+    """
     if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
         raise BadAnswerError("wrong_type", f"`tools` must be a list of schemas, got {shown(tools)}")
+    for one in tools:
+        function = one.get("function", one)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise BadAnswerError(
+                "wrong_type",
+                'each of `tools` must be {"type": "function", "function": {"name": ..., '
+                f'"parameters": ...}}}}, with a text as name, got {shown(one)}',
+            )
     return [dict(one) for one in tools]
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from asyncrl.environments.chat_template import Message, Tools
+from asyncrl.environments.schema_check import misfit
 from asyncrl.environments.tool_formats import ToolFormat, WrittenCall, load_json, read_turn
 
 CallError = Literal["json", "unknown_tool", "arguments"]
@@ -27,6 +28,8 @@ CallError = Literal["json", "unknown_tool", "arguments"]
 _ID_LENGTH = 9
 """Mistral's templates take ids of this length only."""
 _MAX_MESSAGE = 500
+_COMPARED = 100
+"""Characters of names, and names, that an unknown tool's name is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,8 @@ def checked_call(call: WrittenCall, tools: Tools, call_id: str) -> ToolCall:
         schema = schemas.get(call.name, {}).get("parameters")
         arguments = {name: _value(name, text, schema) for name, text in arguments.items()}
     if call.name not in schemas:
-        near = difflib.get_close_matches(call.name, schemas, 1)
+        short = [name for name in schemas if len(name) <= _COMPARED][:_COMPARED]
+        near = difflib.get_close_matches(call.name[:_COMPARED], short, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         wrong = f"there is no tool {call.name[:80]!r}, there are: {', '.join(schemas)}{hint}"
         return ToolCall(call_id, call.name, arguments, wrong[:_MAX_MESSAGE], "unknown_tool")
@@ -150,21 +154,7 @@ def _misfit(arguments: dict[str, Any], schema: Any) -> str | None:
             return (
                 f"unknown argument {unknown[0]!r}; it takes {', '.join(map(str, known)) or 'none'}"
             )
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import SchemaError, best_match
-    from referencing import Registry
-    from referencing.exceptions import Unresolvable
-
-    try:
-        Draft202012Validator.check_schema(schema)
-        validator = Draft202012Validator(schema, registry=Registry())  # which fetches nothing
-        error = best_match(validator.iter_errors(arguments))
-    except (SchemaError, Unresolvable):
-        return None
-    if error is None:
-        return None
-    place = ".".join(map(str, error.absolute_path))
-    return f"{place}: {error.message}" if place else str(error.message)
+    return misfit(arguments, schema)
 
 
 def _id_of(call: WrittenCall, turn: int, index: int) -> str:

@@ -130,6 +130,8 @@ class Translation:
     def prompt(self, messages: Sequence[Message], tools: Tools) -> IntArray:
         """`[P]` the tokens before the first turn. Raises BadAnswerError."""
         self.check_prompt(messages)
+        if tools and self._max_prompt_tokens is not None:
+            _check_size("list of tools", tools, self._max_prompt_tokens, "engine.max_model_len")
         with _refusals_of_the_template():
             tokens = self._renderer.prompt(messages, tools or None)
         if not len(tokens):

@@ -27,6 +27,7 @@ from asyncrl.run.exporting import model_of
 from asyncrl.run.model_check import check_files
 from asyncrl.run.positions_check import check_positions
 from asyncrl.run.sample_requests import payload_of, sample_seed
+from asyncrl.run.template_date import with_date
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
@@ -93,6 +94,7 @@ def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Eval
         UserError: the model, the data or the rewards cannot be used.
         AsyncrlError: the engine failed.
     """
+    config = with_date(config)
     check_files(Path(model_path))
     check_positions(config, Path(model_path))
     task = load_task(

@@ -1,14 +1,16 @@
 """Async reward functions: the calls of one worker, run concurrently in one event loop.
 
 The pool limits how many calls a worker has at once (`rewards.concurrency`). A call that takes
-longer than the timeout is cancelled; the others continue. A function that blocks the loop, or that
-does not end when it is cancelled, is left to the pool, which kills the worker.
+longer than the timeout is cancelled; the others continue. Its time begins with its first function.
+Built-in functions that block take turns in threads; any other function that blocks the loop, or
+that does not end when it is cancelled, is left to the pool, which kills the worker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -17,6 +19,7 @@ from asyncrl.rewards import protocol
 from asyncrl.rewards.error_text import last_lines
 from asyncrl.rewards.scoring import LoadedTerm, score
 from asyncrl.rewards.services import calls
+from asyncrl.rewards.turns import Turns
 
 
 def serve_concurrently(
@@ -55,8 +58,9 @@ async def _serve(
     # A daemon: the process ends although it is still reading.
     threading.Thread(target=receive, name="asyncrl-reward-calls", daemon=True).start()
     running: set[asyncio.Task[None]] = set()
+    turns = Turns()
     while isinstance(message := await arrived.get(), protocol.Call):
-        task = asyncio.create_task(_answer(message, send, terms, timeout_seconds))
+        task = asyncio.create_task(_answer(message, send, terms, timeout_seconds, turns))
         running.add(task)
         task.add_done_callback(running.discard)
 
@@ -66,13 +70,21 @@ async def _answer(
     send: Callable[[protocol.FromWorker], None],
     terms: list[LoadedTerm],
     timeout_seconds: float,
+    turns: Turns,
 ) -> None:
     state = calls.begin(timeout_seconds)
-    limit = asyncio.timeout(timeout_seconds)
+    limit = asyncio.timeout(None)
     task = asyncio.current_task()
+
+    def began(message: protocol.Began) -> None:
+        if limit.when() is None:
+            limit.reschedule(asyncio.get_running_loop().time() + timeout_seconds)
+            state.cancelled_at = time.monotonic() + timeout_seconds
+        send(message)
+
     try:
         async with limit:
-            answer = await score(call, terms, send)
+            answer = await score(call, terms, began, turns)
     except TimeoutError:
         answer = protocol.Failed(call.call, state.term, "timeout", "")
     except asyncio.CancelledError:

@@ -71,7 +71,7 @@ async def judge(
         maximum: a higher score is a failure.
         max_tokens: most tokens of the judge's answer.
         temperature: of the judge.
-        body: further fields of the request.
+        body: further fields of the request; one that is null is left out, `max_tokens` too.
         api_key_env: environment variable with the key.
         api_key_file: file with it, mode 0600.
         concurrency: most requests of a worker process at once.
@@ -103,7 +103,8 @@ async def judge(
         (api_key_env, api_key_file),
         Limits(concurrency, attempts, attempt_seconds, breaker_failures, breaker_seconds),
     )
-    request = {"max_tokens": max_tokens, "temperature": temperature} | (body or {})
+    fields = {"max_tokens": max_tokens, "temperature": temperature} | (body or {})
+    request = {key: value for key, value in fields.items() if value is not None}
     answer = await client.post(request | {"model": model, "messages": messages})
     try:
         said = content_of(answer)
@@ -111,7 +112,8 @@ async def judge(
     except NoRewardError as error:
         if not _is_cut_off(answer):
             raise
-        cut = f"{error}; it was cut off at args.max_tokens ({request['max_tokens']})"
+        most = request.get("max_tokens") or request.get("max_completion_tokens")
+        cut = f"{error}; it was cut off at args.max_tokens ({most})"
         raise NoRewardError(error.reason, cut) from None
     if (minimum is not None and score < minimum) or (maximum is not None and score > maximum):
         raise NoRewardError(
@@ -185,7 +187,7 @@ def _score_in_json(said: str, field: str) -> float:
     fenced = _FENCE.match(said)
     try:
         found: Any = json.loads(fenced.group(1) if fenced else said)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise NoRewardError("no_score", f"the judge's answer is no JSON: {_cut(said)}") from None
     for key in field.split("."):
         found = found.get(key) if isinstance(found, dict) else None
@@ -193,7 +195,10 @@ def _score_in_json(said: str, field: str) -> float:
         return float(found)
     if isinstance(found, bool) or not isinstance(found, int | float):
         raise NoRewardError("no_score", f"the judge's answer has no number {field!r}: {_cut(said)}")
-    return float(found)
+    try:
+        return float(found)
+    except OverflowError:
+        raise NoRewardError("no_score", f"the judge's score is too large: {_cut(said)}") from None
 
 
 def check_args(args: dict[str, Any]) -> None:

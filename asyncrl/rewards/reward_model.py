@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import RewardError
+from asyncrl.rewards.services import calls
 from asyncrl.rewards.services.settings import Limits, check_numbers, check_url, read_secret
 from asyncrl.rewards.values import NoRewardError, as_number
 
@@ -140,6 +141,20 @@ def no_classifier(model: str) -> str | None:
             f"{model} is a {', '.join(map(str, architectures)) or 'model of no known kind'}, and a "
             "reward model is a sequence classifier (...ForSequenceClassification)"
         )
+    return None
+
+
+async def try_once(args: dict[str, Any], seconds: float) -> str | None:
+    """Ask for a trial score; why there is none, None if there is one."""
+    from asyncrl.rewards.services.client import close_clients
+
+    calls.begin(seconds)
+    try:
+        await reward_model("What is 1+1?", "2", {}, **args)
+    except NoRewardError as error:
+        return str(error)
+    finally:
+        await close_clients()
     return None
 
 

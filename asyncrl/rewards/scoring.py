@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncrl.rewards.error_text import bounded, last_lines
@@ -26,6 +27,7 @@ from asyncrl.rewards.protocol import (
     Term,
 )
 from asyncrl.rewards.services import calls
+from asyncrl.rewards.turns import AT_ONCE, Turns
 from asyncrl.rewards.values import NoRewardError, as_float32, as_number, is_unavailable
 
 
@@ -40,12 +42,15 @@ class LoadedTerm:
     """See `argument_for`."""
     asynchronous: bool
     """Whether calling it gives an awaitable."""
+    takes_turns: str | None = None
+    """The name of a built-in function that blocks; see `asyncrl.rewards.turns`."""
 
     @classmethod
     def load(cls, term: Term) -> LoadedTerm:
         """Import the function. Raises RewardError, and what the user's module raises."""
         function = load_function(term.name, term.args)
-        return cls(function, term.weight, term.args, wants_row(function), is_async(function))
+        turns = term.name if term.name in AT_ONCE else None
+        return cls(function, term.weight, term.args, wants_row(function), is_async(function), turns)
 
 
 def is_async(function: Any) -> bool:
@@ -55,28 +60,38 @@ def is_async(function: Any) -> bool:
 
 
 async def score(
-    call: Call, terms: list[LoadedTerm], began: Callable[[Began], None]
+    call: Call,
+    terms: list[LoadedTerm],
+    began: Callable[[Began], None],
+    turns: Turns | None = None,
 ) -> Scored | Failed:
     """Call each function and add up the weighted values.
 
     Without async functions this never waits, so that `finish` can run it without an event loop.
+    With turns, those that take one are called first: nothing has begun while they wait for it.
 
     Args:
         call: the response to score.
         terms: the functions.
         began: is told of each term as it starts.
+        turns: of an event loop, for functions that would block it.
     """
-    values: list[float] = []
+    values = [0.0] * len(terms)
     started, index = time.perf_counter(), 0
+    order = range(len(terms))
+    first = sorted(order, key=lambda place: terms[place].takes_turns is None)
     try:
-        for index, term in enumerate(terms):
-            began(Began(call.call, index))
-            calls.begin_term(index)
+        for index in order if turns is None else first:
+            term = terms[index]
+            begin = partial(_begin, began, Began(call.call, index))
             example = argument_for(call.example, row_only=term.row_only)
-            result: Any = term.function(call.prompt, call.response, example, **term.args)
-            if term.asynchronous:
-                result = await result
-            values.append(as_number(result))
+            function = partial(term.function, call.prompt, call.response, example, **term.args)
+            if turns is not None and term.takes_turns is not None:
+                result = await turns.run(term.takes_turns, function, begin)
+            else:
+                begin()
+                result = await function() if term.asynchronous else function()
+            values[index] = as_number(result)
         index = WHOLE_SUM
         weighted = [term.weight * value for term, value in zip(terms, values, strict=True)]
         total = as_float32(sum(weighted), "the weighted sum of the rewards must be")
@@ -86,6 +101,11 @@ async def score(
         reason: FailureReason = "unavailable" if is_unavailable(sys.exception()) else "raised"
         return Failed(call.call, index, reason, last_lines())
     return Scored(call.call, total, tuple(values), time.perf_counter() - started)
+
+
+def _begin(began: Callable[[Began], None], message: Began) -> None:
+    began(message)
+    calls.begin_term(message.term)
 
 
 def finish(scoring: Any) -> Scored | Failed:

@@ -42,6 +42,7 @@ from asyncrl.run import failed_starts, folder_lock
 from asyncrl.run.command_lines import command_for
 from asyncrl.run.leftovers import clear_leftovers
 from asyncrl.run.resuming import find_resume_point
+from asyncrl.run.template_date import forget_unnamed
 from monitoring.jsonl import read_undamaged
 from trainer.checkpoint_files import ResumePoint
 from trainer.fence import fenced, raise_fence
@@ -385,6 +386,7 @@ def _refuse_unreadable_records(path: Path) -> None:
 def _refuse_if_different(path: Path, config: RunConfig) -> None:
     previous = load_config(path / "config.yaml").model_dump(mode="json")
     current = config.model_dump(mode="json")
+    forget_unnamed(previous, current)
     for keys in _UNCHANGEABLE:
         before, now = previous, current
         for key in keys:

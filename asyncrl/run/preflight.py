@@ -95,7 +95,7 @@ def check_rewards(config: RewardConfig) -> None:
     """Load every reward function and check its arguments.
 
     Functions of the user's own are loaded in a reward worker, never in this process. A judge is
-    asked a trial question.
+    asked a trial question, a reward server for a trial score.
 
     Raises:
         RewardError: there is no such function, it does not take the given arguments, or its module
@@ -118,6 +118,12 @@ def check_rewards(config: RewardConfig) -> None:
                 raise UserError(
                     f"reward {function.name!r}: nothing answers as it should at args.url, {url} "
                     f"({reason}); start it first: asyncrl reward-server --model ..."
+                )
+            reason = asyncio.run(reward_model.try_once(function.args, config.timeout_seconds))
+            if reason is not None:
+                raise UserError(
+                    f"reward {function.name!r}: a trial text has no score, so no response would "
+                    f"get a reward: {reason}"
                 )
     if any(function.name not in BUILTIN for function in config.functions):
         asyncio.run(_start_one_worker(config))

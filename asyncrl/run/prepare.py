@@ -28,10 +28,12 @@ from asyncrl.run.memory import (
 from asyncrl.run.model_check import check_files, check_vocabulary
 from asyncrl.run.positions_check import check_builtin_positions, check_positions
 from asyncrl.run.preflight import check_environment, check_machine, check_rewards
-from asyncrl.run.row_check import check_rows
+from asyncrl.run.row_check import check_rows, forgeable_tests
+from asyncrl.run.template_date import with_date
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task, held_out_sets
+from asyncrl.tasks.template_variables import names_the_date
 from trainer.memory import StepMemory
 
 
@@ -67,13 +69,15 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     check_positions(config, Path(model_path))
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     say(overview.model_line(config, model_path))
+    dated = with_date(config)
     task = load_task(
-        config.task,
+        dated.task,
         model_path,
         config.run.seed,
         config.evaluation.sets,
         whole_rows=config.environment.name is not None,
     )
+    config = dated if names_the_date(task.tokenizer) else config
     config = with_adapter(with_critic(config, model_path, task.tokenizer), Path(model_path))
     say(overview.data_line(config, task))
     for sentence in overview.shared_prompts(task):
@@ -81,6 +85,8 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     _check_prompts(config, task)
     check_vocabulary(Path(model_path), task)
     check_rows(config, task)
+    for sentence in forgeable_tests(config, task):
+        say(sentence)
     if config.sampling.stop:
         from asyncrl.tasks.token_bytes import token_bytes  # imports numba, which takes a second
 

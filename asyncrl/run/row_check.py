@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import DataError
-from asyncrl.rewards.code import TESTS, read_tests
+from asyncrl.programs.tests import Asserted, read_tests
+from asyncrl.rewards.code import TESTS
 from asyncrl.rewards.config import RewardFunctionConfig
 from asyncrl.tasks.prompts import Prompt, Task, held_out_sets
 
@@ -28,6 +30,27 @@ def check_rows(config: RunConfig, task: Task) -> None:
                     f"reward {function.name!r} cannot judge responses to prompt "
                     f"{prompt.prompt_id}: {why}"
                 )
+
+
+def forgeable_tests(config: RunConfig, task: Task) -> list[str]:
+    """Warnings about tests that a program can pass without being right, one for each reward."""
+    warnings = []
+    for function in config.rewards.functions:
+        if function.name != "code":
+            continue
+        asserts, tests, column = 0, 0, function.args.get("tests", TESTS)
+        for prompt in task.train:
+            with contextlib.suppress(ValueError):  # counted as failures of the reward
+                found = read_tests(prompt.example.get("row", {}).get(column), column)
+                tests += len(found)
+                asserts += sum(isinstance(test, Asserted) for test in found)
+        if asserts:
+            warnings.append(
+                f"WARNING: reward 'code': {asserts:,} of {tests:,} tests are an `assert` that is "
+                "judged next to the program, so a program can pass them without being right. Give "
+                "them as call, args and returns, or as input and output (docs/sandbox.md)"
+            )
+    return warnings
 
 
 def _why_not_judged(function: RewardFunctionConfig, prompt: Prompt) -> str | None:

@@ -40,7 +40,8 @@ _FIRST_UID = 0x70000000
 """Of users that nobody is: each program has its own, so that limits per user are its own."""
 _NOBODY = 65534
 _INNER_UID = 1000
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")
+"""Not /dev/zero: a shared mapping of it is memory that no limit counts."""
 _MACHINE = os.uname().machine
 
 _ANSWER = int(sys.argv[2])
@@ -236,6 +237,7 @@ def _limit(order: dict[str, Any]) -> None:
         resource.RLIMIT_NPROC: order["processes"] + 1,  # the first process
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
+        11: order["open_files"],  # RLIMIT_SIGPENDING
         12: 0,  # RLIMIT_MSGQUEUE
     }
     for kind, most in limits.items():

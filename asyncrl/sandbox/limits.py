@@ -15,7 +15,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu_seconds: int = 5
     """CPU time of each of its processes."""
     memory_bytes: int = 512 * MIB
-    """Address space of each process, and resident memory of all of them together."""
+    """Address space of each process, and all memory that they hold together, pipes included."""
     processes: int = 16
     """Processes and threads at once."""
     output_bytes: int = 256 * 1024

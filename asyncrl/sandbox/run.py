@@ -19,6 +19,8 @@ from typing import IO, Any, Literal, cast
 from asyncrl.rewards.process_tree import descendants
 from asyncrl.sandbox.errors import SandboxError
 from asyncrl.sandbox.limits import Limits
+from asyncrl.sandbox.memory import held
+from asyncrl.sandbox.own_time import OwnTime, times_of
 from asyncrl.sandbox.seccomp import ARCHITECTURES, program
 
 Ending = Literal["exit", "signal", "wall_seconds", "cpu_seconds", "memory_bytes", "output_bytes"]
@@ -44,7 +46,7 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _LOOK_SECONDS = 0.02
-"""Time between two looks at its memory."""
+"""Time between two looks at its processes."""
 _END_SECONDS = 10.0
 """Longest time for its end after the kill."""
 _CHUNK = 1 << 16
@@ -63,6 +65,9 @@ class Outcome:
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
     """Of all its processes."""
+    own_seconds: float = 0.0
+    """Of its time, what it did not wait for a core; see `asyncrl.sandbox.own_time`. The start of
+    the sandbox is not in it."""
 
     @property
     def text(self) -> str:
@@ -91,6 +96,7 @@ def run(
         SandboxError: this machine cannot contain it; it has not run.
     """
     limits = limits or Limits()
+    order = _order(command, contents or {}, limits, readable)
     order_read, order_write = os.pipe()
     answer_read, answer_write = os.pipe()
     try:
@@ -109,7 +115,6 @@ def run(
     finally:
         os.close(order_read)
         os.close(answer_write)
-    order = _order(command, contents or {}, limits, readable)
     with (
         child,
         os.fdopen(order_write, "wb", buffering=0) as orders,
@@ -179,6 +184,7 @@ class _Watch:
     met: Ending | None = None
     parts: dict[int, list[bytes]] = field(default_factory=dict)
     size: int = 0
+    own: OwnTime = field(default_factory=OwnTime)
 
     def to_the_end(self) -> Outcome:
         """Feed, read and watch until every process has ended."""
@@ -196,6 +202,7 @@ class _Watch:
             b"".join(self.parts.get(2, [])),
             time.monotonic() - started,
             float(answer.get("cpu_seconds", 0.0)),
+            self.own.seconds,
         )
 
     def kill(self) -> None:
@@ -226,9 +233,14 @@ class _Watch:
                     self.met = "wall_seconds"
                 elif now - looked >= _LOOK_SECONDS:
                     looked = now
-                    if _resident(self.child.pid) > self.limits.memory_bytes:
-                        self.met = "memory_bytes"
+                    self._look(now)
         self.kill()
+
+    def _look(self, now: float) -> None:
+        below = descendants(self.child.pid)
+        self.own.note(now, times_of(below[1:]))
+        if held(below, self.limits.open_files) > self.limits.memory_bytes:
+            self.met = "memory_bytes"
 
     def _register(self, selector: selectors.BaseSelector) -> None:
         streams = (self.child.stdin, self.child.stdout, self.child.stderr)
@@ -269,14 +281,3 @@ def _ending(code: int) -> Ending:
     if code == _SIGNALS + signal.SIGXCPU:
         return "cpu_seconds"
     return "signal" if code > _SIGNALS else "exit"
-
-
-def _resident(root: int) -> int:
-    """Bytes of memory that the processes below `root` hold, not counting what files back."""
-    total = 0
-    for pid in descendants(root):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                if line.startswith(("RssAnon:", "RssShmem:")):
-                    total += int(line.split()[1]) * 1024
-    return total

@@ -1,9 +1,14 @@
 """The filter of system calls, as a program for the kernel (seccomp(2), bpf(4)).
 
 Everything is allowed but what no program of a task needs and what has made holes before: other
-processes' memory, mounts and namespaces, keys, modules, the kernel's own programs, io_uring, memory
-that no limit counts (System V, memfd), and sockets other than AF_UNIX. The last one is more than
-the network namespace does: AF_VSOCK, which reaches the host of a virtual machine, has none.
+processes' memory, mounts and namespaces, keys, modules, the kernel's own programs, io_uring,
+sockets, and memory that no limit counts. Of sockets only AF_UNIX streams made as a pair are left.
+That is more than the network namespace does: AF_VSOCK, which reaches the host of a virtual machine,
+has none, and connections that nobody accepts keep what was sent.
+
+Memory that no limit counts: System V objects, memfd, shared mappings without a file, pages given to
+a pipe (vmsplice), events of inotify, larger buffers of pipes and sockets, descriptors that are sent
+away (`asyncrl.sandbox.memory` counts those that are open).
 
 Refused calls fail with EPERM, and sockets with EAFNOSUPPORT. clone3 fails with ENOSYS, because its
 flags lie in memory where a filter cannot look; C libraries then use clone, whose flags are checked.
@@ -16,7 +21,8 @@ import errno
 import struct
 
 AF_UNIX = 1
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS = 0x20, 0x15, 0x35, 0x45
+_AND, _RETURN = 0x54, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NEW_NAMESPACES = 0x7E020000
@@ -35,26 +41,30 @@ _SAME = """
 """Names and numbers; calls added since 2019 have one number on every architecture."""
 _OWN = {
     "x86_64": """
-    shmget 29  shmat 30  shmctl 31  semget 64  msgget 68  ptrace 101  syslog 103  uselib 134
+    shmget 29  shmat 30  shmctl 31  sendmsg 46  setsockopt 54  semget 64  msgget 68
+    ptrace 101  syslog 103  uselib 134
     personality 135  vhangup 153  modify_ldt 154  pivot_root 155  adjtimex 159  chroot 161
     acct 163  settimeofday 164  mount 165  umount2 166  swapon 167  swapoff 168  reboot 169
     sethostname 170  setdomainname 171  iopl 172  ioperm 173  init_module 175
     delete_module 176  quotactl 179  clock_settime 227  mbind 237  set_mempolicy 238
-    mq_open 240  kexec_load 246  add_key 248  request_key 249  keyctl 250  migrate_pages 256
-    unshare 272  move_pages 279  perf_event_open 298  fanotify_init 300
-    name_to_handle_at 303  open_by_handle_at 304  clock_adjtime 305  setns 308
+    mq_open 240  kexec_load 246  add_key 248  request_key 249  keyctl 250  inotify_init 253
+    migrate_pages 256  unshare 272  vmsplice 278  move_pages 279  inotify_init1 294
+    perf_event_open 298  fanotify_init 300
+    name_to_handle_at 303  open_by_handle_at 304  clock_adjtime 305  sendmmsg 307  setns 308
     process_vm_readv 310  process_vm_writev 311  kcmp 312  finit_module 313
     memfd_create 319  kexec_file_load 320  bpf 321  userfaultfd 323
     """,
     "aarch64": """
-    umount2 39  mount 40  pivot_root 41  chroot 51  vhangup 58  quotactl 60  acct 89
-    personality 92  unshare 97  kexec_load 104  init_module 105  delete_module 106
-    clock_settime 112  syslog 116  ptrace 117  reboot 142  sethostname 161
+    inotify_init1 26  umount2 39  mount 40  pivot_root 41  chroot 51  vhangup 58  quotactl 60
+    vmsplice 75  acct 89  personality 92  unshare 97  kexec_load 104  init_module 105
+    delete_module 106  clock_settime 112  syslog 116  ptrace 117  reboot 142  sethostname 161
     setdomainname 162  settimeofday 170  adjtimex 171  mq_open 180  msgget 186  semget 190
-    shmget 194  shmctl 195  shmat 196  add_key 217  request_key 218  keyctl 219  swapon 224
+    shmget 194  shmctl 195  shmat 196  setsockopt 208  sendmsg 211
+    add_key 217  request_key 218  keyctl 219  swapon 224
     swapoff 225  mbind 235  set_mempolicy 237  migrate_pages 238  move_pages 239
     perf_event_open 241  fanotify_init 262  name_to_handle_at 264  open_by_handle_at 265
-    clock_adjtime 266  setns 268  process_vm_readv 270  process_vm_writev 271  kcmp 272
+    clock_adjtime 266  setns 268  sendmmsg 269  process_vm_readv 270
+    process_vm_writev 271  kcmp 272
     finit_module 273  memfd_create 279  bpf 280  userfaultfd 282  kexec_file_load 294
     """,
 }
@@ -69,7 +79,31 @@ REFUSED = {machine: _numbers(_SAME + own) for machine, own in _OWN.items()}
 """Machine to name and number of the calls that fail."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _SOCKET = {"x86_64": 41, "aarch64": 198}
+_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+_MMAP = {"x86_64": 9, "aarch64": 222}
+_FCNTL = {"x86_64": 72, "aarch64": 25}
 _CLONE3 = 435
+_SHARED_ANONYMOUS = 0x21
+"""MAP_SHARED (or MAP_SHARED_VALIDATE) | MAP_ANONYMOUS."""
+_SET_PIPE_SIZE = 1031
+_TYPE, _STREAM = 0xF, 1
+"""Bits of socketpair's second argument that say the type, and the type."""
+
+_Line = tuple[int, int, int, int]
+
+
+def _fail(error: int) -> _Line:
+    return (_RETURN, 0, 0, _ERRNO | error)
+
+
+def _argument(place: int) -> _Line:
+    """Load the lower half of an argument."""
+    return (_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * place)
+
+
+def _of(number: int, *lines: _Line) -> list[_Line]:
+    """Lines for one system call, which is allowed unless they end it."""
+    return [(_JUMP_EQUAL, 0, len(lines) + 1, number), *lines, (_RETURN, 0, 0, _ALLOW)]
 
 
 def program(machine: str) -> bytes:
@@ -81,7 +115,7 @@ def program(machine: str) -> bytes:
     Raises:
         KeyError: of a machine that is not in ARCHITECTURES.
     """
-    lines = [
+    lines: list[_Line] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, ARCHITECTURES[machine]),
         (_RETURN, 0, 0, _KILL),
@@ -90,14 +124,29 @@ def program(machine: str) -> bytes:
     if machine == "x86_64":
         lines += [(_JUMP_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
     for number in sorted(REFUSED[machine].values()):
-        lines += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
+        lines += [(_JUMP_EQUAL, 0, 1, number), _fail(errno.EPERM)]
     lines += [
-        *((_JUMP_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)),
-        *((_JUMP_EQUAL, 0, 4, _CLONE[machine]), (_LOAD, 0, 0, _FIRST_ARGUMENT)),
-        *((_JUMP_BITS, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, _ERRNO | errno.EPERM)),
-        (_RETURN, 0, 0, _ALLOW),
-        *((_JUMP_EQUAL, 0, 3, _SOCKET[machine]), (_LOAD, 0, 0, _FIRST_ARGUMENT)),
-        *((_JUMP_EQUAL, 1, 0, AF_UNIX), (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT)),
+        *_of(_CLONE3, _fail(errno.ENOSYS)),
+        *_of(_SOCKET[machine], _fail(errno.EAFNOSUPPORT)),
+        *_of(
+            _CLONE[machine],
+            *(_argument(0), (_JUMP_BITS, 0, 1, _NEW_NAMESPACES), _fail(errno.EPERM)),
+        ),
+        *_of(
+            _SOCKETPAIR[machine],
+            *(_argument(0), (_JUMP_EQUAL, 1, 0, AF_UNIX), _fail(errno.EAFNOSUPPORT)),
+            *(_argument(1), (_AND, 0, 0, _TYPE), (_JUMP_EQUAL, 1, 0, _STREAM)),
+            _fail(errno.EAFNOSUPPORT),
+        ),
+        *_of(
+            _MMAP[machine],
+            *(_argument(3), (_AND, 0, 0, _SHARED_ANONYMOUS)),
+            *((_JUMP_EQUAL, 0, 1, _SHARED_ANONYMOUS), _fail(errno.EPERM)),
+        ),
+        *_of(
+            _FCNTL[machine],
+            *(_argument(1), (_JUMP_EQUAL, 0, 1, _SET_PIPE_SIZE), _fail(errno.EPERM)),
+        ),
         (_RETURN, 0, 0, _ALLOW),
     ]
     return b"".join(struct.pack("HBBI", *line) for line in lines)

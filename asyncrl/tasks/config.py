@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import json
+from datetime import date
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -13,6 +15,25 @@ MAX_DIGITS = 6
 """Most digits of a summand of the built-in task."""
 
 _DATASET_ONLY = ("path", "subset", "evaluation_path", "id_field", "map")
+
+_OF_THE_RUN = {
+    "messages": "the prompts and the environment make them",
+    "conversation": "the prompts and the environment make it",
+    "tools": "they are the environment's (environment.name)",
+    "strftime_now": "set task.chat_template_date",
+    "raise_exception": "templates refuse messages with it",
+    **dict.fromkeys(
+        ("add_generation_prompt", "continue_final_message"), "a prompt ends where a turn begins"
+    ),
+    **dict.fromkeys(
+        (
+            *("chat_template", "tokenize", "padding", "truncation", "max_length"),
+            *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        ),
+        "it is no variable of a template",
+    ),
+}
+"""Arguments of `apply_chat_template`, and why they cannot be variables."""
 
 
 class ModelConfig(BaseModel):
@@ -75,6 +96,13 @@ class TaskConfig(BaseModel):
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Whether prompts go through the tokenizer's chat template. `auto`: if it has one. `always`: a
     tokenizer without one is an error. `never`."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as `{enable_thinking: false}`. They hold for training
+    and held-out prompts and for the turns of environments. One that the template does not use is an
+    error."""
+    chat_template_date: date | None = None
+    """The day that chat templates which name today's date are given (`strftime_now`). null: the day
+    on which the run began, also when it is resumed."""
     system_prompt: str | None = None
     """Put before every prompt: as a system message, or as plain text without a chat template."""
     max_prompt_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
@@ -82,6 +110,29 @@ class TaskConfig(BaseModel):
     too_long: Literal["refuse", "filter"] = "refuse"
     """What happens to longer prompts. `refuse`: the run does not start. `filter`: they are left out
     and counted."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _variables_are_the_users(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name in given:
+            if not name.isidentifier():
+                raise ValueError(f"{name!r} is no name of a variable")
+            if name in _OF_THE_RUN:
+                raise ValueError(f"{name} is not yours to set: {_OF_THE_RUN[name]}")
+        try:
+            json.dumps(given, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"values must be those of JSON: {error}") from error
+        return given
+
+    @model_validator(mode="after")
+    def _the_template_is_used(self) -> Self:
+        if self.chat_template == "never" and self.chat_template_kwargs:
+            raise ValueError(
+                "chat_template_kwargs has no effect with chat_template: never; leave one of them "
+                "out"
+            )
+        return self
 
     @field_validator("digits")
     @classmethod

@@ -12,6 +12,7 @@ import numpy as np
 from asyncrl.errors import DataError
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.prompts import Prompt
+from asyncrl.tasks.template_variables import template_variables
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class PromptEncoder:
     """Turns questions into prompts: system prompt, chat template, tokens, length limit."""
 
     def __init__(self, tokenizer: Any, config: TaskConfig) -> None:
-        """Raises DataError if `chat_template` is `always` and the tokenizer has none."""
+        """Raises DataError: there is no chat template, or not the variables, that are set."""
         self._tokenizer = tokenizer
         self._config = config
         has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -46,6 +47,8 @@ class PromptEncoder:
                 "use 'auto' or 'never', or add chat_template.jinja to the model directory"
             )
         self._template = has_template and config.chat_template != "never"
+        used = config.chat_template != "never"
+        self._variables = template_variables(tokenizer, config) if used else {}
 
     def encode(self, questions: Sequence[Question]) -> tuple[list[Prompt], int]:
         """Prompts in order, and the number of questions that were left out as too long.
@@ -95,7 +98,7 @@ class PromptEncoder:
 
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True, **self._variables
             )
         except TemplateError as error:
             raise DataError(

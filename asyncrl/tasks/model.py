@@ -147,6 +147,13 @@ def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None
     bar = None
     if progress is not None:
         bar = progress.add_task("Warm start of the built-in model (first use)", total=recipe.steps)
+        if progress.disable:  # no terminal
+            progress.console.print(
+                f"the built-in model is made first (once): {recipe.steps:,} supervised steps, half "
+                "a minute to a few minutes",
+                soft_wrap=True,
+                highlight=False,
+            )
     log.info("making the built-in model: %d supervised steps", recipe.steps)
 
     def advance(done: int, total: int) -> None:

@@ -20,6 +20,7 @@ RECORDS = {
     "asyncrl/run/machine_checks.py": "`asyncrl doctor` judges the clock itself",
     "asyncrl/run/orders.py": "when an order was given, for people",
     "asyncrl/run/progress.py": "when a step ended and the run began, for people",
+    "asyncrl/tasks/template_variables.py": "the day that chat templates get; a run records it",
     "monitoring/report/write.py": "when the report was written",
     "monitoring/timeline.py": "read once, so that spans of all processes share an origin",
 }

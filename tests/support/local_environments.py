@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from asyncrl.environments.config import EnvironmentConfig
-from asyncrl.environments.lane import Answer, Call, SessionLost
+from asyncrl.environments.lane import Answer, Call, ProcessEnd, SessionLost
 from asyncrl.environments.messages import Failed, Open, Setup
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.session_calls import Session
@@ -37,6 +37,8 @@ class LocalLane:
         self._open: dict[int, Session] = {}
         self._lost = asyncio.Event()
         self._suspects = 1
+        self._end = ProcessEnd("runs")
+        self._ends: dict[int, ProcessEnd] = {}
         self.closed: list[int] = []
         self.alone: list[bool] = []
         """Of each call, whether it was to run alone."""
@@ -55,7 +57,7 @@ class LocalLane:
         if isinstance(call, Open):
             self._open[call.session] = Session(self._environment, self._setup)
         if call.session not in self._open:
-            raise SessionLost("was replaced")
+            raise SessionLost("was replaced", self._end)
         lost = asyncio.create_task(self._lost.wait())
         answer = asyncio.create_task(self._open[call.session].answer(call))
         try:
@@ -67,7 +69,7 @@ class LocalLane:
             lost.cancel()
         if not answer.done():
             answer.cancel()
-            raise SessionLost("was ended by SIGKILL", suspects=self._suspects)
+            raise SessionLost("was ended by SIGKILL", self._end, suspects=self._suspects)
         failed = answer.result()
         if isinstance(failed, Failed) and not failed.continues:
             del self._open[call.session]
@@ -76,11 +78,17 @@ class LocalLane:
     def lose(self, suspects: int = 1) -> None:
         """The process ends with all sessions, while it serves so many calls."""
         self._suspects = suspects
+        self._end = ProcessEnd("was ended by SIGKILL", explained=suspects == 1)
+        self._ends |= dict.fromkeys(self._open, self._end)
         self._open.clear()
         self._lost.set()
         self._lost = asyncio.Event()
 
+    def end_of(self, session: int) -> ProcessEnd | None:
+        return self._ends.get(session)
+
     def close_session(self, session: int) -> None:
+        self._ends.pop(session, None)
         if self._open.pop(session, None) is not None:
             self.closed.append(session)
 

@@ -15,6 +15,7 @@ from asyncrl.environments.tool_calls import parse_turn
 from asyncrl.environments.tool_formats import format_of_template
 from asyncrl.environments.translation import Tools, Translation
 from asyncrl.processes.generator.episodes import Episodes
+from asyncrl.tasks.template_variables import template_variables
 from monitoring.metrics import GeneratorMetrics
 
 CLOSE_SECONDS = 6.0
@@ -74,6 +75,7 @@ def translation_of(
         tokenizer,
         stop_tokens=stop_tokens,
         chat_template=uses_template,
+        arguments=template_variables(tokenizer, config.task) if uses_template else None,
         history=config.environment.history,
     )
     form = config.environment.tool_format

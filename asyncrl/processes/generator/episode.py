@@ -10,6 +10,7 @@ import numpy as np
 
 from asyncrl.environments.pool import Session
 from asyncrl.environments.protocol import Traits
+from asyncrl.processes.generator.process_ends import ProcessEnds
 from rollout.trajectory import BoolArray, IntArray, TrajectoryBuilder
 
 
@@ -88,13 +89,8 @@ class Episode:
     not. No action: it could not be made."""
     unscored: bool = False
     """Whether the failure says nothing about the policy."""
-    deaths: int = 0
-    """Processes that ended while they served this sample and no other."""
-    losses: int = 0
+    ends: ProcessEnds = field(default_factory=ProcessEnds)
     """Processes that ended with the sample's session."""
-    alone: bool = False
-    """Its calls run alone in their process until the turn is answered that a process may have ended
-    with. So the sample at fault is found, and others are not taken for it."""
     _spoken: Spoken | None = None
 
     @property
@@ -183,7 +179,8 @@ class Episode:
         return len(self.turns) < len(actions_of(builder.tokens(), builder.observed())[1])
 
     def _forget_failure(self) -> None:
-        self.failed_after, self.unscored, self.deaths, self.losses = None, False, 0, 0
+        self.failed_after, self.unscored = None, False
+        self.ends.forget()
 
     def begin_again(self) -> None:
         """Forget everything that was said; another session follows."""

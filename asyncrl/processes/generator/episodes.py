@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_LOSSES = 50
-"""Processes that may end with a sample's session before that counts as its failure."""
-
 
 class StartOver(Exception):  # noqa: N818 - says what happens
     """The environment cannot go back, so the sample begins again."""
@@ -178,9 +175,11 @@ class Episodes:
         session = episode.session
         if session is not None and not session.lost:
             return session
+        if session is not None and (end := session.process_end) is not None:
+            self._note_loss(episode, SessionLost(end.how, end))  # between two calls
         episode.close()
         if episode.traits.replay is None:
-            if session is not None or episode.losses:  # or it failed after a turn that is gone
+            if session is not None or episode.ends.count:  # or it failed after a turn that is gone
                 self._counts += _lost(generation, self._counts.lost + 1)
             raise StartOver
         self._counts += EnvironmentCounts(replayed=1)
@@ -189,7 +188,7 @@ class Episodes:
     async def _go_back(self, episode: Episode, session: Session, turn: int) -> None:
         """Have the session be where it was before this turn. Raises StartOver, SessionLost."""
         if episode.traits.restores:
-            await session.restore(turn, alone=episode.alone)
+            await session.restore(turn, alone=episode.ends.alone)
             del episode.given[turn:]
             self._counts += EnvironmentCounts(restored=1)
         else:
@@ -199,9 +198,9 @@ class Episodes:
         tokens = episode.given[place]
         action = self._translation.action(tokens, episode.tools_before(place), place)
         action = replace(action, context_length=read)
-        result = await session.step(action, alone=episode.alone)
+        result = await session.step(action, alone=episode.ends.alone)
+        episode.ends.answered(place + 1)
         if place >= len(episode.turns):  # not one that is replayed
-            episode.alone = False  # the turn that its process may have ended with is answered
             wrong = sum(bool(call.get("error")) for call in action.tool_calls)
             self._counts += EnvironmentCounts(calls=len(action.tool_calls), wrong_calls=wrong)
         return result
@@ -214,10 +213,10 @@ class Episodes:
             episode.seed,
             example_id=generation.prompt.prompt_id,
             priority=lambda: generation.priority,
-            alone=episode.alone,
+            alone=episode.ends.alone,
         )
         episode.session = session
-        episode.alone = episode.alone and episode.opened
+        episode.ends.answered(0)
         conversation = self._translation.conversation(session.first, row)
         prompt = np.empty(0, np.int32)
         if session.first is not None or session.traits.tools:
@@ -237,10 +236,10 @@ class Episodes:
                 )
             episode.opened, episode.prompt = True, prompt
             episode.conversation, episode.traits = conversation, session.traits
-        elif episode.traits.replay == "deterministic" and not np.array_equal(
-            prompt, episode.prompt
-        ):
-            raise _not_deterministic(self._pool, session, "reset")
+        elif episode.traits.replay == "deterministic":
+            said, before = (conversation, session.traits), (episode.conversation, episode.traits)
+            if said != before and not np.array_equal(prompt, episode.prompt):
+                raise _not_deterministic(self._pool, session, "reset")
         return session
 
     def _turn(
@@ -270,22 +269,20 @@ class Episodes:
             raise _not_deterministic(self._pool, session, "step")
 
     def _note_loss(self, episode: Episode, lost: SessionLost) -> None:
-        """A process has ended with the session. Raises EnvironmentFailed if it is at fault."""
+        """A process has ended with the session. Raises EnvironmentFailed if that was too often."""
         own = f"environment {self._pool.config.name!r}"
         name = own if episode.session is None else episode.session.name
+        episode.ends.note(lost, len(episode.given))
         episode.close()
-        episode.losses += 1
-        episode.deaths += lost.suspects == 1
-        episode.alone = lost.suspects > 1
-        text = f"{name}: its process {lost}"
-        if lost.suspects == 1 and lost.too_many:
-            raise EnvironmentFailed(text, "too_many_processes")
-        if episode.deaths >= self._pool.rewards.max_attempts or episode.losses > _MAX_LOSSES:
-            raise EnvironmentFailed(text, "died")
+        if (fault := episode.ends.fault(lost, self._pool.rewards.max_attempts)) is not None:
+            reason, text = fault
+            raise EnvironmentFailed(f"{name}: its process {text}", reason)
 
     def _fail(self, episode: Episode, error: EnvironmentFailed, actions: list[IntArray]) -> None:
         """Count a failure; the sample's reward is 0. Raises it if that ends the run."""
         self._pool.count(error)
+        if error.reason == "timeout":
+            episode.ends.explain()  # it blocked its process
         episode.failed_after = list(actions)  # those of the sample may grow
         episode.unscored = error.unscored or not actions
         episode.finish()

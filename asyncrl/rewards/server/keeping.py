@@ -49,7 +49,7 @@ class _Server:
     listening: socket.socket
     process: subprocess.Popen[bytes]
     ready: int
-    """Descriptor on which the process says that it answers."""
+    """Descriptor on which the process says that it answers; -1: closed."""
     began: float
     """Monotonic seconds."""
     starts: int = 1
@@ -102,7 +102,7 @@ class RewardServers:
             except subprocess.TimeoutExpired:
                 server.process.kill()
                 await asyncio.to_thread(server.process.wait)
-            os.close(server.ready)
+            _close_ready(server)
             server.listening.close()
 
     def _add(self, index: int, settings: ClassifierSettings) -> None:
@@ -160,7 +160,10 @@ class RewardServers:
             for server in self._servers:
                 code = server.process.poll()
                 if code is not None:
-                    await self._start_again(server, code)
+                    try:
+                        await self._start_again(server, code)
+                    except OSError as error:  # no memory, processes or descriptors; tried again
+                        self.say(f"WARNING: a reward server could not be started: {error}")
 
     async def _start_again(self, server: _Server, code: int) -> None:
         if time.monotonic() - server.began > _LONG_SECONDS:
@@ -173,10 +176,16 @@ class RewardServers:
             f"for it, up to rewards.timeout_seconds each"
         )
         await asyncio.sleep(pause)
-        os.close(server.ready)
+        _close_ready(server)
         server.starts += 1
         server.began = time.monotonic()
         server.process, server.ready = self._spawn(server.index, server.settings, server.listening)
+
+
+def _close_ready(server: _Server) -> None:
+    if server.ready >= 0:
+        os.close(server.ready)
+        server.ready = -1
 
 
 def _settings(args: Mapping[str, Any]) -> ClassifierSettings:

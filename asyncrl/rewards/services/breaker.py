@@ -52,7 +52,10 @@ class Breaker:
         return 0.0 if self._open_until is None else max(0.0, self._open_until - self._clock())
 
     def admits(self) -> bool:
-        """Whether a call may be made now. If so, one of the three methods below must follow."""
+        """Whether a call may be made now. If so, one of the three methods below must follow.
+
+        The call is the probe if the breaker is open then.
+        """
         if self._open_until is None:
             return True
         if self._probing or self._clock() < self._open_until:
@@ -64,17 +67,17 @@ class Breaker:
         """The server has answered."""
         self._in_a_row, self._open_until, self._probing = 0, None, False
 
-    def failed(self) -> bool:
-        """A call failed; True if this opened the breaker, or kept it open after a probe."""
+    def failed(self, *, probe: bool = False) -> bool:
+        """A call failed; True if this opened the breaker, or kept it open after the probe."""
         self._in_a_row += 1
         if self._in_a_row < self._failures:
             return False
-        was_open, probed = self.is_open, self._probing
-        if was_open and not probed:  # a call from before it opened
+        if self.is_open and not probe:  # a call from before it opened
             return False
         self._open_until, self._probing = self._clock() + self._seconds, False
         return True
 
-    def abandoned(self) -> None:
+    def abandoned(self, *, probe: bool = False) -> None:
         """The call was given up and says nothing. If it was the probe, the next call is one."""
-        self._probing = False
+        if probe:
+            self._probing = False

@@ -83,16 +83,17 @@ class Client:
                 f"{self._target.what} was not asked: {self._target.limits.breaker_failures} calls "
                 f"in a row had failed; it is tried again in {self._breaker.seconds_left:.0f} s",
             )
+        probe = self._breaker.is_open
         try:
             answer = await self._until_deadline(msgspec.json.encode(body), retries)
         except NoRewardError as error:
             if error.reason in _OUTAGES:
-                opened = self._breaker.failed()
+                opened = self._breaker.failed(probe=probe)
             else:
                 self._breaker.succeeded()
             raise
         except BaseException:
-            self._breaker.abandoned()
+            self._breaker.abandoned(probe=probe)
             raise
         else:
             self._breaker.succeeded()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.environments import code_repair
 from asyncrl.environments.code_repair import CodeRepair
 from asyncrl.environments.protocol import Action, checked_step
+from asyncrl.programs import asking
 from asyncrl.sandbox.check import why_not
 from asyncrl.sandbox.run import Outcome
 
@@ -62,10 +63,26 @@ def all_pass(number: int) -> dict[str, Any]:
     return {"program": f"def f(a, b): return a+b+3 # {number}", "tests": TESTS}
 
 
+def answered(*values: int) -> Outcome:
+    """As the script in the sandbox says it."""
+    lines = [json.dumps(json.dumps({"value": value})) + "\n" for value in values]
+    return Outcome(stdout="".join(lines).encode())
+
+
+def test_nothing_that_a_program_writes_ends_the_step_and_little_of_it_is_kept() -> None:
+    written = ["[" * 100_000, '{"value": ' * 50_000, '{"value": %s}' % ("9" * 5000), "\xff"]
+    for text in written:
+        program = f"import os\nfor n in range(3, 64):\n  try: os.write(n, {text!r}.encode())"
+        failing = begun().step(act(f"{program}\n  except OSError: pass\ndef f(a, b): return 0"))
+        assert failing.observation == "f(2, 5) is error not 10"
+    long = begun().step(act("def f(a, b): return 'x' * 200_000"))
+    assert len(long.observation) < 300
+
+
 def test_a_program_that_the_clock_has_ended_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may have been busy."""
-    endings: list[Outcome] = [Outcome("wall_seconds"), Outcome(stdout=b'{"value": 10}\n' * 2)]
-    monkeypatch.setattr(code_repair, "run", lambda *_, **__: endings.pop(0))
+    endings: list[Outcome] = [Outcome("wall_seconds"), answered(10, 10)]
+    monkeypatch.setattr(asking, "run", lambda *_, **__: endings.pop(0))
     assert CodeRepair().reset(all_pass(-1), 0).endswith("f(2, 5) is error not 10")
     for _ in range(2):  # the second time it is remembered
         assert CodeRepair().reset(all_pass(-1), 0).endswith("f(7, 3) is 10 not 13")
@@ -83,9 +100,9 @@ def test_programs_take_turns_on_the_cores(monkeypatch: pytest.MonkeyPatch) -> No
         full.wait(60)  # so many do run at once
         with lock:
             running -= 1
-        return Outcome(stdout=b'{"value": 10}\n{"value": 13}\n')
+        return answered(10, 13)
 
-    monkeypatch.setattr(code_repair, "run", fake)
+    monkeypatch.setattr(asking, "run", fake)
     with ThreadPoolExecutor(3 * cores) as threads:
         shown = list(
             threads.map(lambda row: CodeRepair().reset(row, 0), map(all_pass, range(3 * cores)))

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from asyncrl.environments import endpoint as module
+from asyncrl.environments.agents import adapter
 from asyncrl.environments.endpoint import MAX_BODY_BYTES, Endpoint
 from asyncrl.environments.openai_messages import ChatCall, PolicySettings, Turn
+from asyncrl.errors import RewardError
 
 ASKED = json.dumps({"messages": [{"role": "user", "content": "?"}]}).encode()
 
@@ -21,7 +23,12 @@ async def answer(call: ChatCall) -> Turn:
 
 
 async def asked(
-    endpoint: Endpoint, key: str | None, parts: list[bytes], *, path: str = "/v1/chat/completions"
+    endpoint: Endpoint,
+    key: str | None,
+    parts: list[bytes],
+    *,
+    path: str = "/v1/chat/completions",
+    whole: bool = False,
 ) -> tuple[int, dict[str, Any], int]:
     """Status, body, and how many parts of the request were read; after the last one none comes."""
     sent, read = list[dict[str, Any]](), 0
@@ -33,7 +40,7 @@ async def asked(
         if read >= len(parts):
             await asyncio.Event().wait()
         read += 1
-        return {"type": "http.request", "body": parts[read - 1], "more_body": True}
+        return {"type": "http.request", "body": parts[read - 1], "more_body": not whole}
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
@@ -81,3 +88,31 @@ def test_it_listens_on_a_loopback_address() -> None:
             await endpoint.stop()
 
     asyncio.run(scenario())
+
+
+def test_parameters_may_be_ignored_and_that_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    body = {"messages": [{"role": "user", "content": "?"}], "temperature": 0.2, "seed": 3}
+
+    async def scenario() -> None:
+        endpoint = Endpoint(PolicySettings(ignore=("temperature", "seed")))
+        key = endpoint.open(answer)
+        for one in (body, {**body, "seed": None}, {**body, "temperature": 1.0}):
+            status, _, _ = await asked(endpoint, key, [json.dumps(one).encode()], whole=True)
+            assert status == 200
+        assert endpoint.ignored == {"temperature": 2, "seed": 2}
+        for other in ({"n": 2}, {"logprobs": True}, {"stop": ["x"]}):
+            status, _, _ = await asked(
+                endpoint, key, [json.dumps({**body, **other}).encode()], whole=True
+            )
+            assert status == 400
+        strict = Endpoint(PolicySettings())
+        key = strict.open(answer)
+        status, refusal, _ = await asked(strict, key, [json.dumps(body).encode()], whole=True)
+        assert "environment.args: {ignore: [temperature]}" in refusal["error"]["message"]
+
+    asyncio.run(scenario())
+    assert caplog.text.count("temperature=0.2") == 1
+    with pytest.raises(RewardError, match="cannot be ignored"):
+        adapter("command", {"command": ["true"], "ignore": ["n"]})
+    made = adapter("command", {"command": ["true"], "ignore": ["seed"]})()
+    assert made._endpoint.policy.ignore == ("seed",)

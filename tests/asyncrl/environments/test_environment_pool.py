@@ -8,7 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from local_environments import LocalPool
 
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.pool import EnvironmentFailed, EnvironmentPool, Session, SessionLost
@@ -322,5 +324,30 @@ def test_what_cannot_be_loaded_is_refused_at_the_start(tmp_path: Path) -> None:
         config = EnvironmentConfig(name=f"{tmp_path / 'broken.py'}:X")
         with pytest.raises(RewardError, match="at import"):
             await EnvironmentPool(config, RewardConfig()).start()
+
+    play(scenario())
+
+
+def test_what_a_worker_says_of_tools_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's code can write to its process's files; the chat template would fail here."""
+
+    class Quiet:
+        def reset(self, row: dict[str, Any], seed: int) -> str:
+            return "1"
+
+        def step(self, action: Action) -> None: ...
+
+    async def scenario() -> None:
+        pool = LocalPool(Quiet, {})
+        honest = pool.local.call
+
+        async def lying(call: Any, seconds: float, *, alone: bool) -> Any:
+            opened = await honest(call, seconds, alone=alone)
+            return msgspec.structs.replace(opened, tools=[{"function": None}])
+
+        monkeypatch.setattr(pool.local, "call", lying)
+        error = await failure_of(opened(pool))
+        assert error.reason == "wrong_type"
+        assert "each of `tools` must be" in str(error)
 
     play(scenario())

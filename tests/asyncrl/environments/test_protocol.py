@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,10 @@ async def _never_awaited() -> None: ...
         (("x", False, 0.0, {}, 1), "wrong_type", "`new_conversation` must be True or False"),
         (("x", False, 0.0, {}, False, []), "wrong_type", "are those of a new conversation"),
         (("x", False, 0.0, {}, True, ["add"]), "wrong_type", "`tools` must be a list of schemas"),
+        *(
+            (("x", False, 0.0, {}, True, [tool]), "wrong_type", "each of `tools` must be")
+            for tool in ({}, {"function": "add"}, {"function": None}, {"function": {"name": 3}})
+        ),
     ],
 )
 def test_other_results_are_refused_with_what_would_be_right(
@@ -96,6 +101,8 @@ def test_what_an_environment_can_do_is_read_from_it() -> None:
     assert traits_of(Guessing()) == Traits("deterministic")
     assert traits_of(Calculator()).tools[0]["function"]["name"] == "calculator"
     assert not traits_of(object()).goes_back
+    with pytest.raises(BadAnswerError, match="each of `tools` must be"):
+        traits_of(SimpleNamespace(tools=[{"type": "function", "function": "add"}]))
 
     class Half:
         def snapshot(self) -> int:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 from reward_pools import running
 
 from asyncrl.errors import RewardFailed, RewardTimeout
+from asyncrl.rewards.protocol import Began, Call, Scored
+from asyncrl.rewards.scoring import LoadedTerm, score
+from asyncrl.rewards.turns import AT_ONCE, Turns
 
 SOURCE = """
 import asyncio, os, time
@@ -100,5 +104,39 @@ def test_a_call_that_blocks_or_kills_the_worker_costs_the_others_nothing(source:
                     kind.__name__
                 ]
                 assert isinstance(results[1], kind)
+
+    asyncio.run(check())
+
+
+def test_built_in_rewards_that_block_take_turns_beside_the_event_loop() -> None:
+    """One that waits for its turn has not begun; the others go on."""
+    go, began = threading.Event(), list[Began]()
+    cores = AT_ONCE["code"]
+
+    async def quick(*_: object) -> float:
+        while len(began) < 2 * cores:  # noqa: ASYNC110 - told by threads and tasks
+            await asyncio.sleep(0.001)
+        assert len(began) == 2 * cores
+        go.set()
+        return 2.0
+
+    async def last(*_: object) -> float:
+        return 3.0
+
+    programs = LoadedTerm(lambda *_: float(go.wait(60)), 1.0, {}, False, False, "code")
+    after = LoadedTerm(last, 1.0, {}, False, True)
+
+    async def check() -> None:
+        turns = Turns()
+        calls = [Call(number, "", "", {}) for number in range(3 * cores)]
+        terms = [[after, programs]] * (2 * cores) + [
+            [LoadedTerm(quick, 1.0, {}, False, True)]
+        ] * cores
+        scores = [score(*both, began.append, turns) for both in zip(calls, terms, strict=True)]
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(*scores)
+        for answer in answers[: 2 * cores]:
+            assert isinstance(answer, Scored)
+            assert answer.terms == (3.0, 1.0)
 
     asyncio.run(check())

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards.code import code, program_of
+from asyncrl.rewards.code import code
 from asyncrl.rewards.config import RewardConfig, RewardFunctionConfig
 from asyncrl.rewards.loading import load_function
+from asyncrl.rewards.values import NoRewardError
 from asyncrl.sandbox import check
+from asyncrl.sandbox.run import Outcome, run
 
 contained = pytest.mark.skipif(check.why_not() is not None, reason=str(check.why_not()))
 SUM = [{"input": "3 4\n", "output": "7"}, {"input": "1 1", "output": "2\n"}]
@@ -19,6 +21,15 @@ CALLS = [
     {"call": "add", "args": [[1], [2]], "returns": [1, 2]},
     {"assert": "add(0, 0) == 0"},
 ]
+
+DATACLASS = """
+from __future__ import annotations
+from dataclasses import dataclass
+@dataclass
+class A:
+    x: int
+def f(x): return A(2).x
+"""
 
 
 def score(response: str, tests: Any, **args: Any) -> float:
@@ -58,9 +69,94 @@ def test_a_program_that_hangs_fails_its_tests_within_the_time() -> None:
     assert score("while True: pass", SUM[:1], test_seconds=1) == 0.0
 
 
-def test_the_last_block_is_the_program() -> None:
-    assert program_of("a\n```py\nx = 1\n```\nb\n```python\ny = 2\n") == "y = 2\n"
-    assert program_of("x = 1") == "x = 1"
+@contained
+def test_many_tests_share_a_sandbox_and_none_is_another_ones_business() -> None:
+    began: list[Outcome] = []
+
+    def counted(*command: Any, **options: Any) -> Outcome:
+        began.append(run(*command, **options))
+        return began[-1]
+
+    tests = [{"call": "add", "args": [n, 1], "returns": n + 1} for n in range(40)]
+    meddles = """
+import os, sys
+seen = []
+def add(a, b):
+    if a == 3: os.kill(os.getppid(), 9)
+    if a == 5: bytearray(1 << 40)
+    if a == 7: os.fork() or sys.exit(0)
+    if a == 9:
+        open("solution.py", "w").write("x")
+        os.mkdir("full")
+        open("full/x", "w").close()
+    seen.append(a)
+    for n in range(1, 64):
+        try: os.write(n, b'')
+        except OSError: pass
+    return a + b + len(seen) + len(os.listdir()) - 2
+"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("asyncrl.programs.asking.run", counted)
+        assert score("def add(a, b): return a + b", tests) == 1.0
+        assert len(began) == 2
+        assert score(meddles, tests) == 1 - 4 / 40
+        forged = "import os\nos.write(1, b'7\\n' * 9)\ndef add(a, b): return a + b"
+        assert score(forged, tests[:2]) == 1.0
+
+
+@contained
+def test_without_partial_credit_the_first_failure_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[float] = []
+    monkeypatch.setattr(
+        "asyncrl.programs.asking.run",
+        lambda *command, **options: began.append(1.0) or run(*command, **options),
+    )
+    assert score("print(7)", [SUM[1], *SUM * 20], partial=False) == 0.0
+    assert len(began) == 1
+
+
+@contained
+def test_a_busy_machine_is_no_wrong_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who took the time decides: the program, or the machine around it."""
+    for own, value in ((0.4, None), (1.6, 0.0)):
+        outcome = Outcome("wall_seconds", own_seconds=own)
+        monkeypatch.setattr("asyncrl.programs.asking.run", lambda *_, o=outcome, **__: o)
+        monkeypatch.setattr("asyncrl.rewards.code.time.monotonic", iter([0.0, 0, 0, 3, 3]).__next__)
+        if value is None:
+            with pytest.raises(NoRewardError, match="2 of 2 tests were not reached") as failure:
+                score("x", SUM, total_seconds=2.0)
+            assert failure.value.reason == "timeout"
+        else:
+            assert score("x", SUM, total_seconds=2.0) == value
+
+
+@contained
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(x): return {'b': 2, 'a': (1,)}", {"a": [1], "b": 2}),
+        ("def f(x): return 2", 2.0),
+        ("def f(x): return float('nan')", float("nan")),
+        ("from fractions import Fraction\ndef f(x): return Fraction(1, 2)", 0.5),
+        (DATACLASS, 2),
+    ],
+)
+def test_values_are_compared_not_their_texts(program: str, test: Any) -> None:
+    assert score(program, [{"call": "f", "args": [1], "returns": test}]) == 1.0
+
+
+@contained
+def test_methods_floats_and_asserts() -> None:
+    method = "class S:\n  def f(self, x): return x"
+    assert score(method, [{"call": "S().f", "args": [1], "returns": 1}]) == 1.0
+    sums = [{"call": "f", "args": [], "returns": 0.3}]
+    assert score("def f(): return 0.1 + 0.2", sums) == 0.0
+    assert score("def f(): return 0.1 + 0.2", sums, tolerance=1e-6) == 1.0
+    forged = "class A:\n  def __eq__(s, o): return True\ndef f(x): return A()"
+    for assertion in ("assert f((1, 2)) == 2", "2 == f([])"):
+        assert score(forged, [{"assert": assertion}]) == 0.0
+    taken = "def f(x): return 2 if isinstance(x, tuple) else 0"
+    assert score(taken, [{"assert": "assert f((1, 2)) == 2"}]) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -70,6 +166,12 @@ def test_the_last_block_is_the_program() -> None:
         ([], "no tests"),
         ("[1", "is no JSON"),
         ([{"input": "1"}], "test 0 of the column 'tests' must have the keys"),
+        ([{"assert": "f(1) == 2)"}], "test 0 .* can never be passed: .* is no Python"),
+        ([{"assert": 5}], "assert must be a text, not 5"),
+        ([{"input": None, "output": 1}], "input must be a text, not None"),
+        ([{"call": "f", "args": 7, "returns": 2}], "args must be a list, not 7"),
+        ([{"call": "1 +", "args": [], "returns": 2}], "is no Python"),
+        ([{"call": "f(2)", "args": [], "returns": 2}], "call must name a function"),
     ],
 )
 def test_a_row_without_usable_tests_is_refused(tests: Any, message: str) -> None:

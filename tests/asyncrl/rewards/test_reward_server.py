@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -23,11 +25,13 @@ from asyncrl.cli.entry import app as command_line
 from asyncrl.errors import RewardFailed, UserError
 from asyncrl.rewards.addresses import starts_servers
 from asyncrl.rewards.config import RewardConfig
+from asyncrl.rewards.server import keeping
 from asyncrl.rewards.server.address import listen, url_of
 from asyncrl.rewards.server.app import App
 from asyncrl.rewards.server.batching import Batcher, BatchSettings
 from asyncrl.rewards.server.classifier import Classifier, ClassifierSettings, TooLongError
 from asyncrl.rewards.server.keeping import RewardServers, served
+from asyncrl.run.preflight import check_rewards
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +185,60 @@ def test_what_the_server_refuses() -> None:
                 assert answer.status == 404
 
     asyncio.run(check())
+
+
+def test_a_missing_or_wrong_token_is_found_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        async with _app("t0ken") as url:
+
+            def checked(**args: str) -> None:
+                function = {"name": "reward_model", "args": {"url": url, **args}}
+                check_rewards(RewardConfig.model_validate({"functions": [function]}))
+
+            for given in ({}, {"token_env": "WRONG"}):
+                with pytest.raises(UserError, match=r"trial text has no score.* 401"):
+                    await asyncio.to_thread(checked, **given)
+            await asyncio.to_thread(checked, token_env="RIGHT")
+
+    monkeypatch.setenv("WRONG", "other")
+    monkeypatch.setenv("RIGHT", "t0ken")
+    asyncio.run(check())
+
+
+def test_a_server_that_cannot_be_started_again_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    for name in ("_CHECK_SECONDS", "_PAUSE_SECONDS"):
+        monkeypatch.setattr(keeping, name, 0.001)
+
+    async def check() -> None:
+        servers = RewardServers(tmp_path, lines.append)
+        again = asyncio.Event()
+        starts = 0
+
+        def spawn(*_: Any) -> tuple[subprocess.Popen[bytes], int]:
+            nonlocal starts
+            starts += 1
+            if starts == 2:
+                raise OSError("too many open files")
+            if starts == 3:
+                again.set()
+            code = "" if starts < 3 else "import time; time.sleep(600)"
+            reading, writing = os.pipe()
+            os.close(writing)
+            return subprocess.Popen([sys.executable, "-S", "-c", code]), reading
+
+        monkeypatch.setattr(RewardServers, "_spawn", lambda _, *args: spawn(*args))
+        servers._add(0, ClassifierSettings("words"))
+        watching = asyncio.create_task(servers._watch())
+        async with asyncio.timeout(60):
+            await again.wait()
+        watching.cancel()
+        await servers.close()
+
+    asyncio.run(check())
+    assert any("could not be started: too many open files" in line for line in lines)
 
 
 def test_a_full_queue_asks_to_come_back() -> None:

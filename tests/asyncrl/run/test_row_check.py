@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config import parse_config
 from asyncrl.errors import DataError
-from asyncrl.run.row_check import check_rows
+from asyncrl.run.row_check import check_rows, forgeable_tests
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 
 
@@ -34,6 +34,24 @@ def test_a_row_without_tests_is_refused_where_a_program_is_judged() -> None:
     tests = [{"assert": "f(1) == 1"}]
     checked({"name": "code"}, {"tests": tests})
     checked({"name": "code", "args": {"tests": "checks"}}, {"checks": tests})
-    for row, said in [({}, "no tests in the column 'tests'"), ({"tests": "[1"}, "is no JSON")]:
+    never = {"tests": [{"assert": "f(1) == 2)"}]}
+    for row, said in [
+        ({}, "no tests in the column 'tests'"),
+        ({"tests": "[1"}, "is no JSON"),
+        (never, "test 0 .* can never be passed"),
+    ]:
         with pytest.raises(DataError, match=f"'code' cannot judge .* add-7: .*{said}"):
             checked({"name": "code"}, row)
+
+
+def test_tests_that_a_program_can_forge_are_counted() -> None:
+    tests = [[{"assert": "f(1) == 1"}, {"assert": "abs(f(1)) > 0"}], [{"assert": "1"}], "[1"]
+    prompts = [
+        Prompt(str(n), np.array([1], np.int32), "", {"row": {"tests": one}})
+        for n, one in enumerate(tests)
+    ]
+    values = {"rewards": {"functions": [{"name": "exact_match"}, {"name": "code"}]}}
+    config = parse_config(values, source="the test")
+    (warning,) = forgeable_tests(config, LoadedTask(prompts, [], (), tokenizer=None))
+    assert "2 of 3 tests are an `assert`" in warning
+    assert forgeable_tests(config, LoadedTask(prompts[:0], [], (), tokenizer=None)) == []

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,28 @@ block = bytearray(50 << 20)
 block[::4096] = b"1" * len(block[::4096])
 time.sleep(600)
 """
+FILLS_WITHOUT_ITS_FIRST_THREAD = """
+import ctypes, os, threading, time
+def fill():
+    block = bytearray(50 << 20)
+    block[::4096] = b"1" * len(block[::4096])
+    time.sleep(600)
+for _ in range(2): os.fork()
+threading.Thread(target=fill).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+"""
+FILLS_SOCKETS = """
+import socket, time
+held = []
+for _ in range(450):
+    kept, gone = socket.socketpair()
+    gone.setblocking(False)
+    try:
+        while True: gone.send(b"x" * 65536)
+    except BlockingIOError: pass
+    held.append(kept)
+time.sleep(600)
+"""
 
 
 @pytest.mark.parametrize(
@@ -79,13 +102,14 @@ time.sleep(600)
             {"wall_seconds": 1.0},
             "wall_seconds",
         ),
-        (
-            FILLS,
-            {"memory_bytes": 128 * MIB},
-            "memory_bytes",
-        ),
+        (FILLS, {"memory_bytes": 128 * MIB}, "memory_bytes"),
+        (FILLS_WITHOUT_ITS_FIRST_THREAD, {"memory_bytes": 128 * MIB}, "memory_bytes"),
+        (FILLS_SOCKETS, {"memory_bytes": 128 * MIB, "open_files": 1024}, "memory_bytes"),
     ],
-    ids=["sleeps", "computes", "prints", "forks", "fills memory in children"],
+    ids=[
+        *("sleeps", "computes", "prints", "forks"),
+        *("fills memory in children", "in a thread that is left", "fills sockets"),
+    ],
 )
 def test_a_program_that_does_not_end_is_ended(
     code: str, limits: dict[str, float], ending: str
@@ -105,6 +129,49 @@ def test_processes_memory_disk_and_files_are_bounded() -> None:
         )
         assert 0 < int(written) <= most
     assert said("import resource as r; print(r.getrlimit(r.RLIMIT_NOFILE)[1])") == "64"
+
+
+MEMORY = """
+import ctypes, errno, fcntl, mmap, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+X86 = os.uname().machine == "x86_64"
+def what(name, call, *values):
+    try: result = call(*values)
+    except OSError as error: result = errno.errorcode[error.errno]
+    else: result = errno.errorcode[ctypes.get_errno()] if result == -1 else "done"
+    print(name, result)
+what("private", mmap.mmap, -1, 4096, 0x22)
+what("shared", mmap.mmap, -1, 4096, 0x21)
+what("validated", mmap.mmap, -1, 4096, 0x23)
+what("zero", os.open, "/dev/zero", os.O_RDWR)
+what("memfd", os.memfd_create, "x")
+what("shmget", libc.shmget, 0, 4096, 0o1600)
+what("msgget", libc.msgget, 0, 0o1600)
+what("mq", libc.syscall, 240 if X86 else 180, b"x", 0o102, 0o600, 0)
+what("inotify", libc.inotify_init1, 0)
+pipe = os.pipe()
+what("vmsplice", libc.vmsplice, pipe[1], None, 0, 0)
+what("pipe", fcntl.fcntl, pipe[1], 1031, 1 << 20)
+what("datagrams", socket.socketpair, socket.AF_UNIX, socket.SOCK_DGRAM)
+what("pair of another family", libc.socketpair, 30, 1, 0, (ctypes.c_int * 2)())
+what("listener", socket.socket, socket.AF_UNIX)
+kept, sent = socket.socketpair()
+what("buffer", kept.setsockopt, socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+what("descriptor", socket.send_fds, kept, [b"x"], [0])
+"""
+REFUSED_MEMORY = {
+    "private": "done",
+    **dict.fromkeys(("shared", "validated", "memfd", "shmget", "msgget", "mq"), "EPERM"),
+    "zero": "ENOENT",
+    **dict.fromkeys(("inotify", "vmsplice", "pipe", "buffer", "descriptor"), "EPERM"),
+    **dict.fromkeys(("datagrams", "pair of another family", "listener"), "EAFNOSUPPORT"),
+}
+
+
+def test_memory_that_no_limit_counts_is_refused() -> None:
+    """Shared pages outlive their mappings, and what lies in a socket or a pipe is nobody's."""
+    lines = said(MEMORY).splitlines()
+    assert dict(line.rsplit(" ", 1) for line in lines) == REFUSED_MEMORY
 
 
 TRY = """
@@ -176,20 +243,26 @@ def test_descriptors_and_what_is_left_running_do_not_survive(tmp_path: Path) -> 
 
 
 def test_it_dies_with_the_process_that_started_it() -> None:
-    code = """
+    seconds = f"1{os.getpid()}"  # no other run of the tests waits as long
+    code = f"""
 import sys
 from asyncrl.sandbox.limits import Limits
 from asyncrl.sandbox.run import run
 print("starts", flush=True)
-run([sys.executable, "-c", "import time; time.sleep(77777)"], limits=Limits(wall_seconds=600))
+run([sys.executable, "-c", "import time; time.sleep({seconds})"], limits=Limits(wall_seconds=600))
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         owner.stdout.readline()
-        while not _running("77777"):
-            time.sleep(0.01)
+        _wait_until(lambda: _running(seconds))
         owner.kill()
-    while _running("77777"):
+    _wait_until(lambda: not _running(seconds))
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -202,21 +275,36 @@ def _running(word: str) -> bool:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which only root may")
 def test_a_user_without_rights_is_contained_as_well() -> None:
-    code = (
+    assert _as_a_user("from asyncrl.sandbox import check\nprint(check.why_not())") == ["None"]
+    limits = "Limits(wall_seconds=60, memory_bytes=128 << 20, open_files=1024)"
+    ends = _as_a_user(
+        "import sys\nfrom asyncrl.sandbox.limits import Limits\n"
+        "from asyncrl.sandbox.run import run\n"
+        f"for code in {[FILLS, FILLS_WITHOUT_ITS_FIRST_THREAD, FILLS_SOCKETS]!r}:\n"
+        f"  print(run([sys.executable, '-I', '-S', '-c', code], limits={limits}).ending)\n"
+        f"print(run([sys.executable, '-I', '-S', '-c', {MEMORY!r}], limits={limits}).text)"
+    )
+    assert ends[:3] == ["memory_bytes"] * 3
+    assert dict(line.rsplit(" ", 1) for line in ends[3:] if line) == REFUSED_MEMORY
+
+
+def _as_a_user(code: str) -> list[str]:
+    """What this prints as a user without rights."""
+    drop = (
         "import os; os.setgroups([]); os.setresgid(12345, 12345, 12345)\n"
         "os.setresuid(12345, 12345, 12345)\n"
-        "from asyncrl.sandbox import check\nprint(check.why_not())"
     )
     packages = [one for one in sys.path if one.endswith("site-packages")]
     path = os.pathsep.join([str(Path(__file__).parents[3]), *packages])
     done = subprocess.run(
-        ["/usr/bin/python3", "-c", code],
+        ["/usr/bin/python3", "-c", drop + code],
         env={"PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout.strip() == "None", done
+    assert done.returncode == 0, done
+    return done.stdout.strip().splitlines()
 
 
 def test_where_the_kernel_refuses_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,14 @@ def test_created_once_with_progress_and_without_leftovers(tmp_path: Path) -> Non
     assert [entry.name for entry in tmp_path.iterdir()] == [place.name]
 
 
+def test_without_a_terminal_a_line_says_what_takes_so_long(tmp_path: Path) -> None:
+    progress = Progress(console=Console(file=io.StringIO()), disable=True)
+    for _ in range(2):  # the second time nothing is made
+        ensure_builtin_model(tmp_path, progress, TINY)
+    said = progress.console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.count("the built-in model is made first (once): ") == said.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_two_processes_at_once_agree(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:

@@ -1,0 +1,116 @@
+"""Calls of a program made in the sandbox, and what came of each. Import-light."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.programs.tests import Asserted, Called, Printed, is_right
+from asyncrl.sandbox.limits import Limits
+from asyncrl.sandbox.run import Outcome, run
+
+MAX_CALLS = 32
+"""Of one start of the sandbox: what all of them write is kept in memory."""
+_SCRIPT = Path(__file__).with_name("calls.py")
+_BYTES = Limits().output_bytes
+_ROOM = 4
+"""Bytes that a byte of a call's text takes in a JSON text, about; more ends the sandbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of one call."""
+
+    value: Any = None
+    """That it returned, as JSON has it."""
+    failed: bool = True
+    """It raised, took too long, returned what JSON has no form for, or was not made."""
+
+
+def call(
+    program: str,
+    tests: Sequence[Called | Asserted],
+    limits: Limits,
+    *,
+    call_seconds: float,
+    until_failure: bool = False,
+) -> tuple[list[Found], Outcome]:
+    """Make calls of a program, each in a process of its own.
+
+    Args:
+        program: in Python.
+        tests: at most MAX_CALLS.
+        limits: of all together, but for the CPU time, which each has.
+        call_seconds: longest time of one by the clock.
+        until_failure: end with the first one that fails.
+
+    Returns:
+        What came of the calls up to where it ended, and how it ended. What is missing without the
+        clock's doing is the fault of the call that would be next.
+
+    Raises:
+        SandboxError: this machine cannot contain a program.
+    """
+    order = {
+        "program": program.encode(errors="replace").decode(),
+        "seconds": call_seconds,
+        "until_failure": until_failure,
+        "calls": [
+            [test.function, test.arguments] if isinstance(test, Called) else [test.expression]
+            for test in tests
+        ],
+    }
+    outcome = run(
+        [sys.executable, "-I", "-c", _SCRIPT.read_text(encoding="utf-8")],
+        stdin=json.dumps(order).encode(),
+        limits=replaced(limits, output_bytes=_ROOM * _BYTES * len(tests)),
+    )
+    return [_found(line) for line in outcome.text.splitlines()[: len(tests)]], outcome
+
+
+def replaced(limits: Limits, **values: Any) -> Limits:
+    """The limits with some of them changed."""
+    return Limits(**({name: getattr(limits, name) for name in limits.__struct_fields__} | values))
+
+
+def _found(line: str) -> Found:
+    """What a line says. Its inner text is the program's own: anything may stand there."""
+    try:
+        said = json.loads(json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        return Found()
+    if not isinstance(said, dict) or "value" not in said:
+        return Found()
+    return Found(said["value"], failed=False)
+
+
+def passes(found: Found, test: Called | Asserted, tolerance: float = 0.0) -> bool:
+    """Whether what came of a call is right."""
+    if found.failed:
+        return False
+    if isinstance(test, Asserted):
+        return found.value is True
+    try:
+        return is_right(found.value, test, tolerance)
+    except RecursionError:
+        return False
+
+
+def prints(program: str, test: Printed, limits: Limits) -> tuple[bool, Outcome]:
+    """Whether a program prints what is right. Raises SandboxError."""
+    outcome = run(
+        [sys.executable, "-I", "solution.py"],
+        stdin=test.given.encode(errors="replace"),
+        contents={"solution.py": program},
+        limits=limits,
+    )
+    return outcome.exit_code == 0 and _lines(outcome.text) == _lines(test.output), outcome
+
+
+def _lines(text: str) -> list[str]:
+    """Lines without white space at their ends, and none that are empty at the text's ends."""
+    return [line.rstrip() for line in text.strip().splitlines()]
