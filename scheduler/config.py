@@ -66,10 +66,11 @@ class SchedulerConfig(BaseModel):
     room."""
 
     sample_deadline_seconds: float | None = Field(default=None, gt=0, le=WEEK_SECONDS)
-    """Time limit of a sample, in seconds from its start: a sample that takes longer ends with the
-    tokens that it has and finish reason `deadline`, which is counted and shown. Which samples are
-    cut depends on the load of the machine, so their ends do not follow the policy. It is a safety
-    net and not a length limit (use sampling.max_tokens for that). null: no deadline."""
+    """Time limit of a sample, in seconds from its first token, environments included: a sample that
+    takes longer ends with the tokens that it has and finish reason `deadline`, which is counted and
+    shown. Which samples are cut depends on the load of the machine, so their ends do not follow the
+    policy. It is a safety net and not a length limit (use sampling.max_tokens for that). null: no
+    deadline."""
 
     group_size: int = Field(default=8, ge=1, le=1 << 16)
     """Samples per group: how many answers are generated for one prompt at one visit."""

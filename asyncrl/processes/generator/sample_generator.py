@@ -162,11 +162,7 @@ class SampleGenerator:
                 return self._finish(generation, "deadline")
             reason = await self._attempt(generation)
             engine_aborts += reason == "abort" and not generation.interrupting
-            if engine_aborts > _MAX_ENGINE_ABORTS:
-                raise EngineError(
-                    f"sample {generation.sample}: the engine aborted its request {engine_aborts} "
-                    "times without being asked to"
-                )
+            _check_aborts(generation, engine_aborts)
             end = generation.end_attempt(reason)
             if end is not None and self._episodes is not None:
                 end = await self._answer(self._episodes, generation, end)
@@ -277,6 +273,15 @@ class SampleGenerator:
                 self._verified += generation.verification_counts()
         raise EngineError(
             f"request {request.request_id}: the engine's stream ended without a finish reason"
+        )
+
+
+def _check_aborts(generation: SampleGeneration, count: int) -> None:
+    """Raise EngineError if the engine ended a sample's requests too often by itself."""
+    if count > _MAX_ENGINE_ABORTS:
+        raise EngineError(
+            f"sample {generation.sample}: the engine aborted its request {count} times without "
+            "being asked to"
         )
 
 
