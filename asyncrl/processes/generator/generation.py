@@ -53,7 +53,10 @@ class PendingVerification(NamedTuple):
 
 @dataclass(slots=True)
 class SampleGeneration:
-    """The state of one sample in generation; see the diagram of this module. It does no I/O."""
+    """The state of one sample in generation; see the diagram of this module. It does no I/O.
+
+    Long because every event of a sample reads and changes the same fields.
+    """
 
     sample: SampleId
     prompt: PromptPayload
