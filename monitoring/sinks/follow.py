@@ -6,6 +6,7 @@ be replaced by a shorter one, and its newest records are those with the latest t
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -16,6 +17,9 @@ from monitoring.samples import SampleRecord
 from wire.atomic_files import write_atomically
 from wire.evaluations import EvaluationRecord
 from wire.records import StepMetrics
+
+_OUT_OF_ORDER = 16
+"""Steps by which samples that were trained on may come after those of a later one."""
 
 T = TypeVar("T")
 R = TypeVar("R", StepMetrics, EvaluationRecord)
@@ -36,12 +40,31 @@ class SinkState(msgspec.Struct, kw_only=True):
     """Time of that evaluation."""
     sample_step: int = -1
     """Step of the newest sample that was trained on."""
+    trained: list[tuple[int, str]] = []
+    """Samples that were trained on in the last steps before it: step and id."""
     shown_step: int = -1
     """Version of the newest samples of an evaluation."""
     shown: list[str] = []
     """Those of that version, each with its set."""
     failures: int = 0
     """Calls of the sink that failed, since the run began."""
+
+    def has_trained(self, sample: SampleRecord) -> bool:
+        """Whether the sink has had a sample that was trained on."""
+        if sample.step <= self.sample_step - _OUT_OF_ORDER:
+            return True
+        return (sample.step, sample.sample_id) in self.trained
+
+    def add_trained(self, sample: SampleRecord) -> None:
+        """The sink has a sample that was trained on."""
+        self.sample_step = max(self.sample_step, sample.step)
+        known = [*self.trained, (sample.step, sample.sample_id)]
+        self.trained = [one for one in known if one[0] > self.sample_step - _OUT_OF_ORDER]
+
+    def forget_from(self, step: int) -> None:
+        """The run went back and repeats the steps from this one on."""
+        self.trained = [one for one in self.trained if one[0] < step]
+        self.sample_step = min(self.sample_step, step - 1)
 
 
 def read_state(path: Path) -> SinkState:
@@ -66,7 +89,7 @@ class _Tail(Generic[T]):
         from_start = self.offset == 0
         try:
             with self.path.open("rb") as file:
-                about = self.path.stat()
+                about = os.fstat(file.fileno())
                 identity = about.st_dev, about.st_ino
                 if identity != self.identity or about.st_size < self.offset:
                     self.offset, self.identity, from_start = 0, identity, True
@@ -135,7 +158,7 @@ class Follower:
         read = self._evaluations.new()  # first, so that the steps before them are there as well
         steps = _unseen(*self._steps.new(), state.step, state.step_time)
         if steps and steps[0].step <= state.step:  # the run went back
-            state.sample_step = min(state.sample_step, steps[0].step - 1)
+            state.forget_from(steps[0].step)
             if state.shown_step > steps[0].step:
                 state.shown_step, state.shown = steps[0].step, []
         evaluated = state.evaluation, state.evaluation_time
@@ -147,7 +170,7 @@ class Follower:
         """Whether the sink has not had a sample. Those of one evaluation come one by one."""
         state = self.state
         if not sample.evaluation:
-            return sample.step > state.sample_step
+            return not state.has_trained(sample)
         if sample.step == state.shown_step:
             return shown_as(sample) not in state.shown
         return sample.step > state.shown_step

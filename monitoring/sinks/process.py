@@ -102,7 +102,7 @@ class Following:
         """The sink has this sample."""
         state = self._state
         if not sample.evaluation:
-            state.sample_step = max(state.sample_step, sample.step)
+            state.add_trained(sample)
             return
         if sample.step > state.shown_step:
             state.shown_step, state.shown = sample.step, []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,3 +66,8 @@ def row_of(sample: SampleRecord) -> list[Any]:
         sample.answer,
         sample.finish_reason,
     ]
+
+
+def with_new(rows: list[list[Any]], new: Iterable[list[Any]]) -> list[list[Any]]:
+    """Rows, and those of the new ones that are not among them: a call that failed comes again."""
+    return [*rows, *(one for one in new if one not in rows)]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from monitoring.samples import SampleRecord
 from monitoring.sinks.config import SinkConfig
-from monitoring.sinks.sink import COLUMNS, SinkRun, row_of
+from monitoring.sinks.sink import COLUMNS, SinkRun, row_of, with_new
+
+log = logging.getLogger(__name__)
 
 _BATCH = 500
 """Metrics in one call; a server takes 1,000."""
@@ -42,18 +46,25 @@ class MlflowSink:
                 else experiment.experiment_id
             )
             self.run_id = str(self._client.create_run(number, run_name=run.name).info.run_id)
-            settings = [Param(key, value) for key, value in _parameters("", run.settings)]
-            for start in range(0, len(settings), _PARAMETERS):
-                self._client.log_batch(self.run_id, params=settings[start : start + _PARAMETERS])
+            self._log_settings([Param(*one) for one in _parameters("", run.settings)])
         self._newest: dict[str, tuple[int, list[list[Any]]]] = {}
         """Step and rows of the newest file of each table."""
+
+    def _log_settings(self, settings: list[Any]) -> None:
+        """Parameters; a run without them is better than one that is made anew at each try."""
+        for start in range(0, len(settings), _PARAMETERS):
+            try:
+                self._client.log_batch(self.run_id, params=settings[start : start + _PARAMETERS])
+            except Exception as error:  # noqa: BLE001 - of a client that is not ours
+                log.warning("MLflow has not taken %d settings: %s", len(settings) - start, error)
+                return
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
         from mlflow.entities import Metric
 
         at = int(time * 1000)
-        metrics = [Metric(name, value, at, step) for name, value in numbers.items()]
+        metrics = [Metric(clean(name), value, at, step) for name, value in numbers.items()]
         for start in range(0, len(metrics), _BATCH):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + _BATCH])
 
@@ -70,10 +81,10 @@ class MlflowSink:
             by_step.setdefault(one.step, []).append(row_of(one))
         for step, new in by_step.items():
             before, rows = self._newest.get(name, (step, []))
-            rows = [*rows, *new] if before == step else new
-            self._newest[name] = step, rows
+            rows = with_new(rows if before == step else [], new)
             table = json.dumps({"columns": list(COLUMNS), "data": rows})
             self._client.log_text(self.run_id, table, f"{name}/step-{step:06d}.json")
+            self._newest[name] = step, rows
 
     def flush(self) -> None:
         """Every call is complete when it returns."""
@@ -88,4 +99,9 @@ def _parameters(outer: str, values: Mapping[str, Any]) -> Iterator[tuple[str, st
         if isinstance(value, Mapping) and value:
             yield from _parameters(f"{outer}{key}.", value)
         else:
-            yield f"{outer}{key}", str(value)[:_VALUE]
+            yield clean(f"{outer}{key}"), str(value)[:_VALUE]
+
+
+def clean(name: str) -> str:
+    """A name that MLflow takes: it refuses a whole call for one `#`."""
+    return re.sub(r"[^\w.\-:/ ]", "_", name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from monitoring.samples import SampleRecord
 from monitoring.sinks.config import SinkConfig
-from monitoring.sinks.sink import COLUMNS, SinkRun, row_of
+from monitoring.sinks.sink import COLUMNS, SinkRun, row_of, with_new
 
 MAX_ROWS = 200
 """Newest samples in the table."""
@@ -49,9 +49,10 @@ class WandbSink:
 
     def table(self, name: str, samples: list[SampleRecord]) -> None:
         """Log a table of the newest samples."""
-        rows = self._rows[name] = [*self._rows.get(name, []), *map(row_of, samples)][-MAX_ROWS:]
+        rows = with_new(self._rows.get(name, []), map(row_of, samples))[-MAX_ROWS:]
         table = self._wandb.Table(columns=list(COLUMNS), data=rows)
         self._run.log({"step": samples[-1].step, name: table})
+        self._rows[name] = rows
 
     def flush(self) -> None:
         """W&B uploads by itself."""

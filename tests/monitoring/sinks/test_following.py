@@ -115,6 +115,20 @@ def test_samples_of_evaluations_have_tables_of_their_own_and_are_sent_once(run: 
     assert following(run, Memory()).pass_on()
 
 
+def test_samples_that_come_after_those_of_a_later_step_are_sent_once(run: Path) -> None:
+    def trained(step: int, number: int) -> SampleRecord:
+        return msgspec.structs.replace(SAMPLE, step=step, sample_id=f"8.{number}")
+
+    memory = Memory()
+    write(run, "samples.jsonl", trained(6, 0), trained(5, 0), trained(6, 1), trained(7, 0))
+    assert following(run, memory).pass_on()
+    assert memory.calls == [("samples", [6, 5, 6, 7])]
+    again = Memory()
+    write(run, "samples.jsonl", trained(6, 2))
+    assert following(run, again).pass_on()
+    assert again.calls == [("samples", [6])]
+
+
 def test_the_names_are_those_of_metrics_jsonl() -> None:
     record = full_step()
     line = json.loads(msgspec.json.encode(record))

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 SECRET = "0123456789abcdef" * 2 + "01234567"
 CONFIG = """
 run: {name: it, steps: 4}
+environment: {args: {"a@b": 1}}
 monitoring: {sinks: [tensorboard, mlflow, {kind: wandb, project: sums, offline: true}]}
 """
 
@@ -46,7 +47,10 @@ def shown(step: int) -> SampleRecord:
 def step(number: int, time: float, reward: float) -> msgspec.Struct:
     one = full_step()
     learning = msgspec.structs.replace(one.learning, reward_mean=reward)
-    return msgspec.structs.replace(one, step=number, time=time, learning=learning)
+    rewards = {"judge#2": next(iter(one.rewards.values()))}  # a function that is used twice
+    return msgspec.structs.replace(
+        one, step=number, time=time, learning=learning, rewards=rewards
+    )
 
 
 def evaluation(number: int, time: float, accuracy: float) -> EvaluationRecord:
