@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 from asyncrl.config import RunConfig
@@ -17,6 +18,8 @@ MAX_SERVED_RANK = 512
 """Of an adapter that vLLM 0.32.0 keeps apart."""
 _OUTER_DOTS = 2
 """Names of embeddings and heads have no more dots than this, those of layers in blocks have."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+"""In names of tensors that the loaded model holds as parts of larger ones, not as layers."""
 _PARTS = {"A.weight": 1, "B.weight": 0}
 """By the end of a tensor's name: which of its sides is one of the adapted matrix."""
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -102,7 +105,7 @@ def _check_targets(config: LoraConfig, model: Path) -> None:
     layers = {
         name.removesuffix(".weight")
         for name, shape in shapes.items()
-        if len(shape) == 2 and name.endswith(".weight")
+        if len(shape) == 2 and name.endswith(".weight") and not _EXPERT.search(name)
     }
     inner = {name for name in layers if name.count(".") > _OUTER_DOTS}
     for target in config.targets if layers else ():

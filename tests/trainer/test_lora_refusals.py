@@ -113,6 +113,24 @@ def test_layers_and_adapters_that_do_not_fit_are_named(
         with_adapter(config, Path(path))
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_of_a_mixture_the_linear_layers_are_adapted(
+    model_path: ModelPath, group_of: Groups, name: str
+) -> None:
+    """Experts are parameters of a module of their own, and stay as they are."""
+    learner = trained(learner_of(path := model_path(name)), group_of)
+    adapted = {
+        one.rpartition(".lora_")[0].rpartition(".")[2]
+        for one, _ in learner.policy.model.named_parameters()
+        if ".lora_" in one
+    }
+    assert adapted >= {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert not {one for one in adapted if one in {"experts", "lm_head", "gate_up_proj"}}
+    lora = {"rank": 3, "targets": ["up_proj" if name == "qwen3_moe" else "w1"]}
+    with pytest.raises(UserError, match="is no layer of"):
+        with_adapter(RunConfig.model_validate({"trainer": {"lora": lora}}), Path(path))
+
+
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"is a PEFT adapter, .* as trainer.lora.adapter"):

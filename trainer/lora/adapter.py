@@ -201,7 +201,7 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
         raise UnsupportedModelError(
             "trainer.lora needs peft, which is not installed: pip install 'asyncrl[lora]'"
         ) from error
-    targets = config.targets if isinstance(config.targets, str) else list(config.targets)
+    targets = _targets(model, config)
     settings = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=targets, bias="none"
     )
@@ -209,8 +209,26 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
         peft.inject_adapter_in_model(settings, model)
     except ValueError as error:
         raise UnsupportedModelError(
-            f"trainer.lora.targets: {targets} cannot be adapted in {type(model).__name__}: {error}"
+            f"trainer.lora.targets: {config.targets} cannot be adapted in "
+            f"{type(model).__name__}: {error}"
         ) from error
+
+
+def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
+    """What peft is told to adapt.
+
+    All linear layers by name: its own `all-linear` also means the experts of a mixture, which are
+    parameters and no layers. Where there are none (GPT-2), what it finds is refused by kind.
+    """
+    if not isinstance(config.targets, str):
+        return list(config.targets)
+    outer = (model.get_output_embeddings(), model.get_input_embeddings())
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module not in outer
+    ]
+    return linear or config.targets
 
 
 def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
