@@ -118,6 +118,16 @@ class RunConfig(BaseModel):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _ranks_outwait_a_disk(self) -> Self:
+        ranks, disk = self.trainer.rank_seconds, self.launcher.checkpoint_seconds
+        if self.trainer.ranks > 1 and ranks <= disk:
+            raise ValueError(
+                f"trainer.rank_seconds: {ranks:g} must be longer than launcher.checkpoint_seconds "
+                f"({disk:g}): rank 0 may wait that long for the disk, and the others for it"
+            )
+        return self
+
     @property
     def processes_at_start(self) -> int:
         """Most that a run begins with besides its controller: trainer, generators, relays.

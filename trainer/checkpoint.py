@@ -45,6 +45,7 @@ from trainer.disk import check_space, unwritable
 from trainer.errors import CheckpointError, CheckpointUnwritable
 from trainer.fence import UNFENCED, Fence
 from trainer.lora.files import ADAPTER, write_settings
+from trainer.ranks.network import this_machine
 from trainer.ranks.world import World
 from trainer.snapshot import Snapshot
 from trainer.training_state import TrainingState, random_targets, set_random_states
@@ -115,7 +116,9 @@ def pending(contents: Contents, snapshot: Snapshot | None, world: World) -> Pend
         RankLost: another rank did not take part.
     """
     held = held_by(contents.state.boxes(world.rank), world.rank)
-    lacking = "" if snapshot is None else snapshot.lacks(held)
+    needed = 0 if snapshot is None else snapshot.needed(held)
+    all_needed = world.gather(f"{needed} {this_machine()}".encode(), "memory of a checkpoint")
+    lacking = "" if snapshot is None else snapshot.lacks(_needed_here(all_needed))
     if lacking:
         logger.warning(
             "training waits for this checkpoint (trainer.async_checkpoints): %s", lacking
@@ -124,6 +127,12 @@ def pending(contents: Contents, snapshot: Snapshot | None, world: World) -> Pend
         snapshot = None
     word = world.gather(Place().word.encode(), "the name of a checkpoint")[0].decode()
     return Pending(contents, held, snapshot, Place(world.rank, world.size, word))
+
+
+def _needed_here(gathered: Sequence[bytes]) -> int:
+    """Bytes that all ranks of this machine need; from each "bytes machine"."""
+    needed = [one.decode().partition(" ") for one in gathered]
+    return sum(int(count) for count, _, machine in needed if machine == this_machine())
 
 
 class Pending:

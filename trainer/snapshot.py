@@ -38,7 +38,7 @@ class Snapshot:
 
         The caller must not have an earlier copy in use any more.
         """
-        self.wait()
+        self._join()
         buffers = {_key(one): self._buffers.get(_key(one)) for one in held}
         self._buffers = {}  # what no longer fits is freed first
         for one in held:
@@ -55,26 +55,40 @@ class Snapshot:
         self._copying.start()
         return copies
 
-    def lacks(self, held: Sequence[Held]) -> str:
-        """Why this machine or this container cannot take a copy; empty if it can."""
-        needed = sum(one.local.nbytes for one in held if _key(one) not in self._buffers)
+    def needed(self, held: Sequence[Held]) -> int:
+        """Bytes of host memory that a copy would take now.
+
+        Torch rounds page-locked memory, which a GPU's tensors get, up to powers of two.
+        """
+        new = [one.local for one in held if _key(one) not in self._buffers]
+        return sum(
+            1 << (one.nbytes - 1).bit_length() if one.is_cuda and one.nbytes else one.nbytes
+            for one in new
+        )
+
+    @staticmethod
+    def lacks(needed: int) -> str:
+        """Why this machine or this container has no memory for so many bytes; empty if it has."""
         left = memory_left()
         if left is None or needed <= left:
             return ""
         return (
-            f"a copy of the training state takes {needed} bytes of host memory, and {left} are left"
+            f"a copy of the training state takes {needed} bytes of this machine's memory, and "
+            f"{left} are left"
         )
 
     def wait(self) -> float:
         """Until everything is copied; seconds that this took. Raises what the copy raised."""
-        thread, began = self._copying, time.monotonic()
-        if thread is None:
-            return 0.0
-        thread.join()
-        self._copying = None
-        if self._error is not None:
+        began = time.monotonic()
+        self._join()
+        if self._error is not None:  # also for whoever waits second: training, or the writer
             raise self._error
         return time.monotonic() - began
+
+    def _join(self) -> None:
+        if (thread := self._copying) is not None:
+            thread.join()
+            self._copying = None
 
     def _copy(
         self,

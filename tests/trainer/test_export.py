@@ -1,4 +1,4 @@
-"""An exported model is the one that was trained and published. vLLM's tests load one, too."""
+"""An exported model is the one that was trained and published. None is loaded by vLLM here."""
 
 from __future__ import annotations
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from rollout.trajectory import Trajectory
-from trainer import snapshot
+from trainer import checkpoint, snapshot
 from trainer.config import TrainerConfig
 from trainer.learner import Learner
+from trainer.ranks.network import this_machine
 
 GroupOf = Callable[..., list[Trajectory]]
 
@@ -100,6 +101,34 @@ def test_without_memory_for_a_copy_it_is_written_while_training_waits(
     monkeypatch.setattr(snapshot, "memory_left", lambda: 1000)
     pending = learner.pending(copied=True)
     assert not pending.is_copied
-    assert "bytes of host memory, and 1000 are left" in caplog.text
+    assert "bytes of this machine's memory, and 1000 are left" in caplog.text
     learner.write(pending, tmp_path / "step-000000")
     _learner(model_path("qwen3")).restore(tmp_path / "step-000000")
+
+
+def test_a_failed_copy_is_told_to_training_and_to_the_writer(
+    model_path: Callable[[str], str],
+    group_of: GroupOf,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a checkpoint is written from buffers of the step before."""
+    learner = _learner(model_path("qwen3"))
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no page")
+
+    monkeypatch.setattr(snapshot, "_copy_one", fails)
+    pending = learner.pending(copied=True)
+    with pytest.raises(MemoryError):
+        _step(learner, group_of)
+    with pytest.raises(MemoryError):
+        learner.write(pending, tmp_path / "step-000000")
+    assert not (tmp_path / "step-000000").exists()
+
+
+def test_ranks_of_one_machine_need_its_memory_together() -> None:
+    here = this_machine()
+    gathered = [f"{count} {machine}".encode() for count, machine in
+                [(100, here), (20, here), (7, "another")]]  # fmt: skip
+    assert checkpoint._needed_here(gathered) == 120

@@ -48,9 +48,7 @@ def step(number: int, time: float, reward: float) -> msgspec.Struct:
     one = full_step()
     learning = msgspec.structs.replace(one.learning, reward_mean=reward)
     rewards = {"judge#2": next(iter(one.rewards.values()))}  # a function that is used twice
-    return msgspec.structs.replace(
-        one, step=number, time=time, learning=learning, rewards=rewards
-    )
+    return msgspec.structs.replace(one, step=number, time=time, learning=learning, rewards=rewards)
 
 
 def evaluation(number: int, time: float, accuracy: float) -> EvaluationRecord:
