@@ -137,7 +137,7 @@ async def _evaluate_served(
         threshold=config.evaluation.threshold,
         max_unscored_share=config.evaluation.max_unscored_share,
     )
-    slots = asyncio.Semaphore(2 * config.engine.slots)
+    slots, limit = asyncio.Semaphore(2 * config.engine.slots), config.evaluation.timeout_seconds
     try:
         async with AsyncExitStack() as closing:
             generator = await _generator(config, task, engine, closing)
@@ -155,9 +155,10 @@ async def _evaluate_served(
                     reward = await held.reward
                     length = held.trajectory.trained_count
                     current.came_back(index, reward.value, length, reward.verdict)
+                wait.reschedule(asyncio.get_running_loop().time() + limit)
                 bar.advance(line)
 
-            async with asyncio.TaskGroup() as group:
+            async with asyncio.timeout(limit) as wait, asyncio.TaskGroup() as group:
                 for index in range(plan.total):
                     group.create_task(evaluate(index))
             counts = generator.rewards.counts
@@ -169,6 +170,11 @@ async def _evaluate_served(
             )
     except BaseExceptionGroup as group:
         raise first_error(group) from group
+    except TimeoutError as error:
+        raise AsyncrlError(
+            f"no evaluation sample came back for {limit:g} s ({current.finished} of {plan.total} "
+            "had before); if they take that long, raise evaluation.timeout_seconds"
+        ) from error
     return current.record(0, "after")
 
 

@@ -69,7 +69,8 @@ class EvaluationConfig(BaseModel):
     reason that says nothing about the policy, such as a reward server that is down. With more, the
     evaluation is incomplete: it has no accuracy."""
     timeout_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
-    """Longest wait for one evaluation before or after training."""
+    """Longest wait for the next sample of an evaluation before or after training, or of `asyncrl
+    eval`."""
 
     @field_validator("sets")
     @classmethod

@@ -92,7 +92,10 @@ class Sinks:
         if sink.is_reported:
             return
         code, now = sink.process.poll(), time.monotonic()
-        step = read_state(sink.state).step
+        try:
+            step = read_state(sink.state).step
+        except OSError:
+            return  # of a file system that comes back, or not: the next look says
         if step != sink.sent[0] or step >= newest:
             sink.sent = step, now
         if code is not None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from whole_checkpoints import WEIGHTS, truncate, write_whole
 
 from asyncrl.cli.training import _print_result
 from asyncrl.config import load_config, parse_config
-from asyncrl.errors import ModelError, UserError
+from asyncrl.errors import AsyncrlError, ModelError, UserError
 from asyncrl.evaluation import command
 from asyncrl.evaluation.command import evaluate_model, resolve_target
 from asyncrl.run.directory import RunDirectory
@@ -121,6 +122,28 @@ def test_a_run_with_an_environment_is_evaluated_in_its_environment(
     assert found.tokens == pytest.approx((4 + 4 + 2) / 3)
     assert engine.ended == 1
     assert not engine.serving
+
+
+class SilentEngine(ScriptedEngine):
+    async def generate(self, request: GenerateRequest) -> Any:
+        await asyncio.Event().wait()
+        yield  # pragma: no cover
+
+
+def test_an_engine_that_says_nothing_more_ends_the_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer: Any = builtin_tokenizer()
+    row = {"prompt": "1+1=", "answer": "2"}
+    prompts = [Prompt("add-0", np.array([1, 2], np.int32), "1+1=", row)]
+    task = LoadedTask([], prompts, (tokenizer.eos_token_id,), tokenizer)
+    engine = SilentEngine()
+    monkeypatch.setattr(command, "load_task", lambda *_, **__: task)
+    monkeypatch.setattr(command, "create_engine", lambda *_, **__: engine)
+    config = load_config(None, ["evaluation.timeout_seconds=0.05"])
+    with pytest.raises(AsyncrlError, match=r"came back for 0.05 s \(0 of 1 had before\)"):
+        evaluate_model(config, str(tmp_path), Console())
+    assert engine.ended == 1
 
 
 def test_a_run_says_at_its_end_which_evaluation_is_incomplete(tmp_path: Path) -> None:
