@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -14,7 +13,6 @@ from trainer.algorithms.registry import (
     normalises_over_step,
     only_values_of,
 )
-from trainer.correction_settings import refuse_what_has_no_effect, truncates
 from trainer.critic_config import CriticConfig
 from trainer.lora.config import LoraConfig, refuse_conflicts
 from trainer.rank_network import LOOPBACK, network_of
@@ -65,8 +63,8 @@ class TrainerConfig(BaseModel):
     effect, and refused, with proximal_policy: behaviour (`dapo`, `gspo`, `cispo`)."""
     dual_clip: float | None = Field(default=None, gt=1, le=1e6)
     """PPO's dual clip: with a negative advantage, a token's loss grows up to this ratio and no
-    further. For proximal_policy: behaviour, or several updates a step; unset: none, as in GRPO's
-    and DAPO's papers. 3 is usual."""
+    further. For proximal_policy: behaviour; unset: none, as in GRPO's and DAPO's papers. 3 is
+    usual."""
     correction: Literal[
         "token_truncated",
         "token_masked",
@@ -82,8 +80,8 @@ class TrainerConfig(BaseModel):
     correction_band: tuple[float, float] | None = None
     """Ratios that masked and rejected keep; unset: 0.5 to 5 (masked), 0.99 to 1.01 (rejected)."""
     log_ratio_clamp: float | None = Field(default=None, gt=0, le=80)
-    """Bound of |log of current over behaviour probability| of a token in the loss, and of that over
-    the proximal one, nats; unset: none. Others use 20."""
+    """Bound of |log of current over behaviour probability| of a token in the loss, nats; unset:
+    none. Others use 20."""
     clip_ratio_low: float = Field(default=0.2, gt=0, le=1)
     """PPO clips the ratio below 1 - this."""
     clip_ratio_high: float = Field(default=0.2, gt=0, le=1e6)
@@ -97,7 +95,7 @@ class TrainerConfig(BaseModel):
     skip_zero_variance_groups: bool = True
     """Do not compute groups whose advantages are all 0. They still count in the denominator, so the
     gradient is the same; their tokens are missing from the means of entropy, ratio and mismatch.
-    Without effect while kl_coefficient > 0, with reinforce_plus_plus and with ppo."""
+    Without effect while kl_coefficient > 0 and with reinforce_plus_plus."""
     overlong_buffer: int = Field(default=0, ge=0, le=MAX_TOKENS)
     """DAPO's overlong shaping: over its last so many tokens before sampling.max_tokens, a response
     loses up to 1 of its reward, linearly. 0: off. Metrics keep the task's rewards."""
@@ -183,16 +181,6 @@ class TrainerConfig(BaseModel):
         if self.correction_band is not None:
             return self.correction_band
         return (0.99, 1.01) if self.correction == "sequence_rejected" else (0.5, 5.0)
-
-    @property
-    def truncates(self) -> bool:
-        """Whether `correction` truncates weights to `importance_cap`."""
-        return truncates(self.correction)
-
-    @property
-    def cap_that_is_counted(self) -> float:
-        """Weight from which on a token counts as truncated."""
-        return self.importance_cap if self.truncates else math.inf
 
     @property
     def updates_per_step(self) -> int:
@@ -281,16 +269,33 @@ class TrainerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _the_correction_has_an_effect(self) -> Self:
-        default = type(self).model_fields["importance_cap"].default
-        refuse_what_has_no_effect(
-            self.algorithm,
-            self.correction,
-            ratio_in_loss=self.proximal_policy == "behaviour",
-            clips=self.proximal_policy == "behaviour" or self.updates_per_step > 1,
-            importance_cap=None if self.importance_cap == default else self.importance_cap,
-            dual_clip=self.dual_clip,
-            has_band=self.correction_band is not None,
-        )
+        if self.proximal_policy == "behaviour" and self.correction == "sequence_truncated":
+            raise ValueError(
+                "correction: sequence_truncated is a weight, but with proximal_policy: behaviour "
+                f"the loss of {self.algorithm} holds the ratio already; choose sequence_masked, "
+                "sequence_rejected, token_masked or none"
+            )
+        cap = self.importance_cap
+        if (
+            self.proximal_policy == "behaviour"
+            and cap != type(self).model_fields["importance_cap"].default
+        ):
+            raise ValueError(
+                f"importance_cap: {cap} has no effect with proximal_policy: behaviour, whose loss "
+                "holds the ratio; leave it out. PPO's dual clip is dual_clip"
+            )
+        if self.dual_clip is not None and self.proximal_policy == "current":
+            raise ValueError(
+                f"dual_clip: {self.dual_clip} has no effect with proximal_policy: current, where "
+                "importance_cap bounds the weight; leave it out"
+            )
+        if self.correction_band is not None and not self.correction.endswith(
+            ("masked", "rejected")
+        ):
+            raise ValueError(
+                f"correction_band has no effect with correction: {self.correction}; it is for "
+                "token_masked, sequence_masked and sequence_rejected"
+            )
         return self
 
     @model_validator(mode="after")

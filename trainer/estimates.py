@@ -23,11 +23,8 @@ _SCORE_FUNCTION = (
     "reinforce_plus_plus_baseline",
     "rloo",
 )
-_CLIPS_TOWARDS_THE_STEP = ("dapo", "dr_grpo", "grpo", "ppo")
+_CLIPS_TOWARDS_THE_STEP = ("dr_grpo", "grpo", "ppo")
 """With `proximal_policy: current`."""
-_CLIPS_ALWAYS = ("cispo", "gspo")
-_OTHER_OBJECTIVES = ("overlong_buffer", "kl_coefficient", "router_loss_coefficient")
-"""Settings that add something to the reward or to the loss."""
 _SCALED_BY_GROUP = ("cispo", "dapo", "grpo", "gspo")
 
 
@@ -53,7 +50,8 @@ def estimate_of(config: TrainerConfig, *, stale: bool) -> Estimate:
     if config.algorithm not in {*_SCORE_FUNCTION, *_SCALED_BY_GROUP}:
         return Estimate(known=False, biases=())
     found = [_of_normalization(config), _of_advantages(config)]
-    found += [name for name in _OTHER_OBJECTIVES if getattr(config, name)]
+    if config.overlong_buffer:
+        found.append("overlong_buffer")
     if has_critic(config.algorithm):
         found.append(_of_values(config))
     if stale or config.updates_per_step > 1:
@@ -68,6 +66,8 @@ def _of_normalization(config: TrainerConfig) -> str:
         return "loss_normalization: token"
     if config.loss_normalization == "sequence":
         return "loss_normalization: sequence"
+    if config.algorithm == "gspo":
+        return "the mean over tokens in its ratio"
     return ""
 
 
@@ -83,8 +83,6 @@ def _of_advantages(config: TrainerConfig) -> str:
 
 def _of_values(config: TrainerConfig) -> str:
     """With gamma and lambda 1 the value of a state is its baseline, and no more."""
-    if config.critic.shared_trunk:
-        return "critic.shared_trunk"
     if config.critic.gamma < 1:
         return "critic.gamma"
     if config.critic.truncated == "bootstrap":
@@ -94,8 +92,7 @@ def _of_values(config: TrainerConfig) -> str:
 
 def _of_stale_tokens(config: TrainerConfig) -> str:
     clips = config.updates_per_step > 1 and config.algorithm in _CLIPS_TOWARDS_THE_STEP
-    clips = clips or config.algorithm in _CLIPS_ALWAYS
-    if config.proximal_policy == "behaviour" or clips:
+    if config.proximal_policy == "behaviour" or config.algorithm not in _SCORE_FUNCTION or clips:
         return "clipped ratios of stale tokens"
     if config.correction == "none":
         return "stale tokens without a correction"

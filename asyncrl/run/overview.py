@@ -13,7 +13,7 @@ results    runs/first: report.html, result.json, checkpoints/
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.config import RunConfig
@@ -106,8 +106,8 @@ def training_line(config: RunConfig) -> str:
     what = "an unbiased gradient"
     if not found.known:
         what = "an algorithm of your own"
-    elif biases := (*found.biases, *_biases_of_data(config)):
-        what = f"gradient biased by {', '.join(biases)}"
+    elif found.biases:
+        what = f"gradient biased by {', '.join(found.biases)}"
     correction = "on-policy, nothing to correct"
     if trainer.updates_per_step > 1:
         correction = f"on-policy, nothing to correct in the first of {trainer.updates_per_step:,}"
@@ -121,14 +121,6 @@ def training_line(config: RunConfig) -> str:
         needed = config.scheduler.groups_per_step
         groups = f"; steps of {needed:,} groups with signal, out of {looked_at:,} at most"
     return f"{'training':<10} {trainer.algorithm}: {what}; {correction}{groups}"  # words of ours
-
-
-def _biases_of_data(config: RunConfig) -> Iterator[str]:
-    """Settings with which samples do not follow the policy, whatever the trainer does."""
-    if config.cache.reuse == "lenient":
-        yield "cache.reuse: lenient"
-    if config.scheduler.sample_deadline_seconds is not None:
-        yield "scheduler.sample_deadline_seconds"
 
 
 def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -> str:

@@ -99,33 +99,3 @@ def test_a_clamp_bounds_ratios_and_leaves_the_gradient() -> None:
     )
     np.testing.assert_allclose(grad, -np.exp([1, -1, 0.1]), rtol=1e-6)
     assert float(sums.sums["chi_squared"]) < 9
-
-
-def test_in_later_passes_dual_clip_and_the_clamp_bound_the_ratio_to_the_steps_start() -> None:
-    def gradient(log_ratio: float, **settings: Any) -> float:
-        config = TrainerConfig(ppo_epochs=2, **settings)
-        logprob = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-        start = logprob.detach() - log_ratio
-        batch = TokenBatch(
-            logprobs=logprob,
-            behaviour_logprobs=start,
-            advantages=-torch.ones(1, dtype=torch.float64),
-            weights=torch.ones(1, dtype=torch.float64),
-            proximal_logprobs=start,
-        )
-        make(config).loss(batch).loss.backward()
-        assert logprob.grad is not None
-        return float(logprob.grad)
-
-    assert gradient(5.0) == pytest.approx(np.exp(5))
-    assert gradient(5.0, dual_clip=3.0) == 0
-    assert gradient(0.5, dual_clip=3.0) == pytest.approx(np.exp(0.5))
-    assert gradient(10.0, log_ratio_clamp=2.0) == pytest.approx(np.exp(2))
-
-
-@pytest.mark.parametrize("correction", ["token_masked", "sequence_masked", "none"])
-def test_only_what_is_truncated_counts_as_such(correction: str) -> None:
-    _, sums = loss_of(TrainerConfig(correction=correction), [[1.2, 0.1]])  # a ratio of 3.3
-    assert float(sums.sums["importance_capped"]) == 0
-    _, sums = loss_of(TrainerConfig(), [[1.2, 0.1]])
-    assert float(sums.sums["importance_capped"]) == 1

@@ -38,7 +38,7 @@ class Clipped:
         """The fields above, from the trainer's settings."""
         return {
             "proximal_policy": config.proximal_policy,
-            "importance_cap": config.cap_that_is_counted,
+            "importance_cap": config.importance_cap,
             "clip_ratio_low": config.clip_ratio_low,
             "clip_ratio_high": config.clip_ratio_high,
             "dual_clip": math.inf if config.dual_clip is None else config.dual_clip,
@@ -51,7 +51,9 @@ class Clipped:
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """Summed loss of the equations in `trainer.algorithms.grpo`."""
-        clip = Clip(self.clip_ratio_low, self.clip_ratio_high, self.dual_clip)
         if self.proximal_policy == "behaviour":
+            clip = Clip(self.clip_ratio_low, self.clip_ratio_high, self.dual_clip)
             return clip.loss(batch, torch.exp(batch.logprobs - batch.behaviour_logprobs))
-        return decoupled(batch, clip, self.importance_cap)
+        return decoupled(
+            batch, Clip(self.clip_ratio_low, self.clip_ratio_high), self.importance_cap
+        )

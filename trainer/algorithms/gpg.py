@@ -42,7 +42,7 @@ class Gpg:
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
         """Take what this algorithm needs from the trainer's settings."""
-        return cls(importance_cap=config.cap_that_is_counted)
+        return cls(importance_cap=config.importance_cap)
 
     def advantages(self, rewards: Rewards) -> Rewards:
         """`[G]` rewards minus their mean. Raises ValueError: G < 2."""

@@ -53,8 +53,6 @@ from trainer.algorithms.base import (
 )
 from trainer.algorithms.sequences import owners_of, sums_to_go
 
-_LARGEST_GAP = 80.0
-"""Largest log(r / p) whose exponential is taken where `clamp` bounds the estimate anyway."""
 _SIGNALS = {
     "policy_loss": Signal("loss without the KL penalty", per="loss", of_loss=True),
     "reference_kl": Signal("KL of the policy from its reference, nats per token"),
@@ -112,7 +110,5 @@ class WithReferenceKl:
         """`[N]` log(r / p) to `[N]` estimates."""
         if self.estimator == "k1":
             return -gap if self.clamp is None else (-gap).clamp(-self.clamp, self.clamp)
-        if self.clamp is not None:  # beyond it exp is infinite in float32, and 0 times that is NaN
-            gap = gap.clamp(max=_LARGEST_GAP)
         estimate = 0.5 * gap.square() if self.estimator == "k2" else gap.exp() - 1 - gap
         return estimate if self.clamp is None else estimate.clamp(max=self.clamp)

@@ -41,7 +41,7 @@ class Reinforce:
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
         """Take what this algorithm needs from the trainer's settings."""
-        return cls(importance_cap=config.cap_that_is_counted)
+        return cls(importance_cap=config.importance_cap)
 
     def advantages(self, rewards: Rewards) -> Rewards:
         """`[G]` leave-one-out advantages. Raises ValueError: G < 2."""

@@ -69,7 +69,7 @@ class ReinforcePlusPlus:
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
         """Take what this algorithm needs from the trainer's settings."""
-        return cls(importance_cap=config.cap_that_is_counted, gathered=config.gathers_first)
+        return cls(importance_cap=config.importance_cap, gathered=config.gathers_first)
 
     @property
     def signals(self) -> Mapping[str, Signal]:

@@ -37,7 +37,7 @@ class Corrected:
     algorithm: Algorithm
     correction: Correction
     log_ratio_clamp: float | None = None
-    """Bound of |log(p / b)| and |log(p / x)|, nats; None: no bound."""
+    """Bound of |log(p / b)|, nats; None: no bound."""
 
     @property
     def signals(self) -> Mapping[str, Signal]:
@@ -61,11 +61,6 @@ class Corrected:
         if self.log_ratio_clamp is not None:
             log_ratio = log_ratio.clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
             batch = replace(batch, behaviour_logprobs=current - log_ratio)
-            if proximal is not None:  # and the ratio that is clipped
-                log_ratio_of_pass = batch.logprobs.detach() - proximal
-                bounded = log_ratio_of_pass.clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
-                proximal = batch.logprobs.detach() - bounded
-                batch = replace(batch, proximal_logprobs=proximal)
         found = self.correction(log_ratio, owners_of(batch))
         own = self.algorithm.loss(replace(batch, importance=found.importance, kept=found.kept))
         used, squares = found.importance.double(), (2 * log_ratio.double()).exp()
