@@ -116,6 +116,11 @@ def smallest_group(name: str) -> int:
     return _ENTRIES[name].smallest_group if name in _ENTRIES else 1
 
 
+def is_own(name: str) -> bool:
+    """Whether this algorithm is not one of those that come with asyncrl."""
+    return name not in _ENTRIES
+
+
 def has_critic(name: str) -> bool:
     """Whether this algorithm has a value model."""
     return name in _ENTRIES and _ENTRIES[name].critic

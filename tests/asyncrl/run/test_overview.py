@@ -83,7 +83,12 @@ IN_LOSS = "correction: the ratio in the loss"
         ),
         (
             {"trainer": {"algorithm": "rloo"}, "cache": {"reuse": "lenient"}},
-            "rloo: an unbiased gradient; no correction for what is not exact",
+            "rloo: gradient biased by cache.reuse: lenient; no correction for what is not exact",
+        ),
+        (
+            {"trainer": {"algorithm": "rloo"}, "scheduler": {"sample_deadline_seconds": 60}},
+            "rloo: gradient biased by scheduler.sample_deadline_seconds; no correction for what is "
+            "not exact",
         ),
         (
             {
