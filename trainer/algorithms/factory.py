@@ -23,7 +23,10 @@ def make(config: TrainerConfig) -> Algorithm:
     module, _, name = target_of(config.algorithm).partition(":")
     made = getattr(importlib.import_module(module), name).from_config(config)
     algorithm: Algorithm = Corrected(
-        cast("Algorithm", made), corrections.make(config), config.log_ratio_clamp
+        cast("Algorithm", made),
+        corrections.make(config),
+        config.log_ratio_clamp,
+        weighs=config.proximal_policy == "current",
     )
     if config.router_loss_coefficient > 0:
         algorithm = WithRouterBalance(algorithm, config.router_loss_coefficient)

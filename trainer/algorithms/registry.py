@@ -19,6 +19,8 @@ class Entry:
     """Settings of the trainer that have other defaults with this algorithm: those of its paper."""
     only: Mapping[str, object] = field(default_factory=dict)
     """Settings that have one possible value, because the equation has no other."""
+    unused: tuple[str, ...] = ()
+    """Settings of losses that this one does not read; refused unless they have their default."""
     critic: bool = False
     """Whether there is a value model."""
     normalises: Literal["never", "always", "std"] = "never"
@@ -29,6 +31,8 @@ class Entry:
 _CURRENT = {"proximal_policy": "current"}
 _BEHAVIOUR = {"proximal_policy": "behaviour"}
 _UNSCALED = {"advantage_normalization": "none"}
+_NORMALISED = {"advantage_normalization": "std"}
+_CLIPS = ("clip_ratio_low", "clip_ratio_high", "dual_clip")
 _NO_DUAL_CLIP = {"dual_clip": None}
 
 _ENTRIES = {
@@ -42,22 +46,35 @@ _ENTRIES = {
     "dapo": Entry(
         "trainer.algorithms.dapo:Dapo", 2, defaults={"clip_ratio_high": 0.28, **_BEHAVIOUR}
     ),
-    "reinforce": Entry("trainer.algorithms.reinforce:Reinforce", 2, only=_CURRENT),
+    "reinforce": Entry(
+        "trainer.algorithms.reinforce:Reinforce",
+        2,
+        defaults=_UNSCALED,
+        only={**_CURRENT, **_UNSCALED},
+        unused=_CLIPS,
+    ),
     "rloo": Entry(
         "trainer.algorithms.rloo:Rloo",
         2,
-        defaults={"loss_normalization": "sample", "correction": "sequence_truncated"},
-        only=_CURRENT,
+        defaults={
+            "loss_normalization": "sample",
+            "correction": "sequence_truncated",
+            **_UNSCALED,
+        },
+        only={**_CURRENT, **_UNSCALED},
+        unused=_CLIPS,
     ),
     "reinforce_plus_plus": Entry(
         "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
-        only=_CURRENT,
+        only={**_CURRENT, **_NORMALISED},
+        unused=_CLIPS,
         normalises="always",
     ),
     "reinforce_plus_plus_baseline": Entry(
         "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
         2,
-        only=_CURRENT,
+        only={**_CURRENT, **_NORMALISED},
+        unused=_CLIPS,
         normalises="always",
     ),
     "gspo": Entry(
@@ -79,7 +96,11 @@ _ENTRIES = {
     ),
     "ppo": Entry("trainer.algorithms.ppo:Ppo", critic=True, normalises="std"),
     "gpg": Entry(
-        "trainer.algorithms.gpg:Gpg", 2, defaults=_UNSCALED, only={**_CURRENT, **_UNSCALED}
+        "trainer.algorithms.gpg:Gpg",
+        2,
+        defaults=_UNSCALED,
+        only={**_CURRENT, **_UNSCALED},
+        unused=_CLIPS,
     ),
 }
 
@@ -140,6 +161,11 @@ def defaults_of(name: object) -> Mapping[str, object]:
 def only_values_of(name: str) -> Mapping[str, object]:
     """The trainer's settings that have one possible value with this algorithm."""
     return _ENTRIES[name].only if name in _ENTRIES else {}
+
+
+def unused_by(name: str) -> tuple[str, ...]:
+    """The trainer's settings that have no effect with this algorithm."""
+    return _ENTRIES[name].unused if name in _ENTRIES else ()
 
 
 def target_of(name: str) -> str:
