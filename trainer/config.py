@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from trainer import loss_settings
 from trainer.algorithms.registry import (
+    check_name,
     defaults_of,
     has_critic,
-    known_algorithms,
     normalises_over_step,
 )
 from trainer.critic_config import CriticConfig
@@ -35,7 +35,7 @@ class TrainerConfig(BaseModel):
     algorithm: str = "grpo"
     """Registered algorithm: grpo, dr_grpo, dapo, rloo, reinforce (leave-one-out baseline),
     reinforce_plus_plus, reinforce_plus_plus_baseline, gspo, cispo, gpg, ppo (with a critic), or one
-    of your own."""
+    of your own, as path/to/file.py:Class or my.module:Class (docs/algorithms.md)."""
     learning_rate: float = Field(default=1e-6, gt=0, le=1)
     """Peak learning rate of AdamW; 1e-6 suits 1B-32B parameters."""
     learning_rate_schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -217,8 +217,7 @@ class TrainerConfig(BaseModel):
     @field_validator("algorithm")
     @classmethod
     def _algorithm_is_known(cls, value: str) -> str:
-        if value not in known_algorithms():
-            raise ValueError(f"{value!r} is not registered; known: {', '.join(known_algorithms())}")
+        check_name(value)
         return value
 
     @field_validator("device")

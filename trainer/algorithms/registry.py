@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,9 @@ _ENTRIES = {
 }
 
 _TARGETS = {name: entry.target for name, entry in _ENTRIES.items()}
+_PROVIDED: dict[str, type] = {}
+"""Classes of a user's own that this process has loaded, by `trainer.algorithm`."""
+_OWN_NAME = re.compile(r"(?:[^\0]+\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 
 def known_algorithms() -> tuple[str, ...]:
@@ -131,10 +136,28 @@ def register(name: str, target: str) -> None:
 def smallest_group(name: str) -> int:
     """Fewest samples of a group that this algorithm can learn from.
 
-    2 where a sample is compared with the others of its group. An algorithm added by `register`
-    decides when it is given a group.
+    2 where a sample is compared with the others of its group. An algorithm of a user's own decides
+    when it is given a group.
     """
     return _ENTRIES[name].smallest_group if name in _ENTRIES else 1
+
+
+def check_name(name: str) -> None:
+    """Refuse what is neither known nor written as a class of the user's own.
+
+    Raises:
+        ValueError: says what there is.
+    """
+    if name not in _TARGETS and not _OWN_NAME.fullmatch(name):
+        raise ValueError(
+            f"{name!r} is not registered; known: {', '.join(known_algorithms())}. One of your own "
+            "is written path/to/file.py:Class or my.module:Class"
+        )
+
+
+def provide(name: str, found: type) -> None:
+    """Give the class that `name` (`path/to/file.py:Class`, `my.module:Class`) stands for."""
+    _PROVIDED[name] = found
 
 
 def is_own(name: str) -> bool:
@@ -168,6 +191,14 @@ def unused_by(name: str) -> tuple[str, ...]:
     return _ENTRIES[name].unused if name in _ENTRIES else ()
 
 
-def target_of(name: str) -> str:
-    """The "module:Class" registered as `name`. Raises KeyError when there is none."""
-    return _TARGETS[name]
+def class_of(name: str) -> Any:
+    """The class that was registered or provided as `name`.
+
+    Raises:
+        ImportError, AttributeError: the registered target does not exist.
+        KeyError: nothing has this name in this process.
+    """
+    if name in _PROVIDED:
+        return _PROVIDED[name]
+    module, _, attribute = _TARGETS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
