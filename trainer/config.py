@@ -102,6 +102,10 @@ class TrainerConfig(BaseModel):
     overlong_buffer: int = Field(default=0, ge=0, le=MAX_TOKENS)
     """DAPO's overlong shaping: over its last so many tokens before sampling.max_tokens, a response
     loses up to 1 of its reward, linearly. 0: off. Metrics keep the task's rewards."""
+    mask_truncated_completions: bool = False
+    """DAPO's overlong filtering: leave samples out of the loss that the token limit, a deadline or
+    `environment.max_turns` cut off. Their rewards stay in their group's baseline, and they stay in
+    the loss's denominator, as what a correction leaves out."""
     kl_coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Weight of the KL penalty towards the reference, which is the initial model unless it is
     refreshed; with 0 no second model is loaded."""

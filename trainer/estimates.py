@@ -16,7 +16,12 @@ from trainer.config import TrainerConfig
 _CLIPS_TOWARDS_THE_STEP = ("dapo", "dr_grpo", "grpo", "ppo")
 """With `proximal_policy: current`."""
 _SCALED_BY_GROUP = ("cispo", "dapo", "grpo", "gspo")
-_OTHER_OBJECTIVES = ("overlong_buffer", "kl_coefficient", "router_loss_coefficient")
+_OTHER_OBJECTIVES = (
+    "overlong_buffer",
+    "mask_truncated_completions",
+    "kl_coefficient",
+    "router_loss_coefficient",
+)
 """With one of these, what is maximised is not the expected reward of the task alone."""
 
 

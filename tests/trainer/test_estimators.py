@@ -237,6 +237,7 @@ def test_a_critic_is_unbiased_only_as_a_baseline(kind: str, critic: dict[str, fl
 @pytest.mark.parametrize(
     ("settings", "biases"),
     [
+        ({"mask_truncated_completions": True}, ("mask_truncated_completions",)),
         ({"kl_coefficient": 0.1}, ("kl_coefficient",)),
         ({"router_loss_coefficient": 0.1}, ("router_loss_coefficient",)),
         (

@@ -87,8 +87,8 @@ IN_LOSS = "correction: the ratio in the loss"
         ),
         (
             {"trainer": {"algorithm": "rloo"}, "scheduler": {"sample_deadline_seconds": 60}},
-            "rloo: gradient biased by scheduler.sample_deadline_seconds; no correction for what is "
-            "not exact",
+            "rloo: gradient biased by scheduler.sample_deadline_seconds; no correction for what "
+            "is not exact",
         ),
         (
             {
