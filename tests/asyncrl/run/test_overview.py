@@ -58,6 +58,7 @@ STD = "loss_normalization: token, advantage_normalization: std"
 
 SEVERAL = "stale samples beyond importance_cap, samples seen before"
 
+DEADLINE = "scheduler.sample_deadline_seconds"
 UNBIASED = "rloo: an unbiased gradient; on-policy, nothing to correct"
 IN_LOSS = "correction: the ratio in the loss"
 
@@ -87,8 +88,7 @@ IN_LOSS = "correction: the ratio in the loss"
         ),
         (
             {"trainer": {"algorithm": "rloo"}, "scheduler": {"sample_deadline_seconds": 60}},
-            "rloo: gradient biased by scheduler.sample_deadline_seconds; no correction for what "
-            "is not exact",
+            f"rloo: gradient biased by {DEADLINE}; no correction for what is not exact",
         ),
         (
             {
