@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from asyncrl_runs import ROOT, CommandLine
 
 PAGE = ROOT / "docs" / "algorithms.md"
 
 
+@pytest.mark.slow
 def test_a_run_trains_with_the_example_of_the_page(
     command_line: CommandLine, tmp_path: Path
 ) -> None:
@@ -17,9 +19,9 @@ def test_a_run_trains_with_the_example_of_the_page(
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     file.write_text(example)
     done = command_line.run(trainer__algorithm=f"{file}:AboveMean", run__steps=1)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout
     assert "AboveMean: an algorithm of your own" in done.stdout
-    (step,) = command_line.steps()
+    (step,) = command_line.metrics()
     assert step.algorithm["clip_ratio"] == 0
 
 
@@ -29,5 +31,5 @@ def test_a_class_that_fails_is_refused_before_any_process(
     (tmp_path / "broken.py").write_text("import nowhere")
     done = command_line.run(trainer__algorithm=f"{tmp_path / 'broken.py'}:Mine")
     assert done.returncode != 0
-    assert "No module named 'nowhere'" in done.stderr
+    assert "No module named 'nowhere'" in done.stdout
     assert not command_line.folder.exists()
