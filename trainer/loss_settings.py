@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from trainer.algorithms.registry import only_values_of, unused_by
 
-if TYPE_CHECKING:
-    from trainer.config import TrainerConfig
 
-
-def refuse_what_does_not_fit(config: TrainerConfig) -> None:
+def refuse_what_does_not_fit(config: Any) -> None:
     """Raise ValueError for settings that contradict the algorithm, or that its loss does not read.
+
+    `config` is a `TrainerConfig`, whose module imports this one.
 
     Settings that have their default pass: a run's resolved configuration names all of them.
     """
@@ -20,7 +19,7 @@ def refuse_what_does_not_fit(config: TrainerConfig) -> None:
     _of_dual_clip(config)
 
 
-def _of_algorithm(config: TrainerConfig) -> None:
+def _of_algorithm(config: Any) -> None:
     for name, value in only_values_of(config.algorithm).items():
         if getattr(config, name) != value:
             raise ValueError(
@@ -41,7 +40,7 @@ def _of_algorithm(config: TrainerConfig) -> None:
         )
 
 
-def _of_correction(config: TrainerConfig) -> None:
+def _of_correction(config: Any) -> None:
     in_loss = config.proximal_policy == "behaviour"
     if in_loss and config.correction == "sequence_truncated":
         raise ValueError(
@@ -69,7 +68,7 @@ def _of_correction(config: TrainerConfig) -> None:
         )
 
 
-def _of_dual_clip(config: TrainerConfig) -> None:
+def _of_dual_clip(config: Any) -> None:
     clips = config.proximal_policy == "behaviour" or config.updates_per_step > 1
     if config.dual_clip is not None and not clips:
         raise ValueError(
@@ -78,6 +77,6 @@ def _of_dual_clip(config: TrainerConfig) -> None:
         )
 
 
-def _is_set(config: TrainerConfig, name: str) -> bool:
+def _is_set(config: Any, name: str) -> bool:
     """Whether a setting differs from its default."""
     return bool(getattr(config, name) != type(config).model_fields[name].default)
