@@ -32,7 +32,7 @@ from cache.config import CacheConfig
 from engine.config import EngineConfig, SamplingConfig
 from monitoring.config import MAX_PORT, MonitoringConfig
 from scheduler.config import SchedulerConfig
-from trainer.algorithms.registry import smallest_group
+from trainer.algorithms.registry import is_own, smallest_group
 from trainer.config import TrainerConfig
 from trainer.rank_network import is_loopback
 
@@ -140,6 +140,8 @@ class RunConfig(BaseModel):
     @model_validator(mode="after")
     def _groups_without_signal_teach_nothing(self) -> Self:
         algorithm = self.trainer.algorithm
+        if is_own(algorithm):
+            return self  # what its class says is asked before a run starts
         if self.scheduler.dynamic_sampling.enabled and smallest_group(algorithm) < 2:
             raise ValueError(
                 "scheduler.dynamic_sampling.enabled leaves out groups whose rewards are all equal, "

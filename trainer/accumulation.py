@@ -208,6 +208,7 @@ class Accumulation:
             work.trajectories,
             np.array(work.advantages),
             self._config.loss_normalization,
+            masks_truncated=self._config.mask_truncated_completions,
         )
         batch = dataclasses.replace(batch, routes=scores.routes)
         if work.is_padding:

@@ -6,17 +6,18 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from trainer import loss_settings
 from trainer.algorithms.registry import (
+    check_name,
     defaults_of,
     has_critic,
-    known_algorithms,
     normalises_over_step,
-    only_values_of,
 )
 from trainer.critic_config import CriticConfig
 from trainer.lora.config import LoraConfig, refuse_conflicts
 from trainer.rank_network import LOOPBACK, network_of
 from wire.limits import MAX_STEPS, MAX_THREADS, MAX_TOKENS, WEEK_SECONDS
+from wire.paths import LocalPath
 
 
 class TrainerConfig(BaseModel):
@@ -32,10 +33,10 @@ class TrainerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    algorithm: str = "grpo"
+    algorithm: LocalPath = "grpo"
     """Registered algorithm: grpo, dr_grpo, dapo, rloo, reinforce (leave-one-out baseline),
     reinforce_plus_plus, reinforce_plus_plus_baseline, gspo, cispo, gpg, ppo (with a critic), or one
-    of your own."""
+    of your own, as path/to/file.py:Class or my.module:Class (docs/algorithms.md)."""
     learning_rate: float = Field(default=1e-6, gt=0, le=1)
     """Peak learning rate of AdamW; 1e-6 suits 1B-32B parameters."""
     learning_rate_schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -60,11 +61,12 @@ class TrainerConfig(BaseModel):
     behaviour: PPO's clipped ratio against the policy that drew the tokens."""
     importance_cap: float = Field(default=2.0, ge=1, le=1e6)
     """Largest importance weight of a token or sample: the correction truncates it to this. Without
-    effect, and refused, with proximal_policy: behaviour (`dapo`, `gspo`, `cispo`)."""
+    effect, and refused, with proximal_policy: behaviour (`dapo`, `gspo`, `cispo`) and with a
+    correction that does not truncate."""
     dual_clip: float | None = Field(default=None, gt=1, le=1e6)
     """PPO's dual clip: with a negative advantage, a token's loss grows up to this ratio and no
-    further. For proximal_policy: behaviour; unset: none, as in GRPO's and DAPO's papers. 3 is
-    usual."""
+    further. For proximal_policy: behaviour, and for several updates in a step; unset: none, as in
+    GRPO's and DAPO's papers. 3 is usual."""
     correction: Literal[
         "token_truncated",
         "token_masked",
@@ -80,8 +82,8 @@ class TrainerConfig(BaseModel):
     correction_band: tuple[float, float] | None = None
     """Ratios that masked and rejected keep; unset: 0.5 to 5 (masked), 0.99 to 1.01 (rejected)."""
     log_ratio_clamp: float | None = Field(default=None, gt=0, le=80)
-    """Bound of |log of current over behaviour probability| of a token in the loss, nats; unset:
-    none. Others use 20."""
+    """Bound of |log of current over behaviour probability| of a token in the loss, and of current
+    over proximal probability, nats; unset: none. Others use 20."""
     clip_ratio_low: float = Field(default=0.2, gt=0, le=1)
     """PPO clips the ratio below 1 - this."""
     clip_ratio_high: float = Field(default=0.2, gt=0, le=1e6)
@@ -91,14 +93,20 @@ class TrainerConfig(BaseModel):
     has the same weight, its tokens are averaged first (GRPO). sample: tokens are summed, and
     divided by the samples of the step (Dr. GRPO, RLOO); the only one that is unbiased."""
     advantage_normalization: Literal["std", "none"] = "std"
-    """std: divide by the group's standard deviation (GRPO). none: do not (Dr. GRPO)."""
+    """std: divide by the group's standard deviation (GRPO), with `ppo` normalise over the tokens of
+    the step. none: do not (Dr. GRPO)."""
     skip_zero_variance_groups: bool = True
     """Do not compute groups whose advantages are all 0. They still count in the denominator, so the
     gradient is the same; their tokens are missing from the means of entropy, ratio and mismatch.
-    Without effect while kl_coefficient > 0 and with reinforce_plus_plus."""
+    Without effect while kl_coefficient > 0 and with ppo and reinforce_plus_plus, whose groups all
+    have a gradient."""
     overlong_buffer: int = Field(default=0, ge=0, le=MAX_TOKENS)
     """DAPO's overlong shaping: over its last so many tokens before sampling.max_tokens, a response
     loses up to 1 of its reward, linearly. 0: off. Metrics keep the task's rewards."""
+    mask_truncated_completions: bool = False
+    """DAPO's overlong filtering: leave samples out of the loss that the token limit, a deadline or
+    `environment.max_turns` cut off. Their rewards stay in their group's baseline, and they stay in
+    the loss's denominator, as what a correction leaves out."""
     kl_coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Weight of the KL penalty towards the reference, which is the initial model unless it is
     refreshed; with 0 no second model is loaded."""
@@ -214,8 +222,7 @@ class TrainerConfig(BaseModel):
     @field_validator("algorithm")
     @classmethod
     def _algorithm_is_known(cls, value: str) -> str:
-        if value not in known_algorithms():
-            raise ValueError(f"{value!r} is not registered; known: {', '.join(known_algorithms())}")
+        check_name(value)
         return value
 
     @field_validator("device")
@@ -248,54 +255,8 @@ class TrainerConfig(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _settings_fit_the_algorithm(self) -> Self:
-        for name, value in only_values_of(self.algorithm).items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"{name}: {getattr(self, name)} does not fit algorithm: {self.algorithm}; its "
-                    f"equation has only {name}: {value} (docs/algorithms.md). Leave it out"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _the_penalty_fits_the_algorithm(self) -> Self:
-        if self.algorithm == "gpg" and self.kl_estimator == "k1" and self.kl_coefficient > 0:
-            raise ValueError(
-                "kl_estimator: k1 is part of the advantages, which algorithm: gpg multiplies by "
-                "groups / groups with signal, so the penalty would grow with the groups without "
-                "signal and vanish in a step without any signal; choose k2 or k3"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _the_correction_has_an_effect(self) -> Self:
-        if self.proximal_policy == "behaviour" and self.correction == "sequence_truncated":
-            raise ValueError(
-                "correction: sequence_truncated is a weight, but with proximal_policy: behaviour "
-                f"the loss of {self.algorithm} holds the ratio already; choose sequence_masked, "
-                "sequence_rejected, token_masked or none"
-            )
-        cap = self.importance_cap
-        if (
-            self.proximal_policy == "behaviour"
-            and cap != type(self).model_fields["importance_cap"].default
-        ):
-            raise ValueError(
-                f"importance_cap: {cap} has no effect with proximal_policy: behaviour, whose loss "
-                "holds the ratio; leave it out. PPO's dual clip is dual_clip"
-            )
-        if self.dual_clip is not None and self.proximal_policy == "current":
-            raise ValueError(
-                f"dual_clip: {self.dual_clip} has no effect with proximal_policy: current, where "
-                "importance_cap bounds the weight; leave it out"
-            )
-        if self.correction_band is not None and not self.correction.endswith(
-            ("masked", "rejected")
-        ):
-            raise ValueError(
-                f"correction_band has no effect with correction: {self.correction}; it is for "
-                "token_masked, sequence_masked and sequence_rejected"
-            )
+    def _the_loss_has_these_settings(self) -> Self:
+        loss_settings.refuse_what_does_not_fit(self)
         return self
 
     @model_validator(mode="after")

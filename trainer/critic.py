@@ -18,16 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout.trajectory import Trajectory
+from rollout.trajectory import CUT_OFF, Trajectory
 from trainer.config import TrainerConfig
 from trainer.errors import UnsupportedModelError
 from trainer.packed_batch import PackedBatch
 from trainer.policy import Policy
 from trainer.ranks import World
 from trainer.ranks.update import Update
-
-_CUT_OFF = ("length", "deadline")
-"""Finish reasons of responses that did not end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +114,7 @@ class Critic:
         if not self.bootstraps:
             return Values(values, None)
         drawn = real_tokens(trajectories).to(values.device)
-        cut = [one.finish_reason in _CUT_OFF for one in trajectories]
+        cut = [one.finish_reason in CUT_OFF for one in trajectories]
         last = values[~drawn].detach() * torch.tensor(cut, device=values.device)
         return Values(values[drawn], last)
 

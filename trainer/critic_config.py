@@ -28,8 +28,8 @@ class CriticConfig(BaseModel):
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """Generalised advantage estimation: 1 trusts the rewards alone, smaller ones the critic."""
     truncated: Literal["terminal", "bootstrap"] = "terminal"
-    """A response that the token limit or a deadline cut off. terminal: it ends there, with its
-    reward. bootstrap: the critic's value of its end is added to its reward."""
+    """A response that the token limit, a deadline or `environment.max_turns` cut off. terminal: it
+    ends there, with its reward. bootstrap: the critic's value of its end is added to its reward."""
     value_clip: float | None = Field(default=0.2, gt=0, le=1e6)
     """Values that move further than this from those of the step's start do not improve the loss;
     null: off. Without effect in the first of several passes."""

@@ -15,8 +15,9 @@ from trainer.config import TrainerConfig
 from trainer.critic import Critic
 from trainer.fixed import Fixed
 from trainer.micro_batches import Work
-from trainer.normalization import denominator, token_weights
+from trainer.normalization import denominator
 from trainer.ranks import World
+from trainer.token_batch import weights_of
 from trainer.transfer import to_device
 from trainer.value_loss import value_loss
 
@@ -62,8 +63,11 @@ def _add_gradients(
     for part in work.split(config.micro_batch_tokens):
         fixed = Fixed.of([groups[index].fixed[place] for index, place in part.owners])
         assert fixed.values is not None and fixed.returns is not None  # noqa: S101, PT018
-        lengths = np.array([one.trained_count for one in part.trajectories])
-        weights = np.repeat(token_weights(config.loss_normalization, lengths), lengths)
+        weights = weights_of(
+            part.trajectories,
+            config.loss_normalization,
+            masks_truncated=config.mask_truncated_completions,
+        )
         found = value_loss(
             critic.values(part.trajectories).tokens,
             fixed.values,

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.algorithms.registry import has_critic
+from trainer.algorithms.registry import has_critic, is_own
 from trainer.config import TrainerConfig
 
-_SCORE_FUNCTION = (
-    "dr_grpo",
-    "gpg",
-    "grpo",
-    "ppo",
-    "reinforce",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "rloo",
-)
-_CLIPS_TOWARDS_THE_STEP = ("dr_grpo", "grpo", "ppo")
+_CLIPS_TOWARDS_THE_STEP = ("dapo", "dr_grpo", "grpo", "ppo")
 """With `proximal_policy: current`."""
 _SCALED_BY_GROUP = ("cispo", "dapo", "grpo", "gspo")
+_OTHER_OBJECTIVES = (
+    "overlong_buffer",
+    "mask_truncated_completions",
+    "kl_coefficient",
+    "router_loss_coefficient",
+)
+"""With one of these, what is maximised is not the expected reward of the task alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +30,7 @@ class Estimate:
     """What is known of a configuration."""
 
     known: bool
-    """False for algorithms that were registered by a user."""
+    """False for algorithms of a user's own."""
     biases: tuple[str, ...]
     """What makes it differ from the policy gradient, a few words each; empty: it is unbiased.
     docs/algorithms.md says why."""
@@ -47,11 +44,10 @@ def estimate_of(config: TrainerConfig, *, stale: bool) -> Estimate:
         stale: whether tokens may be of an older policy than the step's. Within a step they are,
             from its second update on.
     """
-    if config.algorithm not in {*_SCORE_FUNCTION, *_SCALED_BY_GROUP}:
+    if is_own(config.algorithm):
         return Estimate(known=False, biases=())
     found = [_of_normalization(config), _of_advantages(config)]
-    if config.overlong_buffer:
-        found.append("overlong_buffer")
+    found += [name for name in _OTHER_OBJECTIVES if getattr(config, name)]
     if has_critic(config.algorithm):
         found.append(_of_values(config))
     if stale or config.updates_per_step > 1:
@@ -64,11 +60,7 @@ def estimate_of(config: TrainerConfig, *, stale: bool) -> Estimate:
 def _of_normalization(config: TrainerConfig) -> str:
     if config.loss_normalization == "token":
         return "loss_normalization: token"
-    if config.loss_normalization == "sequence":
-        return "loss_normalization: sequence"
-    if config.algorithm == "gspo":
-        return "the mean over tokens in its ratio"
-    return ""
+    return "loss_normalization: sequence" if config.loss_normalization == "sequence" else ""
 
 
 def _of_advantages(config: TrainerConfig) -> str:
@@ -82,17 +74,22 @@ def _of_advantages(config: TrainerConfig) -> str:
 
 
 def _of_values(config: TrainerConfig) -> str:
-    """With gamma and lambda 1 the value of a state is its baseline, and no more."""
+    """With gamma and lambda 1 the value of a state is its baseline, and no more.
+
+    The value loss moves the weights of a trunk that policy and critic share.
+    """
     if config.critic.gamma < 1:
         return "critic.gamma"
     if config.critic.truncated == "bootstrap":
         return "critic.truncated: bootstrap"
+    if config.critic.shared_trunk:
+        return "critic.shared_trunk"
     return "critic.gae_lambda" if config.critic.gae_lambda < 1 else ""
 
 
 def _of_stale_tokens(config: TrainerConfig) -> str:
     clips = config.updates_per_step > 1 and config.algorithm in _CLIPS_TOWARDS_THE_STEP
-    if config.proximal_policy == "behaviour" or config.algorithm not in _SCORE_FUNCTION or clips:
+    if config.proximal_policy == "behaviour" or clips:
         return "clipped ratios of stale tokens"
     if config.correction == "none":
         return "stale tokens without a correction"

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.trajectory import FloatArray, Trajectory
+from rollout.trajectory import CUT_OFF, FloatArray, Trajectory
 from trainer.algorithms.base import Rewards, TokenBatch
 from trainer.normalization import Normalization, token_weights
 from trainer.transfer import to_device
@@ -20,10 +20,13 @@ def token_batch(
     trajectories: Sequence[Trajectory],
     advantages: Rewards,
     normalization: Normalization,
+    *,
+    masks_truncated: bool = False,
 ) -> TokenBatch:
     """B trajectories with `[N]` log-probabilities under the policy and `[B]` advantages.
 
-    N tokens are trained; observed ones (`Trajectory.trained`) count nowhere.
+    N tokens are trained; observed ones (`Trajectory.trained`) count nowhere. `masks_truncated` as
+    in `weights_of`.
     """
     lengths = np.array([t.trained_count for t in trajectories])
 
@@ -35,9 +38,20 @@ def token_batch(
         logprobs=logprobs,
         behaviour_logprobs=put(behaviour_logprobs_of(trajectories)),
         advantages=put(np.repeat(advantages, lengths)),
-        weights=put(np.repeat(token_weights(normalization, lengths), lengths)),
+        weights=put(weights_of(trajectories, normalization, masks_truncated=masks_truncated)),
         owners=to_device(owners, logprobs.device),
     )
+
+
+def weights_of(
+    trajectories: Sequence[Trajectory], normalization: Normalization, *, masks_truncated: bool
+) -> NDArray[np.float64]:
+    """`[N]` weights of the trained tokens; `masks_truncated`: 0 in samples that were cut off."""
+    lengths = np.array([t.trained_count for t in trajectories])
+    weights = token_weights(normalization, lengths)
+    if masks_truncated:
+        weights = weights * [one.finish_reason not in CUT_OFF for one in trajectories]
+    return np.repeat(weights, lengths)
 
 
 def behaviour_logprobs_of(trajectories: Sequence[Trajectory]) -> FloatArray:

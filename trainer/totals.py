@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.trajectory import Trajectory
+from rollout.trajectory import CUT_OFF, Trajectory
 from trainer.algorithms.base import Finish, LossSums, Signal, StepSums, TokenBatch
 from trainer.errors import TrainerError
 from trainer.head import TokenScores
@@ -113,7 +113,7 @@ class StepTotals:
             self.observed += len(trajectory.tokens) - len(staleness)
             self.tokens += len(staleness)
             self.lengths[rounded_length(len(staleness))] += 1
-            self.truncated += trajectory.finish_reason in ("length", "deadline")
+            self.truncated += trajectory.finish_reason in CUT_OFF
             self.staleness_sum += float(staleness.sum())
             self.staleness_max = max(self.staleness_max, int(staleness.max()))
 

@@ -89,10 +89,8 @@ def mode_line(config: RunConfig) -> str:
     else:
         kept = "their KV kept" if mode == "keep" else "their KV computed again"
         promise, how = lag, f"asynchronous: samples continue under new weights, {kept}"
-    if config.cache.reuse == "lenient":
-        promise = "not exact, because of cache.reuse: lenient"
-    elif config.scheduler.sample_deadline_seconds is not None:
-        promise = "not exact, because of scheduler.sample_deadline_seconds"
+    if inexact := _inexact(config):
+        promise = f"not exact, because of {inexact[0]}"
     updates = config.trainer.updates_per_step
     if updates > 1:
         promise += f", for the first of {updates:,} updates per step"
@@ -103,24 +101,32 @@ def training_line(config: RunConfig) -> str:
     """What the gradient estimates, of which groups, and what is done about stale tokens."""
     trainer, stale = config.trainer, config.scheduler.max_off_policy_steps > 0
     found = estimate_of(trainer, stale=stale)
-    what = "an unbiased gradient"
+    inexact = _inexact(config)
+    biases = [*found.biases, *inexact]
+    what = f"gradient biased by {', '.join(biases)}" if biases else "an unbiased gradient"
     if not found.known:
         what = "an algorithm of your own"
-    elif found.biases:
-        what = f"gradient biased by {', '.join(found.biases)}"
     correction = "on-policy, nothing to correct"
     if trainer.updates_per_step > 1:
         correction = f"on-policy, nothing to correct in the first of {trainer.updates_per_step:,}"
     if stale:
         in_loss = trainer.proximal_policy == "behaviour" and trainer.correction == "token_truncated"
         correction = f"correction: {'the ratio in the loss' if in_loss else trainer.correction}"
-    elif config.cache.reuse == "lenient" or config.scheduler.sample_deadline_seconds is not None:
+    elif inexact:
         correction = "no correction for what is not exact"
     groups = ""
     if (looked_at := config.scheduler.max_groups_of_step) is not None:
         needed = config.scheduler.groups_per_step
         groups = f"; steps of {needed:,} groups with signal, out of {looked_at:,} at most"
     return f"{'training':<10} {trainer.algorithm}: {what}; {correction}{groups}"  # words of ours
+
+
+def _inexact(config: RunConfig) -> list[str]:
+    """Settings that change which tokens or samples are trained on, without a correction."""
+    found = ["cache.reuse: lenient"] if config.cache.reuse == "lenient" else []
+    if config.scheduler.sample_deadline_seconds is not None:
+        found.append("scheduler.sample_deadline_seconds")
+    return found
 
 
 def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -> str:

@@ -14,6 +14,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import DataError
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.run import overview
+from asyncrl.run.algorithm_check import check_algorithm
 from asyncrl.run.critic_check import with_critic
 from asyncrl.run.devices import place
 from asyncrl.run.lora_check import with_adapter
@@ -63,6 +64,7 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     gpus = place(config) if config.launcher.kind == "local" else None
     check_rewards(config.rewards)
     check_environment(config)
+    check_algorithm(config)
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         model_path = resolve_model(config.model, bar)
     check_files(Path(model_path))

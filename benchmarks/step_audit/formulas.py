@@ -108,7 +108,9 @@ def judged(c: Settings, t: Tokens) -> Judged:
     weight, kept = correction(c, g)
     behaviour = start - g
     low, high, signals = 1 - c["clip_ratio_low"], 1 + c["clip_ratio_high"], {}
-    capped = (weight >= c["importance_cap"]) & (kept > 0)
+    of = g.sum() * torch.ones_like(g) if c["correction"] == "sequence_truncated" else g
+    cuts = c["correction"].endswith(("truncated", "rejected"))
+    capped = (of.exp() > c["importance_cap"]) & (kept > 0) & cuts
     if name in ("reinforce", "rloo", "gpg"):
         losses = -weight * a * p
     elif name.startswith("reinforce_plus_plus"):
@@ -119,19 +121,20 @@ def judged(c: Settings, t: Tokens) -> Judged:
         signals["weight_clipped"] = ((ratio < low) | (ratio > high)) & (kept > 0)
     else:
         inner = p - (start if c["proximal_policy"] == "current" else behaviour)
+        if bound is not None:  # of the value; the gradient stays
+            inner = inner - inner.detach() + inner.detach().clamp(-bound, bound)
         ratio = inner.exp() if name != "gspo" else inner.mean().exp() * torch.ones_like(p)
         gain = torch.minimum(ratio * a, ratio.clamp(low, high) * a)
         clipped = ((ratio > high) & (a > 0)) | ((ratio < low) & (a < 0))
-        if c["proximal_policy"] == "current":
-            losses = -weight * gain
-        else:
-            over = torch.zeros_like(clipped)
-            if c["dual_clip"] is not None:
-                over = (a < 0) & (gain < c["dual_clip"] * a)
-                gain = torch.where(over, c["dual_clip"] * a, gain)
-            losses, clipped, capped = -kept * gain, clipped | over, over & (kept > 0)
-        signals["clip_ratio"] = clipped & (kept > 0)
-    if name not in ("cispo", "gspo"):
+        over = torch.zeros_like(clipped)
+        if c["dual_clip"] is not None:
+            over = (a < 0) & (gain < c["dual_clip"] * a)
+            gain = torch.where(over, c["dual_clip"] * a, gain)
+        losses = -(weight if c["proximal_policy"] == "current" else kept) * gain
+        signals["clip_ratio"] = (clipped | over) & (kept > 0)
+        if name != "gspo":
+            signals["dual_clipped"] = over & (kept > 0)
+    if c["proximal_policy"] == "current":
         signals["importance_capped"] = capped
     return Judged(losses, weight, kept, g.exp(), signals)
 

@@ -81,7 +81,9 @@ def _signals(folder: Folder, chosen: Sequence[Fixed], start: Start, sums: Sums) 
     found: Metrics = {k: v / sums.computed for k, v in sums.by_token.items()}
     found |= {k: v / sums.sizes for k, v in sums.by_size.items()}
     weights, squares = (sums.by_token[name] for name in ("weights", "squares"))
-    found["effective_share"] = weights**2 / (sums.computed * squares) if squares else None
+    if c["proximal_policy"] == "current":
+        share = weights**2 / (sums.computed * squares) if squares else None
+        found["effective_share"] = share
     del found["weights"], found["squares"]
     one_pass = c["ppo_epochs"] * c["minibatches"] == 1 and c["proximal_policy"] == "current"
     if start.raw is not None and one_pass:  # those of several passes are normalised before
@@ -91,6 +93,6 @@ def _signals(folder: Folder, chosen: Sequence[Fixed], start: Start, sums: Sums) 
         returns = torch.cat([one.returns for one in chosen if one.returns is not None])
         errors = returns - torch.cat([one.values for one in chosen if one.values is not None])
         spread = float(returns.var(correction=0))
-        share = 1 - float(errors.var(correction=0)) / spread if spread > 1e-12 else None
-        found["explained_variance"] = share
+        explained = 1 - float(errors.var(correction=0)) / spread if spread > 1e-12 else None
+        found["explained_variance"] = explained
     return {f"algorithm.{name}": one for name, one in found.items()}

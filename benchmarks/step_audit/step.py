@@ -68,6 +68,8 @@ class Step:
         return float(sum(len(one.sample) for one in samples) if by_token else len(samples))
 
     def _weight(self, one: Fixed) -> float:
+        if self._trainer["mask_truncated_completions"] and one.sample.is_cut:
+            return 0.0
         return 1 / len(one.sample) if self._trainer["loss_normalization"] == "sequence" else 1.0
 
     def _update(self, numbers: Sequence[int]) -> None:

@@ -38,7 +38,13 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"kl_coefficient": 0.1, "weight_decay": 0.1},
     "reinforce_plus_plus": {"max_grad_norm": 0.05},
     "lora": {"algorithm": "grpo", "lora": {"rank": 2}, "kl_coefficient": 0.1},
-    "ppo": {"ppo_epochs": 2, "minibatches": 2, "kl_coefficient": 0.1, "kl_estimator": "k1"},
+    "ppo": {
+        "ppo_epochs": 2,
+        "minibatches": 2,
+        "kl_coefficient": 0.1,
+        "kl_estimator": "k1",
+        "critic": {"passes": 3, "minibatches": 2},
+    },
 }
 GROUPS, STEPS = 5, 2
 DEALS: dict[str, Callable[[int, int], int]] = {

@@ -47,8 +47,9 @@ def _loss(
 
 
 def _counts(sums: LossSums) -> tuple[int, int]:
-    """Clipped and capped tokens; an algorithm that never does one does not report it."""
-    return int(sums.sums.get("clip_ratio", 0)), int(sums.sums.get("importance_capped", 0))
+    """Clipped and bounded tokens; an algorithm that never does one does not report it."""
+    bounded = sum(int(sums.sums.get(name, 0)) for name in ("importance_capped", "dual_clipped"))
+    return int(sums.sums.get("clip_ratio", 0)), bounded
 
 
 def test_grpo_advantages() -> None:
@@ -81,7 +82,7 @@ def test_equal_rewards_carry_no_signal(name: str, reward: float, size: int) -> N
 def test_truncated_importance(name: str, ratio: float, advantage: float, weight: float) -> None:
     _, grad, sums = _loss(TrainerConfig(algorithm=name), ratio, advantage, weight)
     assert grad == pytest.approx(-weight * min(ratio, 2.0) * advantage)
-    assert _counts(sums) == (0, int(ratio >= 2))
+    assert _counts(sums) == (0, int(ratio > 2))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,13 @@ def test_own_algorithms_are_registered_by_name() -> None:
         ({"betas": (0.9, 1.0)}, "betas"),
         ({"importance_cap": 0.5}, "importance_cap"),
         ({"algorithm": "dapo", "importance_cap": 3.0}, "PPO's dual clip is dual_clip"),
-        ({"dual_clip": 3.0}, "no effect with proximal_policy: current"),
+        ({"correction": "none", "importance_cap": 9}, "which truncates nothing"),
+        ({"correction": "token_masked", "importance_cap": 9}, "which truncates nothing"),
+        ({"dual_clip": 3.0}, "no effect with proximal_policy: current and one update"),
+        ({"algorithm": "rloo", "clip_ratio_high": 0.28}, "no effect with algorithm: rloo"),
+        ({"algorithm": "reinforce", "dual_clip": 3, "ppo_epochs": 2}, "which clips nothing"),
+        ({"algorithm": "rloo", "advantage_normalization": "std"}, "only advantage_norm.*none"),
+        ({"algorithm": "reinforce_plus_plus", "advantage_normalization": "none"}, "only.*std"),
         ({"algorithm": "gspo", "dual_clip": 3.0}, "only dual_clip: None"),
         ({"algorithm": "gpg", "kl_coefficient": 0.1, "kl_estimator": "k1"}, "choose k2 or k3"),
         ({"algorithm": "dr_grpo", "advantage_normalization": "std"}, "only advantage_norm.*none"),

@@ -72,6 +72,11 @@ def test_weights_and_their_numbers(name: str) -> None:
     grad, sums = loss_of(config_of(name))
     np.testing.assert_allclose(grad, -want, rtol=1e-6)
     assert float(sums.sums["correction_masked"]) == (want == 0).sum()
+    of_samples = name == "sequence_truncated"
+    ratios = [sum(one) if of_samples else g for one in GAPS for g in one]
+    cuts = name.endswith(("truncated", "rejected"))
+    capped = [cuts and w > 0 and r > math.log(2) for w, r in zip(want, ratios, strict=True)]
+    assert float(sums.sums["importance_capped"]) == sum(capped)
     used, squares = sums.sums["effective_share"].tolist()
     assert used**2 / (6 * squares) == pytest.approx(want.sum() ** 2 / (6 * (want**2).sum()))
     ratios = np.exp(np.array(flat(GAPS)))
@@ -90,6 +95,34 @@ def test_a_ratio_in_the_loss_is_not_weighed_again_but_left_out() -> None:
     kept = np.repeat([True, False, True], LENGTHS)
     np.testing.assert_allclose(clipped, -ratios * kept, rtol=1e-6)
     assert float(sums.sums["clip_ratio"]) == 0
+    assert not {"effective_share", "importance_capped"} & sums.sums.keys()
+
+
+def test_nothing_is_capped_on_policy() -> None:
+    _, sums = loss_of(TrainerConfig(importance_cap=1.0), [[0.0, 0.0]])
+    assert float(sums.sums["importance_capped"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "advantage", "gradient", "clipped"),
+    [
+        ({}, -1.0, math.exp(10), 0),  # PPO bounds only what improves the loss
+        ({"dual_clip": 3.0}, -1.0, 0.0, 1),
+        ({"log_ratio_clamp": 2.0}, -1.0, math.exp(2), 0),
+        ({"dual_clip": 3.0}, 1.0, 0.0, 0),
+    ],
+)
+def test_what_bounds_the_ratio_to_the_proximal_policy(
+    settings: dict[str, float], advantage: float, gradient: float, clipped: int
+) -> None:
+    """A token with p / x = e^10 in a later update, drawn by the proximal policy."""
+    logprob = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    start, ones = torch.full((1,), -11.0, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    batch = TokenBatch(logprob, start, advantage * ones, ones, proximal_logprobs=start)
+    sums = make(TrainerConfig.model_validate({"ppo_epochs": 4, **settings})).loss(batch)
+    (grad,) = torch.autograd.grad(sums.loss, logprob)
+    assert float(grad) == pytest.approx(gradient)
+    assert float(sums.sums["dual_clipped"]) == clipped
 
 
 def test_a_clamp_bounds_ratios_and_leaves_the_gradient() -> None:

@@ -141,13 +141,17 @@ def test_stale_tokens_need_the_weight_of_the_whole_sample() -> None:
     "algorithm", ["grpo", "dr_grpo", "dapo", "reinforce", "rloo", "gspo", "cispo"]
 )
 @pytest.mark.parametrize("normalization", ["token", "sequence", "sample"])
+@pytest.mark.parametrize("advantages", ["std", "none"])
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_run_says_of_each_combination_whether_it_is_biased(
-    algorithm: str, normalization: str, stale: bool
+    algorithm: str, normalization: str, advantages: str, stale: bool
 ) -> None:
     """Those whose factors depend on several groups cannot be seen in a step of one."""
-    values = {"algorithm": algorithm, "loss_normalization": normalization}
-    if TrainerConfig(algorithm=algorithm).proximal_policy == "current":
+    values: dict[str, Any] = {"algorithm": algorithm, "loss_normalization": normalization}
+    default = TrainerConfig(algorithm=algorithm)
+    if algorithm in ("grpo", "dapo", "gspo", "cispo"):  # others refuse the one or the other
+        values["advantage_normalization"] = advantages
+    if default.proximal_policy == "current":
         values["importance_cap"] = 1e6
     config = TrainerConfig.model_validate(values)
     found = estimate_of(config, stale=stale)
@@ -228,6 +232,34 @@ def test_a_critic_is_unbiased_only_as_a_baseline(kind: str, critic: dict[str, fl
     settings = {"advantage_normalization": "none", "loss_normalization": kind, "critic": critic}
     found = estimate_of(TrainerConfig.model_validate({"algorithm": "ppo", **settings}), stale=False)
     assert (cosine(_ppo_gradient(**settings), TRUE) > 1 - 1e-10) == (not found.biases)
+
+
+@pytest.mark.parametrize(
+    ("settings", "biases"),
+    [
+        ({"mask_truncated_completions": True}, ("mask_truncated_completions",)),
+        ({"kl_coefficient": 0.1}, ("kl_coefficient",)),
+        ({"router_loss_coefficient": 0.1}, ("router_loss_coefficient",)),
+        (
+            {
+                "algorithm": "ppo",
+                "advantage_normalization": "none",
+                "loss_normalization": "sample",
+                "critic": {"gae_lambda": 1.0, "shared_trunk": True},
+            },
+            ("critic.shared_trunk",),
+        ),
+    ],
+)
+def test_other_objectives_are_named(settings: dict[str, Any], biases: tuple[str, ...]) -> None:
+    config = TrainerConfig.model_validate({"algorithm": "rloo", **settings})
+    assert estimate_of(config, stale=False).biases == biases
+
+
+def test_in_a_single_pass_nothing_is_clipped_towards_the_step() -> None:
+    """Stale tokens of `dapo` with `proximal_policy: current` have `token_truncated`."""
+    config = TrainerConfig(algorithm="dapo", proximal_policy="current")
+    assert estimate_of(config, stale=True).biases[-1] == "stale tokens weighed one by one"
 
 
 def test_further_updates_are_said_to_be_off_policy() -> None:

@@ -24,7 +24,8 @@ GroupOf = Callable[..., list[Trajectory]]
 ModelPath = Callable[[str], str]
 
 SIGNALS = {
-    "clip_ratio", "importance_capped", "effective_share", "chi_squared", "correction_masked",
+    "clip_ratio", "dual_clipped", "importance_capped", "effective_share", "chi_squared",
+    "correction_masked",
 }  # fmt: skip
 """Of GRPO with its correction."""
 

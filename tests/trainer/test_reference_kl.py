@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -83,3 +84,22 @@ def test_kl_of_two_nuclei_is_finite_and_bounded_from_below() -> None:
         else:
             assert value >= -1e-12
     assert apart, "no pair had another set of tokens"
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("clamp", [10.0, 1e6])
+def test_a_token_beyond_the_clamp_has_no_gradient_however_far_it_is(
+    estimator: str, clamp: float
+) -> None:
+    """e^gap is infinite in float32 from 88.7 nats on."""
+    logprob = torch.tensor([-20_001.0], requires_grad=True)
+    batch = TokenBatch(logprob, logprob.detach(), torch.zeros(1), torch.ones(1))
+    batch = dataclasses.replace(batch, reference_logprobs=torch.tensor([-1.0]))
+    config = TrainerConfig.model_validate(
+        {"kl_coefficient": 0.1, "kl_clamp": clamp, "kl_estimator": estimator}
+    )
+    sums = make(config).loss(batch)
+    sums.loss.backward()
+    assert logprob.grad is not None
+    assert float(sums.loss.detach()) == pytest.approx(0.1 * clamp)
+    assert float(logprob.grad) == 0

@@ -191,6 +191,11 @@ def uses_proximal(algorithm: Algorithm) -> bool:
     return bool(getattr(innermost(algorithm), "uses_proximal", False))
 
 
+def compares_samples(algorithm: Algorithm) -> bool:
+    """Whether a class of a user's own says that it learns nothing from groups of equal rewards."""
+    return bool(getattr(innermost(algorithm), "compares_samples", False))
+
+
 def centred(rewards: Rewards) -> Rewards:
     """`[G]` rewards minus their mean; exactly 0 when all are equal, without rounding error.
 

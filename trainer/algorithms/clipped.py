@@ -22,12 +22,11 @@ class Clipped:
         "clip_ratio": Signal(
             "share of tokens that have no gradient because their ratio was clipped"
         ),
-        "importance_capped": Signal("share of tokens that reached `trainer.importance_cap`"),
+        "dual_clipped": Signal("share of tokens whose ratio was clipped by `trainer.dual_clip`"),
     }
     needs_reference: ClassVar[bool] = False
 
     proximal_policy: Literal["current", "behaviour"]
-    importance_cap: float
     clip_ratio_low: float
     clip_ratio_high: float
     dual_clip: float
@@ -38,7 +37,6 @@ class Clipped:
         """The fields above, from the trainer's settings."""
         return {
             "proximal_policy": config.proximal_policy,
-            "importance_cap": config.importance_cap,
             "clip_ratio_low": config.clip_ratio_low,
             "clip_ratio_high": config.clip_ratio_high,
             "dual_clip": math.inf if config.dual_clip is None else config.dual_clip,
@@ -51,9 +49,7 @@ class Clipped:
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """Summed loss of the equations in `trainer.algorithms.grpo`."""
+        clip = Clip(self.clip_ratio_low, self.clip_ratio_high, self.dual_clip)
         if self.proximal_policy == "behaviour":
-            clip = Clip(self.clip_ratio_low, self.clip_ratio_high, self.dual_clip)
             return clip.loss(batch, torch.exp(batch.logprobs - batch.behaviour_logprobs))
-        return decoupled(
-            batch, Clip(self.clip_ratio_low, self.clip_ratio_high), self.importance_cap
-        )
+        return decoupled(batch, clip)

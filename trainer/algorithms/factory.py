@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import cast
 
 from trainer import corrections
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.reference_kl import WithReferenceKl
-from trainer.algorithms.registry import target_of
+from trainer.algorithms.registry import class_of
 from trainer.algorithms.router_balance import WithRouterBalance
 from trainer.config import TrainerConfig
 from trainer.corrections.apply import Corrected
@@ -20,10 +19,12 @@ def make(config: TrainerConfig) -> Algorithm:
     Raises:
         ImportError, AttributeError: the registered target does not exist.
     """
-    module, _, name = target_of(config.algorithm).partition(":")
-    made = getattr(importlib.import_module(module), name).from_config(config)
+    made = class_of(config.algorithm).from_config(config)
     algorithm: Algorithm = Corrected(
-        cast("Algorithm", made), corrections.make(config), config.log_ratio_clamp
+        cast("Algorithm", made),
+        corrections.make(config),
+        config.log_ratio_clamp,
+        weighs=config.proximal_policy == "current",
     )
     if config.router_loss_coefficient > 0:
         algorithm = WithRouterBalance(algorithm, config.router_loss_coefficient)

@@ -23,7 +23,7 @@ from trainer.algorithms.base import (
     TokenBatch,
     centred,
 )
-from trainer.algorithms.losses import capped, importance, weighted_logprobs
+from trainer.algorithms.losses import importance, weighted_logprobs
 from trainer.config import TrainerConfig
 
 
@@ -31,18 +31,15 @@ from trainer.config import TrainerConfig
 class Gpg:
     """Centred rewards, the score function, and the step's factor."""
 
-    signals: ClassVar[Mapping[str, Signal]] = {
-        "importance_capped": Signal("share of tokens that reached `trainer.importance_cap`"),
-    }
+    signals: ClassVar[Mapping[str, Signal]] = {}
     needs_reference: ClassVar[bool] = False
     needs_every_group: ClassVar[bool] = False
 
-    importance_cap: float
-
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
-        """Take what this algorithm needs from the trainer's settings."""
-        return cls(importance_cap=config.importance_cap)
+        """It needs nothing of the trainer's settings."""
+        del config
+        return cls()
 
     def advantages(self, rewards: Rewards) -> Rewards:
         """`[G]` rewards minus their mean. Raises ValueError: G < 2."""
@@ -50,11 +47,7 @@ class Gpg:
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """Summed loss of the module's equation, without alpha."""
-        weight = importance(batch)
-        return LossSums(
-            loss=weighted_logprobs(batch, weight),
-            sums={"importance_capped": capped(batch, weight, self.importance_cap)},
-        )
+        return LossSums(weighted_logprobs(batch, importance(batch)))
 
     def finish(self, step: StepSums) -> Finish:
         """Alpha; 0 if no group has signal."""

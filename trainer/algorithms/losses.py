@@ -44,11 +44,6 @@ def weighted_logprobs(batch: TokenBatch, weight: Tensor) -> Tensor:
     return -(batch.weights * weight * batch.advantages * batch.logprobs).sum()
 
 
-def capped(batch: TokenBatch, weight: Tensor, cap: float) -> Tensor:
-    """Scalar: tokens whose `[N]` weight reached the cap."""
-    return ((weight >= cap) & kept(batch)).sum()
-
-
 @dataclass(frozen=True, slots=True)
 class Clip:
     """PPO's clip (arXiv 1707.06347, eq. 7), with dual clip (1912.09729, eq. 5)."""
@@ -61,7 +56,7 @@ class Clip:
     """For A < 0, the loss is bounded by the ratio's value at this."""
 
     def loss(self, batch: TokenBatch, ratio: Tensor) -> LossSums:
-        """Loss with `[N]` ratios that carry the gradient, `clip_ratio`, and what dual clip did."""
+        """Loss with `[N]` ratios that carry the gradient, `clip_ratio` and `dual_clipped`."""
         inside = ratio.clamp(1 - self.low, 1 + self.high)
         advantages = batch.advantages
         surrogate = torch.minimum(ratio * advantages, inside * advantages)
@@ -77,19 +72,17 @@ class Clip:
             loss=-per_token.sum(),
             sums={
                 "clip_ratio": ((high | low | over) & used).sum(),
-                "importance_capped": over.sum(),
+                "dual_clipped": over.sum(),
             },
         )
 
 
-def decoupled(batch: TokenBatch, clip: Clip, cap: float) -> LossSums:
-    """The decoupled loss, `clip_ratio`, and tokens whose weight w reached `cap`."""
+def decoupled(batch: TokenBatch, clip: Clip) -> LossSums:
+    """The decoupled loss, `clip_ratio` and `dual_clipped`."""
     weight = importance(batch)
-    over = capped(batch, weight, cap)
     if batch.proximal_logprobs is None:
         zero = torch.zeros_like(weight).sum()
         loss = score_function(batch, batch.advantages)
-        return LossSums(loss, {"clip_ratio": zero, "importance_capped": over})
+        return LossSums(loss, {"clip_ratio": zero, "dual_clipped": zero})
     ratio = torch.exp(batch.logprobs - batch.proximal_logprobs)
-    own = clip.loss(replace(batch, weights=batch.weights * weight), ratio)
-    return LossSums(own.loss, {**own.sums, "importance_capped": over})
+    return clip.loss(replace(batch, weights=batch.weights * weight), ratio)

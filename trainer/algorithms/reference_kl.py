@@ -37,6 +37,7 @@ says nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -57,6 +58,9 @@ _SIGNALS = {
     "policy_loss": Signal("loss without the KL penalty", per="loss", of_loss=True),
     "reference_kl": Signal("KL of the policy from its reference, nats per token"),
 }
+_ABOVE_CLAMP = 10.0
+"""k3 of log(1 + clamp) + 10 is above any clamp: e^10 (1 + clamp) outweighs 1 + log(1 + clamp) + 10
+by far, and is finite for the largest clamp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,5 +114,9 @@ class WithReferenceKl:
         """`[N]` log(r / p) to `[N]` estimates."""
         if self.estimator == "k1":
             return -gap if self.clamp is None else (-gap).clamp(-self.clamp, self.clamp)
+        if self.estimator == "k3" and self.clamp is not None:
+            # Beyond this k3 is above the clamp; without it e^gap is infinite in float32 from 88.7
+            # on, and the gradient 0 * inf.
+            gap = gap.clamp(max=math.log1p(self.clamp) + _ABOVE_CLAMP)
         estimate = 0.5 * gap.square() if self.estimator == "k2" else gap.exp() - 1 - gap
         return estimate if self.clamp is None else estimate.clamp(max=self.clamp)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,8 @@ class Entry:
     """Settings of the trainer that have other defaults with this algorithm: those of its paper."""
     only: Mapping[str, object] = field(default_factory=dict)
     """Settings that have one possible value, because the equation has no other."""
+    unused: tuple[str, ...] = ()
+    """Settings of losses that this one does not read; refused unless they have their default."""
     critic: bool = False
     """Whether there is a value model."""
     normalises: Literal["never", "always", "std"] = "never"
@@ -29,6 +33,8 @@ class Entry:
 _CURRENT = {"proximal_policy": "current"}
 _BEHAVIOUR = {"proximal_policy": "behaviour"}
 _UNSCALED = {"advantage_normalization": "none"}
+_NORMALISED = {"advantage_normalization": "std"}
+_CLIPS = ("clip_ratio_low", "clip_ratio_high", "dual_clip")
 _NO_DUAL_CLIP = {"dual_clip": None}
 
 _ENTRIES = {
@@ -42,22 +48,35 @@ _ENTRIES = {
     "dapo": Entry(
         "trainer.algorithms.dapo:Dapo", 2, defaults={"clip_ratio_high": 0.28, **_BEHAVIOUR}
     ),
-    "reinforce": Entry("trainer.algorithms.reinforce:Reinforce", 2, only=_CURRENT),
+    "reinforce": Entry(
+        "trainer.algorithms.reinforce:Reinforce",
+        2,
+        defaults=_UNSCALED,
+        only={**_CURRENT, **_UNSCALED},
+        unused=_CLIPS,
+    ),
     "rloo": Entry(
         "trainer.algorithms.rloo:Rloo",
         2,
-        defaults={"loss_normalization": "sample", "correction": "sequence_truncated"},
-        only=_CURRENT,
+        defaults={
+            "loss_normalization": "sample",
+            "correction": "sequence_truncated",
+            **_UNSCALED,
+        },
+        only={**_CURRENT, **_UNSCALED},
+        unused=_CLIPS,
     ),
     "reinforce_plus_plus": Entry(
         "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
-        only=_CURRENT,
+        only={**_CURRENT, **_NORMALISED},
+        unused=_CLIPS,
         normalises="always",
     ),
     "reinforce_plus_plus_baseline": Entry(
         "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
         2,
-        only=_CURRENT,
+        only={**_CURRENT, **_NORMALISED},
+        unused=_CLIPS,
         normalises="always",
     ),
     "gspo": Entry(
@@ -79,11 +98,18 @@ _ENTRIES = {
     ),
     "ppo": Entry("trainer.algorithms.ppo:Ppo", critic=True, normalises="std"),
     "gpg": Entry(
-        "trainer.algorithms.gpg:Gpg", 2, defaults=_UNSCALED, only={**_CURRENT, **_UNSCALED}
+        "trainer.algorithms.gpg:Gpg",
+        2,
+        defaults=_UNSCALED,
+        only={**_CURRENT, **_UNSCALED},
+        unused=_CLIPS,
     ),
 }
 
 _TARGETS = {name: entry.target for name, entry in _ENTRIES.items()}
+_PROVIDED: dict[str, type] = {}
+"""Classes of a user's own that this process has loaded, by `trainer.algorithm`."""
+_OWN_NAME = re.compile(r"(?:[^\0]+\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 
 def known_algorithms() -> tuple[str, ...]:
@@ -110,10 +136,33 @@ def register(name: str, target: str) -> None:
 def smallest_group(name: str) -> int:
     """Fewest samples of a group that this algorithm can learn from.
 
-    2 where a sample is compared with the others of its group. An algorithm added by `register`
-    decides when it is given a group.
+    2 where a sample is compared with the others of its group. An algorithm of a user's own decides
+    when it is given a group.
     """
     return _ENTRIES[name].smallest_group if name in _ENTRIES else 1
+
+
+def check_name(name: str) -> None:
+    """Refuse what is neither known nor written as a class of the user's own.
+
+    Raises:
+        ValueError: says what there is.
+    """
+    if name not in _TARGETS and not _OWN_NAME.fullmatch(name):
+        raise ValueError(
+            f"{name!r} is not registered; known: {', '.join(known_algorithms())}. One of your own "
+            "is written path/to/file.py:Class or my.module:Class"
+        )
+
+
+def provide(name: str, found: type) -> None:
+    """Give the class that `name` (`path/to/file.py:Class`, `my.module:Class`) stands for."""
+    _PROVIDED[name] = found
+
+
+def is_own(name: str) -> bool:
+    """Whether this algorithm is not one of those that come with asyncrl."""
+    return name not in _ENTRIES
 
 
 def has_critic(name: str) -> bool:
@@ -137,6 +186,19 @@ def only_values_of(name: str) -> Mapping[str, object]:
     return _ENTRIES[name].only if name in _ENTRIES else {}
 
 
-def target_of(name: str) -> str:
-    """The "module:Class" registered as `name`. Raises KeyError when there is none."""
-    return _TARGETS[name]
+def unused_by(name: str) -> tuple[str, ...]:
+    """The trainer's settings that have no effect with this algorithm."""
+    return _ENTRIES[name].unused if name in _ENTRIES else ()
+
+
+def class_of(name: str) -> Any:
+    """The class that was registered or provided as `name`.
+
+    Raises:
+        ImportError, AttributeError: the registered target does not exist.
+        KeyError: nothing has this name in this process.
+    """
+    if name in _PROVIDED:
+        return _PROVIDED[name]
+    module, _, attribute = _TARGETS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

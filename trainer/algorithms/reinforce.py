@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from trainer.algorithms.base import LossSums, Rewards, Signal, TokenBatch, leave_one_out
-from trainer.algorithms.losses import capped, importance, weighted_logprobs
+from trainer.algorithms.losses import importance, weighted_logprobs
 from trainer.config import TrainerConfig
 
 
@@ -31,17 +31,14 @@ from trainer.config import TrainerConfig
 class Reinforce:
     """Leave-one-out advantages and the importance-weighted score function."""
 
-    signals: ClassVar[Mapping[str, Signal]] = {
-        "importance_capped": Signal("share of tokens that reached `trainer.importance_cap`"),
-    }
+    signals: ClassVar[Mapping[str, Signal]] = {}
     needs_reference: ClassVar[bool] = False
-
-    importance_cap: float
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
-        """Take what this algorithm needs from the trainer's settings."""
-        return cls(importance_cap=config.importance_cap)
+        """It needs nothing of the trainer's settings."""
+        del config
+        return cls()
 
     def advantages(self, rewards: Rewards) -> Rewards:
         """`[G]` leave-one-out advantages. Raises ValueError: G < 2."""
@@ -49,8 +46,4 @@ class Reinforce:
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """Summed loss of the module's equation."""
-        weight = importance(batch)
-        return LossSums(
-            loss=weighted_logprobs(batch, weight),
-            sums={"importance_capped": capped(batch, weight, self.importance_cap)},
-        )
+        return LossSums(weighted_logprobs(batch, importance(batch)))

@@ -42,7 +42,7 @@ from trainer.algorithms.base import (
     TokenBatch,
     centred,
 )
-from trainer.algorithms.losses import capped, importance, score_function
+from trainer.algorithms.losses import score_function
 from trainer.config import TrainerConfig
 
 UNIT = "unit"
@@ -52,7 +52,6 @@ MOMENTS = {
     "advantage_mean": Signal("advantage before it is normalised over the step, mean"),
     "advantage_square": Signal("advantage before it is normalised over the step, mean square"),
 }
-_CAPPED = {"importance_capped": Signal("share of tokens that reached `trainer.importance_cap`")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +61,18 @@ class ReinforcePlusPlus:
     needs_reference: ClassVar[bool] = False
     needs_every_group: ClassVar[bool] = True
 
-    importance_cap: float
     gathered: bool = False
     """Whether the learner has normalised the advantages already (several passes)."""
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> Self:
         """Take what this algorithm needs from the trainer's settings."""
-        return cls(importance_cap=config.importance_cap, gathered=config.gathers_first)
+        return cls(gathered=config.gathers_first)
 
     @property
     def signals(self) -> Mapping[str, Signal]:
         """The advantages' moments only where this class normalises them."""
-        return _CAPPED if self.gathered else {**_CAPPED, **MOMENTS}
+        return {} if self.gathered else MOMENTS
 
     def advantages(self, rewards: Rewards) -> Rewards:
         """`[G]` rewards as they are."""
@@ -83,11 +81,10 @@ class ReinforcePlusPlus:
     def loss(self, batch: TokenBatch) -> LossSums:
         """Summed loss with a as advantage, and its part with 1 as advantage."""
         loss = score_function(batch, batch.advantages)
-        sums = {"importance_capped": capped(batch, importance(batch), self.importance_cap)}
         if self.gathered:
-            return LossSums(loss, sums)
+            return LossSums(loss)
         ones = score_function(batch, batch.advantages.new_ones(()))
-        return LossSums(loss, {**sums, **moments(batch)}, {UNIT: ones})
+        return LossSums(loss, moments(batch), {UNIT: ones})
 
     def finish(self, step: StepSums) -> Finish:
         """Factors 1 / std(a) and -mean(a) / std(a)."""

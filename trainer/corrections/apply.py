@@ -1,9 +1,11 @@
 """An algorithm with a correction, and the numbers by which people judge one.
 
     effective_share      (sum w)^2 / (N sum w^2) of the weights w with which tokens are trained
+    importance_capped    share of tokens whose w was cut to `importance_cap`
     chi_squared          mean of (p / b)^2 - 1, of the ratios before any correction: 0 on-policy
     correction_masked    share of tokens that the correction leaves out
 
+The first two only where the loss uses w: with `proximal_policy: behaviour` it holds the ratio.
 The k3 estimate of KL(behaviour || current) is `mismatch.kl`, and over tokens of staleness 0, engine
 against trainer, `mismatch.fresh_kl`.
 """
@@ -19,10 +21,13 @@ from trainer.algorithms.base import Algorithm, LossSums, Rewards, Signal, TokenB
 from trainer.algorithms.sequences import owners_of
 from trainer.corrections.base import Correction
 
-_SIGNALS = {
+_OF_WEIGHTS = {
+    "importance_capped": Signal("share of tokens whose weight was cut to `trainer.importance_cap`"),
     "effective_share": Signal(
         "effective sample size of the corrected tokens, as a share of them", per="effective"
     ),
+}
+_SIGNALS = {
     "chi_squared": Signal(
         "chi-squared divergence of the current policy from the behaviour policy, per token"
     ),
@@ -37,12 +42,15 @@ class Corrected:
     algorithm: Algorithm
     correction: Correction
     log_ratio_clamp: float | None = None
-    """Bound of |log(p / b)|, nats; None: no bound."""
+    """Bound of |log(p / b)|, and of |log(p / x)|, nats; None: no bound."""
+    weighs: bool = True
+    """Whether the loss uses the weights, and not only what is left out."""
 
     @property
     def signals(self) -> Mapping[str, Signal]:
         """Those of the algorithm, and the module's."""
-        return {**self.algorithm.signals, **_SIGNALS}
+        of_weights = _OF_WEIGHTS if self.weighs else {}
+        return {**self.algorithm.signals, **of_weights, **_SIGNALS}
 
     @property
     def needs_reference(self) -> bool:
@@ -61,12 +69,19 @@ class Corrected:
         if self.log_ratio_clamp is not None:
             log_ratio = log_ratio.clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
             batch = replace(batch, behaviour_logprobs=current - log_ratio)
+            if proximal is not None:
+                now = batch.logprobs.detach()
+                moved = (now - proximal).clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
+                batch = replace(batch, proximal_logprobs=now - moved)
         found = self.correction(log_ratio, owners_of(batch))
         own = self.algorithm.loss(replace(batch, importance=found.importance, kept=found.kept))
-        used, squares = found.importance.double(), (2 * log_ratio.double()).exp()
+        squares = (2 * log_ratio.double()).exp()
         sums = {
-            "effective_share": torch.stack([used.sum(), used.square().sum()]),
             "chi_squared": (squares - 1).sum(),
             "correction_masked": (1 - found.kept).sum(),
         }
+        if self.weighs:
+            used = found.importance.double()
+            sums["effective_share"] = torch.stack([used.sum(), used.square().sum()])
+            sums["importance_capped"] = (found.capped & (batch.weights != 0)).sum()
         return LossSums(own.loss, {**own.sums, **sums}, own.parts)

@@ -16,6 +16,8 @@ class Weights(NamedTuple):
     """`[N]` weight of the token's score function; 0 where it is left out."""
     kept: Tensor
     """`[N]` 1, or 0 where the token is left out."""
+    capped: Tensor
+    """`[N]` bool: tokens whose weight was cut to `importance_cap`."""
 
 
 class Correction(Protocol):
@@ -37,7 +39,7 @@ class Uncorrected:
     def __call__(self, log_ratio: Tensor, _owners: Tensor, /) -> Weights:
         """All ones."""
         ones = torch.ones_like(log_ratio)
-        return Weights(ones, ones)
+        return Weights(ones, ones, torch.zeros_like(ones, dtype=torch.bool))
 
 
 def inside(ratio: Tensor, low: float, high: float) -> Tensor:
@@ -45,6 +47,12 @@ def inside(ratio: Tensor, low: float, high: float) -> Tensor:
     return (ratio >= low) & (ratio <= high)
 
 
-def masked(weight: Tensor, keep: Tensor) -> Weights:
+def truncated(ratio: Tensor, cap: float) -> Weights:
+    """min(ratio, cap) of `[N]` ratios; nothing is left out."""
+    return Weights(ratio.clamp(max=cap), torch.ones_like(ratio), ratio > cap)
+
+
+def masked(weights: Weights, keep: Tensor) -> Weights:
     """The weights where `keep` (`[N]` bool) is true, else 0."""
-    return Weights(torch.where(keep, weight, 0.0), keep.to(weight.dtype))
+    found = torch.where(keep, weights.importance, 0.0)
+    return Weights(found, keep.to(found.dtype), weights.capped & keep)

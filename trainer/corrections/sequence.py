@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.sequences import sample_means, sample_sums
-from trainer.corrections.base import Weights, inside, masked
+from trainer.corrections.base import Weights, inside, masked, truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,7 @@ class SequenceTruncated:
 
     def __call__(self, log_ratio: Tensor, owners: Tensor, /) -> Weights:
         """Truncated ratios of samples; nothing is left out."""
-        ratio = torch.exp(sample_sums(log_ratio, owners))
-        return Weights(ratio.clamp(max=self.cap), torch.ones_like(log_ratio))
+        return truncated(torch.exp(sample_sums(log_ratio, owners)), self.cap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class SequenceMasked:
     def __call__(self, log_ratio: Tensor, owners: Tensor, /) -> Weights:
         """Ratios of samples, and which are left out."""
         ratio = torch.exp(sample_sums(log_ratio, owners))
-        return masked(ratio, inside(ratio, self.low, self.high))
+        return masked(truncated(ratio, torch.inf), inside(ratio, self.low, self.high))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,4 +51,5 @@ class SequenceRejected:
     def __call__(self, log_ratio: Tensor, owners: Tensor, /) -> Weights:
         """Truncated ratios of tokens, and which samples are left out."""
         mean = torch.exp(sample_means(log_ratio, owners))
-        return masked(torch.exp(log_ratio).clamp(max=self.cap), inside(mean, self.low, self.high))
+        weights = truncated(torch.exp(log_ratio), self.cap)
+        return masked(weights, inside(mean, self.low, self.high))

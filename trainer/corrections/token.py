@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.corrections.base import Weights, inside, masked
+from trainer.corrections.base import Weights, inside, masked, truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class TokenTruncated:
 
     def __call__(self, log_ratio: Tensor, _owners: Tensor, /) -> Weights:
         """Truncated ratios; nothing is left out."""
-        return Weights(torch.exp(log_ratio).clamp(max=self.cap), torch.ones_like(log_ratio))
+        return truncated(torch.exp(log_ratio), self.cap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,4 +36,4 @@ class TokenMasked:
     def __call__(self, log_ratio: Tensor, _owners: Tensor, /) -> Weights:
         """Ratios, and which tokens are left out."""
         ratio = torch.exp(log_ratio)
-        return masked(ratio, inside(ratio, self.low, self.high))
+        return masked(truncated(ratio, torch.inf), inside(ratio, self.low, self.high))

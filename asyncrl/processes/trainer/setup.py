@@ -18,6 +18,7 @@ from asyncrl.processes.spec import ChildSpec, TrainerKeys
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.intake import Intake
+from asyncrl.processes.trainer.own_algorithm import load_own_algorithm
 from asyncrl.processes.trainer.policy_check import PolicyCheck
 from asyncrl.processes.trainer.process import TrainerProcess
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
@@ -216,6 +217,7 @@ def _load_learner(child: Child[TrainerMetrics], fence: Fence) -> Learner:
         network=config.trainer.rank_network,
     )
     child.closing.callback(world.close)
+    load_own_algorithm(config.trainer.algorithm)
     learner = Learner(
         config.trainer.model_copy(update={"threads": spec.threads}),
         spec.model_path,

@@ -58,6 +58,7 @@ STD = "loss_normalization: token, advantage_normalization: std"
 
 SEVERAL = "stale samples beyond importance_cap, samples seen before"
 
+DEADLINE = "scheduler.sample_deadline_seconds"
 UNBIASED = "rloo: an unbiased gradient; on-policy, nothing to correct"
 IN_LOSS = "correction: the ratio in the loss"
 
@@ -83,7 +84,11 @@ IN_LOSS = "correction: the ratio in the loss"
         ),
         (
             {"trainer": {"algorithm": "rloo"}, "cache": {"reuse": "lenient"}},
-            "rloo: an unbiased gradient; no correction for what is not exact",
+            "rloo: gradient biased by cache.reuse: lenient; no correction for what is not exact",
+        ),
+        (
+            {"trainer": {"algorithm": "rloo"}, "scheduler": {"sample_deadline_seconds": 60}},
+            f"rloo: gradient biased by {DEADLINE}; no correction for what is not exact",
         ),
         (
             {
