@@ -305,7 +305,7 @@ def test_a_penalty_in_the_loss_is_not_scaled_by_the_step(name: str, estimator: s
 def test_every_algorithm_has_a_formula_here() -> None:
     here = {*PUBLISHED, "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
     here |= {"ppo"}  # in test_ppo.py
-    assert set(known_algorithms()) - {"grpo_twin"} == here
+    assert set(known_algorithms()) == here
 
 
 def test_overlong_shaping() -> None:
