@@ -124,6 +124,10 @@ def test_tokens_of_policies_that_are_gone_are_never_trained_on_unverified(
     assert wrong.p_value < ALARM
 
 
+TRIES = 3
+"""Of a wrong loop: on a loaded machine few samples may have tokens when they are moved."""
+
+
 def mix_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token of a file gets the probabilities of others."""
     kept = UnfinishedSample.kept
@@ -160,9 +164,13 @@ def test_run_ahead_that_a_resumed_run_continues_is_exactly_on_policy(
         assert finding.worst_logprob < TOLERANCE["torch"]
         assert statements.rewards_match(some)
     mix_up(monkeypatch)
-    wrong = play(name, 2 * samples)
-    restored = [one for one in wrong.delivered if one.trajectory.id in wrong.restored]
-    assert check(name, restored).p_value < ALARM
+    for _ in range(TRIES):
+        wrong = play(name, 2 * samples)
+        restored = [one for one in wrong.delivered if one.trajectory.id in wrong.restored]
+        if check(name, restored).p_value < ALARM:
+            break
+    else:
+        pytest.fail("mixed up probabilities of restored tokens were not detected")
 
 
 def test_samples_that_move_from_one_generator_to_another_are_exactly_on_policy(
@@ -187,9 +195,13 @@ def test_samples_that_move_from_one_generator_to_another_are_exactly_on_policy(
         assert finding.worst_logprob < TOLERANCE["torch"]
         assert statements.rewards_match(some)
     mix_up(monkeypatch)
-    wrong = play(name, samples)
-    moved = [one for one in wrong.delivered if one.trajectory.id in wrong.handed_over]
-    assert check(name, moved).p_value < ALARM
+    for _ in range(TRIES):
+        wrong = play(name, samples)
+        moved = [one for one in wrong.delivered if one.trajectory.id in wrong.handed_over]
+        if check(name, moved).p_value < ALARM:
+            break
+    else:
+        pytest.fail("mixed up probabilities of moved tokens were not detected")
 
 
 @pytest.mark.parametrize("name", ["verify, k = 1", "keep, k = 1", "recompute, k = 1"])

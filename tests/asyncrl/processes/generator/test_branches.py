@@ -45,6 +45,7 @@ class Pool:
     rewards = SimpleNamespace(on_error="stop", max_attempts=1)
     first: Any = (QUESTION,)
     lost, name, traits = False, "fake", Traits(replay="deterministic")
+    process_end = None
 
     def __init__(self, said: Sequence[StepResult]) -> None:
         self.said = list(said)

@@ -168,6 +168,7 @@ class Pool:
         return self
 
     first, lost, name, traits = "what is 1 + 1?", False, "fake", Traits(replay="deterministic")
+    process_end = None
 
     async def step(self, action: Action, *, alone: bool) -> StepResult:
         del action, alone

@@ -120,6 +120,7 @@ def test_a_disk_that_takes_no_file_ends_nothing(tmp_path: Path) -> None:
 
     async def scenario(harness: GeneratorHarness) -> None:
         await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        await until(lambda: harness.engine.requests)  # else there is nothing to interrupt
         harness.control.inbox.put_nowait(save(tmp_path / "not-a-folder" / "g0.bin"))
         await until(lambda: len(harness.engine.requests) == 2)
         harness.engine.feed("train-5.1+1", [5], 0, end="stop")
