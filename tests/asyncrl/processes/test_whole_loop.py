@@ -56,6 +56,10 @@ def play(name: str, samples: int = SAMPLES) -> Outcome:
     return asyncio.run(engines.run(["torch"], mode, settings, known(mode.drift)[0]))
 
 
+TRIES = 3
+"""Of a wrong loop: on a loaded machine few samples may have tokens when they are moved or held."""
+
+
 def check(name: str, delivered: list[Delivered]) -> Finding:
     mode = MODES[name]
     finding = statements.check(mode, delivered, known(mode.drift, mode.space)[1])
@@ -120,12 +124,11 @@ def test_tokens_of_policies_that_are_gone_are_never_trained_on_unverified(
     ids = [one.trajectory.id for one in outcome.delivered]
     assert len(set(ids)) == len(ids) == SAMPLES // 144 * 144 + 144, "each sample once"
     monkeypatch.setattr(Trajectory, "without_versions_after", lambda self, _: self)
-    wrong = check(name, play(name, SAMPLES // 3).delivered)
-    assert wrong.p_value < ALARM
-
-
-TRIES = 3
-"""Of a wrong loop: on a loaded machine few samples may have tokens when they are moved."""
+    for _ in range(TRIES):
+        if check(name, play(name, SAMPLES // 3).delivered).p_value < ALARM:
+            break
+    else:
+        pytest.fail("held tokens of policies that are gone were not detected")
 
 
 def mix_up(monkeypatch: pytest.MonkeyPatch) -> None:

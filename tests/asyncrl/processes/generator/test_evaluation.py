@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from generator_harness import PROMPT, GeneratorHarness, play
 from reward_pools import running
@@ -84,6 +85,10 @@ def a_judge() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
+def samples_in(sent: list[Any]) -> list[fg.EvaluationSample]:
+    return [one for one in sent if isinstance(one, fg.EvaluationSample)]
+
+
 def test_a_judge_that_is_killed_in_an_evaluation_leaves_it_incomplete_and_makes_nothing_wrong() -> (
     None
 ):
@@ -114,11 +119,10 @@ def test_a_judge_that_is_killed_in_an_evaluation_leaves_it_incomplete_and_makes_
                         process.wait()
                     await harness.send(tg.Evaluate(3, index, PROMPT, 7))
                     harness.engine.feed(f"eval-3.{index}", [3, 4], 1, end="stop")
-                    before = len(harness.control.sent)
-                    while not isinstance(harness.control.sent[-1], fg.EvaluationSample):
-                        before += 1
-                        await harness.control.wait_until_sent(before)
-                    said = harness.control.sent.pop()
+                    while not (found := samples_in(harness.control.sent)):
+                        await harness.control.wait_until_sent(len(harness.control.sent) + 1)
+                    (said,) = found
+                    harness.control.sent.remove(said)
                     for one in rounds:
                         one.came_back(said.index, said.reward, said.tokens, said.verdict)
                 reasons = Counter(pool.counts.failed["judge"])
