@@ -1,4 +1,4 @@
-"""An exported model is the one that was trained and published. None is loaded by vLLM here."""
+"""An exported model is the one that was trained. The tests of vLLM generate with one, too."""
 
 from __future__ import annotations
 
