@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from monitoring.samples import SampleRecord
@@ -20,6 +20,8 @@ _PARAMETERS = 100
 """Parameters in one call."""
 _VALUE = 500
 """Characters of a parameter's value."""
+_NAME = 240
+"""Characters of a name; a server takes 250."""
 
 
 class MlflowSink:
@@ -46,7 +48,9 @@ class MlflowSink:
                 else experiment.experiment_id
             )
             self.run_id = str(self._client.create_run(number, run_name=run.name).info.run_id)
-            self._log_settings([Param(*one) for one in _parameters("", run.settings)])
+            settings = dict(_parameters("", run.settings))
+            names = taken_names(settings)
+            self._log_settings([Param(names[name], value) for name, value in settings.items()])
         self._newest: dict[str, tuple[int, list[list[Any]]]] = {}
         """Step and rows of the newest file of each table."""
 
@@ -64,7 +68,8 @@ class MlflowSink:
         from mlflow.entities import Metric
 
         at = int(time * 1000)
-        metrics = [Metric(clean(name), value, at, step) for name, value in numbers.items()]
+        names = taken_names(numbers)
+        metrics = [Metric(names[name], value, at, step) for name, value in numbers.items()]
         for start in range(0, len(metrics), _BATCH):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + _BATCH])
 
@@ -99,9 +104,29 @@ def _parameters(outer: str, values: Mapping[str, Any]) -> Iterator[tuple[str, st
         if isinstance(value, Mapping) and value:
             yield from _parameters(f"{outer}{key}.", value)
         else:
-            yield clean(f"{outer}{key}"), str(value)[:_VALUE]
+            yield f"{outer}{key}", str(value)[:_VALUE]
 
 
-def clean(name: str) -> str:
-    """A name that MLflow takes: it refuses a whole call for one `#`."""
-    return re.sub(r"[^\w.\-:/ ]", "_", name)
+def taken_names(names: Iterable[str]) -> dict[str, str]:
+    """Names that MLflow takes, each once, by the names that they stand for.
+
+    It refuses a whole call for one `#`, for a name that is no plain relative path, or for one that
+    comes twice.
+
+    >>> taken_names(["judge#2", "judge_2", "rewards//my/../score"])
+    {'judge_2': 'judge_2', 'judge#2': 'judge_2_', 'rewards//my/../score': 'rewards/_/my/_/score'}
+    """
+    found: dict[str, str] = {}
+    used: set[str] = set()
+    for name in sorted(names, key=lambda one: (_clean(one) != one, one)):
+        taken = _clean(name)
+        while taken in used:
+            taken += "_"
+        used.add(taken)
+        found[name] = taken
+    return found
+
+
+def _clean(name: str) -> str:
+    parts = re.sub(r"[^\w.\-:/ ]", "_", name).split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:_NAME].rstrip("/")

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 SECRET = "0123456789abcdef" * 2 + "01234567"
 CONFIG = """
 run: {name: it, steps: 4}
-environment: {args: {"a@b": 1}}
+environment: {args: {"a@b": 1, "http://x/y": 2}}
 monitoring: {sinks: [tensorboard, mlflow, {kind: wandb, project: sums, offline: true}]}
 """
 
