@@ -46,6 +46,10 @@ def mistakes(*overrides: str, values: dict[str, Any] | None = None) -> list[str]
             "scheduler.dynamic_sampling={enabled: true, max_batches: 0}",
             "scheduler.dynamic_sampling.max_batches: must be greater than or equal to 1",
         ),
+        (
+            "trainer={ranks: 2, rank_seconds: 600}",
+            "trainer.rank_seconds: 600 must be longer than launcher.checkpoint_seconds (600)",
+        ),
         ("run.steps=yes", "run.steps: must be a number; YAML reads yes"),
         ("run.steps=1.5", "run.steps: must be a valid integer"),
         ("run.name=2026-01-01", "run.name: must be text; write it in quotes"),
