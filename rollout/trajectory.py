@@ -46,10 +46,10 @@ its trainer was lost. They are too old for every step, so they are verified befo
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 FinishReason = Literal["stop", "length", "abort", "deadline"]
-CUT_OFF: tuple[FinishReason, ...] = ("length", "deadline")
-"""Of samples that did not end by themselves."""
 """`stop`: the last token is a stop token. `length`: the token limit was reached. `abort`: it
 was aborted. `deadline`: its time was up (scheduler.sample_deadline_seconds)."""
+CUT_OFF: tuple[FinishReason, ...] = ("length", "deadline")
+"""Of samples that did not end by themselves."""
 
 
 class SampleId(msgspec.Struct, frozen=True, order=True):

@@ -131,8 +131,8 @@ def pending(contents: Contents, snapshot: Snapshot | None, world: World) -> Pend
 
 def _needed_here(gathered: Sequence[bytes]) -> int:
     """Bytes that all ranks of this machine need; from each "bytes machine"."""
-    needed = [one.decode().partition(" ") for one in gathered]
-    return sum(int(count) for count, _, machine in needed if machine == this_machine())
+    here, all_needed = this_machine(), (one.decode().partition(" ") for one in gathered)
+    return sum(int(count) for count, _, machine in all_needed if machine == here)
 
 
 class Pending:

@@ -158,9 +158,16 @@ async def _evaluate_served(
                 wait.reschedule(asyncio.get_running_loop().time() + limit)
                 bar.advance(line)
 
-            async with asyncio.timeout(limit) as wait, asyncio.TaskGroup() as group:
-                for index in range(plan.total):
-                    group.create_task(evaluate(index))
+            try:
+                async with asyncio.timeout(limit) as wait, asyncio.TaskGroup() as group:
+                    for index in range(plan.total):
+                        group.create_task(evaluate(index))
+            except TimeoutError as error:
+                raise AsyncrlError(
+                    f"no evaluation sample came back for {limit:g} s ({current.finished} of "
+                    f"{plan.total} had before); if they take that long, raise "
+                    "evaluation.timeout_seconds"
+                ) from error
             counts = generator.rewards.counts
         if counts.failures:
             console.print(
@@ -170,11 +177,6 @@ async def _evaluate_served(
             )
     except BaseExceptionGroup as group:
         raise first_error(group) from group
-    except TimeoutError as error:
-        raise AsyncrlError(
-            f"no evaluation sample came back for {limit:g} s ({current.finished} of {plan.total} "
-            "had before); if they take that long, raise evaluation.timeout_seconds"
-        ) from error
     return current.record(0, "after")
 
 

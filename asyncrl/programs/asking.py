@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncrl.programs.tests import Asserted, Called, Printed, is_right
 from asyncrl.sandbox.limits import Limits
 from asyncrl.sandbox.run import Outcome, run
@@ -67,14 +69,9 @@ def call(
     outcome = run(
         [sys.executable, "-I", "-c", _SCRIPT.read_text(encoding="utf-8")],
         stdin=json.dumps(order).encode(),
-        limits=replaced(limits, output_bytes=_ROOM * _BYTES * len(tests)),
+        limits=msgspec.structs.replace(limits, output_bytes=_ROOM * _BYTES * len(tests)),
     )
     return [_found(line) for line in outcome.text.splitlines()[: len(tests)]], outcome
-
-
-def replaced(limits: Limits, **values: Any) -> Limits:
-    """The limits with some of them changed."""
-    return Limits(**({name: getattr(limits, name) for name in limits.__struct_fields__} | values))
 
 
 def _found(line: str) -> Found:

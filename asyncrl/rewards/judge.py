@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards.services import calls
 from asyncrl.rewards.services.settings import Limits, check_numbers, check_url, read_secret
 from asyncrl.rewards.values import NoRewardError
 
@@ -156,16 +155,10 @@ async def try_once(args: dict[str, Any], seconds: float) -> str | None:
 
     An answer without a score is none of that.
     """
-    from asyncrl.rewards.services.client import close_clients
+    from asyncrl.rewards.services.trial import refusal
 
-    calls.begin(seconds)
-    try:
-        await judge("What is 1+1?", "2", {"answer": "2"}, **args)
-    except NoRewardError as error:
-        return None if error.reason == "no_score" else str(error)
-    finally:
-        await close_clients()
-    return None
+    error = await refusal(judge("What is 1+1?", "2", {"answer": "2"}, **args), seconds)
+    return None if error is None or error.reason == "no_score" else str(error)
 
 
 def score_in(said: str, pattern: str | None, field: str | None) -> float:

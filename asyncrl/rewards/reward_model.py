@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards.services import calls
 from asyncrl.rewards.services.settings import Limits, check_numbers, check_url, read_secret
 from asyncrl.rewards.values import NoRewardError, as_number
 
@@ -146,16 +145,10 @@ def no_classifier(model: str) -> str | None:
 
 async def try_once(args: dict[str, Any], seconds: float) -> str | None:
     """Ask for a trial score; why there is none, None if there is one."""
-    from asyncrl.rewards.services.client import close_clients
+    from asyncrl.rewards.services.trial import refusal
 
-    calls.begin(seconds)
-    try:
-        await reward_model("What is 1+1?", "2", {}, **args)
-    except NoRewardError as error:
-        return str(error)
-    finally:
-        await close_clients()
-    return None
+    error = await refusal(reward_model("What is 1+1?", "2", {}, **args), seconds)
+    return None if error is None else str(error)
 
 
 def health_of(url: str, seconds: float = 5.0) -> str | None:

@@ -29,7 +29,7 @@ from asyncrl.run.memory import (
 from asyncrl.run.model_check import check_files, check_vocabulary
 from asyncrl.run.positions_check import check_builtin_positions, check_positions
 from asyncrl.run.preflight import check_environment, check_machine, check_rewards
-from asyncrl.run.row_check import check_rows, forgeable_tests
+from asyncrl.run.row_check import check_rows
 from asyncrl.run.template_date import with_date
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
@@ -86,8 +86,7 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
         say(sentence)
     _check_prompts(config, task)
     check_vocabulary(Path(model_path), task)
-    check_rows(config, task)
-    for sentence in forgeable_tests(config, task):
+    for sentence in check_rows(config, task):
         say(sentence)
     if config.sampling.stop:
         from asyncrl.tasks.token_bytes import token_bytes  # imports numba, which takes a second

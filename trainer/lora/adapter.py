@@ -222,35 +222,31 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
     """
     if not isinstance(config.targets, str):
         return list(config.targets)
+    return _linear_layers(model) or config.targets
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Names of those that may have an adapter: all but the head and the embeddings."""
     outer = (model.get_output_embeddings(), model.get_input_embeddings())
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module not in outer
-    ]
-    return linear or config.targets
+    modules = model.named_modules()
+    return [name for name, one in modules if isinstance(one, nn.Linear) and one not in outer]
 
 
 def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
     """Refuse targets that are no linear layers inside the blocks."""
     if isinstance(config.targets, str):
         return
-    outer = (model.get_output_embeddings(), model.get_input_embeddings())
-    modules = dict(model.named_modules())
+    modules, linear = dict(model.named_modules()), _linear_layers(model)
     for target in config.targets:
         meant = [n for n in modules if n == target or n.endswith(f".{target}")]
         for name in meant:
-            if not isinstance(modules[name], nn.Linear) or modules[name] in outer:
+            if name not in linear:
                 raise UnsupportedModelError(
                     f"trainer.lora.targets: {name} is not a linear layer of a block "
                     f"({type(modules[name]).__name__}), and only those can have an adapter"
                 )
         if not meant:
-            inner = {
-                name.rpartition(".")[2]
-                for name, module in modules.items()
-                if isinstance(module, nn.Linear) and module not in outer
-            }
+            inner = {name.rpartition(".")[2] for name in linear}
             raise UnsupportedModelError(
                 f"trainer.lora.targets: {target} is no layer of {type(model).__name__}; its linear "
                 f"layers are {', '.join(sorted(inner))}"

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config import parse_config
 from asyncrl.errors import DataError
-from asyncrl.run.row_check import check_rows, forgeable_tests
+from asyncrl.run.row_check import check_rows
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 
 
@@ -50,8 +50,9 @@ def test_tests_that_a_program_can_forge_are_counted() -> None:
         Prompt(str(n), np.array([1], np.int32), "", {"row": {"tests": one}})
         for n, one in enumerate(tests)
     ]
-    values = {"rewards": {"functions": [{"name": "exact_match"}, {"name": "code"}]}}
+    functions = [{"name": "exact_match"}, {"name": "code"}]
+    values = {"rewards": {"functions": functions, "on_error": "zero"}}
     config = parse_config(values, source="the test")
-    (warning,) = forgeable_tests(config, LoadedTask(prompts, [], (), tokenizer=None))
+    (warning,) = check_rows(config, LoadedTask(prompts, [], (), tokenizer=None))
     assert "2 of 3 tests are an `assert`" in warning
-    assert forgeable_tests(config, LoadedTask(prompts[:0], [], (), tokenizer=None)) == []
+    assert check_rows(config, LoadedTask(prompts[:0], [], (), tokenizer=None)) == []

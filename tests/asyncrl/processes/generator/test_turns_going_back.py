@@ -117,14 +117,20 @@ class Breaking(Plain):
         return answer
 
 
+async def due_while_answering(harness: GeneratorHarness, env: Any) -> None:
+    """Verification is requested while the environment answers the first turn, until `env.gate`."""
+    env.gate = asyncio.Event()
+    await harness.send(tg.Generate(SAMPLE, PROMPT, 7, priority=1))
+    await until(lambda: harness.engine.requests)
+    harness.engine.feed("train-5.1", [3], 1, end="stop")
+    (generation,) = harness.process.samples.in_generation
+    await until(lambda: generation.answering is not None and env.log[-1] == "3")
+    await harness.send(verify())
+
+
 def test_who_starts_over_does_not_wait_for_an_answer_first() -> None:
     async def scenario(harness: GeneratorHarness, env: Any, pool: LocalPool) -> None:
-        env.gate = asyncio.Event()
-        await harness.send(tg.Generate(SAMPLE, PROMPT, 7, priority=1))
-        await until(lambda: harness.engine.requests)
-        harness.engine.feed("train-5.1", [3], 1, end="stop")
-        await until(lambda: _is_answering(harness) and env.log[-1] == "3")
-        await harness.send(verify())
+        await due_while_answering(harness, env)
         await until(lambda: len(harness.engine.requests) == 2)
         again = harness.engine.requests[-1]
         assert (again.kept, again.prefix_tokens.tolist(), again.sampling.seed) == (None, [], 9)
@@ -144,12 +150,7 @@ def test_who_goes_back_is_verified_after_the_answer(environment: type) -> None:
     """Asked again, an environment whose quick answers are others would answer otherwise."""
 
     async def scenario(harness: GeneratorHarness, env: Any, pool: LocalPool) -> None:
-        env.gate = asyncio.Event()
-        await harness.send(tg.Generate(SAMPLE, PROMPT, 7, priority=1))
-        await until(lambda: harness.engine.requests)
-        harness.engine.feed("train-5.1", [3], 1, end="stop")
-        await until(lambda: _is_answering(harness) and env.log[-1] == "3")
-        await harness.send(verify())
+        await due_while_answering(harness, env)
         for _ in range(50):
             await settle()
         assert len(harness.engine.requests) == 1
@@ -161,10 +162,6 @@ def test_who_goes_back_is_verified_after_the_answer(environment: type) -> None:
         assert env.log == ["reset ?", "3"]
 
     run(environment, scenario)
-
-
-def _is_answering(harness: GeneratorHarness) -> bool:
-    return any(one.answering is not None for one in harness.process.samples.in_generation)
 
 
 @pytest.mark.parametrize("on_error", ["zero", "stop"])
