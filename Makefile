@@ -29,9 +29,12 @@ PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 COMPILED := $(VENV)/bin/python -m compileall -q -j 0 asyncrl benchmarks cache engine monitoring rollout scheduler trainer wire tests/support
 # pytest rewrites the assertions of all tests in each worker; what it wrote serves the next time, in containers too.
 KEPT := PYTHONDONTWRITEBYTECODE=
+PYTEST := $(KEPT) ASYNCRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(VENV)/bin/python -m pytest
+# What failed in the last `make test`, for `make second-try`.
+OUTCOME := .pytest_cache/outcome.json
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang setup-environments run test check lint types format docs site bench locks sbom test-deploy prometheus chromium alerts grafana-schema clean
+.PHONY: help setup setup-sglang setup-environments run test second-try test-busy check lint types format docs site bench locks sbom test-deploy prometheus chromium alerts grafana-schema clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,14 +52,17 @@ run: $(VENV)/.core $(if $(filter launcher.kind=ray,$(SET)),$(VENV)/.ray) $(if $(
 
 test: lint types $(VENV)/.ray $(VENV)/.vllm $(SGLANG_VENV)/.ready setup-environments prometheus chromium ## lint, types, import contract and all tests, real vLLM and SGLang among them
 	$(COMPILED)
-	$(KEPT) ASYNCRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(VENV)/bin/python -m pytest $(PARALLEL) --durations=20
-	@command -v prometheus >/dev/null || echo "NOT RUN: tests against a real Prometheus, which is not installed (Debian: apt-get install prometheus)"
-	@command -v chromium >/dev/null || echo "NOT RUN: the web page in a browser; Chromium is not installed (Debian: apt-get install chromium)"
-	@$(if $(GPU),,echo "NOT RUN: whatever needs a GPU; there is none here")
+	$(PYTEST) $(PARALLEL) --durations=20 --outcome $(OUTCOME)
+
+second-try: ## the failed tests of the last `make test` once more, alone, if they are few (.ci/run does it)
+	$(KEPT) ASYNCRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(VENV)/bin/python tests/support/second_try.py $(OUTCOME)
+
+test-busy: $(VENV)/.core ## make test beside two busy processes of the same priority (BUSY=1: one)
+	$(VENV)/bin/python tests/support/beside_busy.py $(or $(BUSY),2) $(MAKE) test
 
 check: lint types ## lint, types and the fast half of the tests, in two minutes
 	$(COMPILED)
-	$(KEPT) $(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow and not vllm and not sglang and not ray and not library"
+	$(PYTEST) $(PARALLEL) -m "not slow and not vllm and not sglang and not ray and not library"
 
 lint: $(VENV)/.dev ## ruff and the import contract
 	$(VENV)/bin/ruff check .
@@ -122,19 +128,12 @@ bench: $(VENV)/.vllm $(VENV)/.bench ## quick version of every benchmark, JSON in
 	  $(VENV)/bin/python -m benchmarks.$$name --quick --json benchmarks/results/local/$$name.json || exit 1; \
 	done
 
-# A real Prometheus for the tests of monitoring, where we may install one.
-prometheus:
-	@command -v prometheus >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
-	  && echo "installing Debian's prometheus" && apt-get update -qq \
-	  && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends prometheus; } \
-	  >/dev/null 2>&1 || true
-
-# A real browser for the tests of the web page, where we may install one.
-chromium:
-	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
-	  && echo "installing Debian's chromium" && apt-get update -qq \
-	  && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends chromium; } \
-	  >/dev/null 2>&1 || true
+# A real Prometheus for the tests of monitoring, and a real browser for those of the web page, where we may install them.
+# There the tests fail without them; elsewhere they are skipped and counted (tests/support/needed_programs.py).
+prometheus chromium:
+	@command -v $@ >/dev/null || ! { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; } \
+	  || { echo "installing Debian's $@" && apt-get update -qq \
+	  && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends $@ >/dev/null; }
 
 clean: ## remove the environment and caches (runs/ stays)
 	rm -rf $(VENV) $(SGLANG_VENV) $(VENV)-verifiers $(VENV)-openenv $(TOOLS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

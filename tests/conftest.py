@@ -13,6 +13,8 @@ import hypothesis
 import pytest
 from tiny_models import make_llama, make_qwen3, save
 
+pytest_plugins = ["suite_outcome"]
+
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 """How long an example takes says nothing on a machine that others use too."""

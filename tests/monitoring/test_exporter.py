@@ -1,5 +1,4 @@
 import json
-import shutil
 import socket
 import subprocess
 import threading
@@ -9,13 +8,12 @@ import urllib.parse
 import urllib.request
 
 import pytest
+from needed_programs import needs, path_of
 
 from monitoring.config import MonitoringConfig
 from monitoring.errors import ExporterError, PortInUse
 from monitoring.exporter import exporter_for, start_exporter
 from monitoring.metrics import GeneratorMetrics, new_registry
-
-PROMETHEUS = shutil.which("prometheus")
 
 
 def get(url):
@@ -69,7 +67,7 @@ def test_the_configuration_turns_it_off():
     exporter.close()
 
 
-@pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed (Debian: prometheus)")
+@needs("prometheus")
 def test_a_real_prometheus_scrapes_it(tmp_path):
     registry = new_registry()
     metrics = GeneratorMetrics.register(registry, "generator-0")
@@ -84,7 +82,7 @@ def test_a_real_prometheus_scrapes_it(tmp_path):
     port = free_port()
     server = subprocess.Popen(
         [
-            PROMETHEUS,
+            str(path_of("prometheus")),
             f"--config.file={config}",
             f"--storage.tsdb.path={tmp_path / 'data'}",
             f"--web.listen-address=127.0.0.1:{port}",

@@ -1,8 +1,8 @@
 import re
-import shutil
 import subprocess
 
 import pytest
+from needed_programs import needs, path_of
 from prometheus_client import generate_latest
 from step_records import full_step
 
@@ -17,8 +17,6 @@ from monitoring.metrics import (
 )
 from monitoring.spans import Span
 from wire.records import LearnerMetrics, LearningMetrics, MismatchMetrics
-
-PROMTOOL = shutil.which("promtool")
 
 
 def exposition(role, process="p-0"):
@@ -55,14 +53,14 @@ def test_every_series_names_its_process(role):
 
 
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+@needs("promtool")
 def test_promtool_finds_nothing_to_complain_about(role):
     metrics, text = exposition(role)
     if isinstance(metrics, ProcessMetrics):
         metrics.observe_span(Span("waiting", 0, 1, {"for": "weights"}))
     ours = "\n".join(line for line in text().splitlines() if "asyncrl_" in line)
     done = subprocess.run(
-        [PROMTOOL, "check", "metrics"],
+        [str(path_of("promtool")), "check", "metrics"],
         input=ours + "\n",
         capture_output=True,
         text=True,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from needed_programs import needs, path_of
 
 from asyncrl.config import RunConfig
 from monitoring.dashboards.panels import ROWS
@@ -17,10 +17,7 @@ from monitoring.metrics import all_specs
 from monitoring.rules.faster import faster
 
 RULES = Path(__file__).parents[2] / "monitoring" / "rules" / "asyncrl.yaml"
-PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(
-    PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)"
-)
+needs_promtool = needs("promtool")
 
 # Series as promtool takes them, a value a minute: "0+1x90" is 0, 1, 2, ..., 90.
 BEFORE, AFTER = 90, 45
@@ -238,9 +235,12 @@ FAULTS: dict[str, tuple[dict[str, str], set[str]]] = {
 
 
 def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    assert PROMTOOL is not None
     return subprocess.run(
-        [PROMTOOL, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
+        [str(path_of("promtool")), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-PATH = shutil.which("chromium") or shutil.which("google-chrome")
-"""None where there is no browser."""
+from needed_programs import path_of
 
 
 @contextlib.contextmanager
@@ -26,7 +24,9 @@ def browsing(**context: Any) -> Iterator[Any]:
     errors: list[str] = []
     hosts: set[str] = set()
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=PATH, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=path_of("chromium"), args=["--no-sandbox"]
+        )
         page = browser.new_context(**context).new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on(

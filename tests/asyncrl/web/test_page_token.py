@@ -9,6 +9,7 @@ from urllib.parse import quote
 import chromium
 import pytest
 from asyncrl_runs import until
+from needed_programs import needs
 from served_page import FakeRun, serving
 from synthetic_run import make_run
 
@@ -16,7 +17,7 @@ from asyncrl.web import server
 from asyncrl.web.guard import Policy
 from wire.messages import control
 
-pytestmark = pytest.mark.skipif(chromium.PATH is None, reason="there is no browser")
+pytestmark = needs("chromium")
 TOKEN = "100%-of-a-token&more"
 
 
