@@ -1,8 +1,8 @@
 """Held-out samples of a generator that trains follow the policy of their version exactly.
 
 Generator process, engine and cache are real; the policies are small enough to enumerate. Samples
-are begun under another policy, cut, verified and finished while newer weights wait. See
-`test_whole_loop` for the false-alarm rate.
+are begun under another policy, cut, verified and finished while newer weights wait.
+`false_alarms` says which p-value fails.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from false_alarms import Claims, is_caught
 
 from asyncrl.processes.generator.evaluation import Evaluation
 from asyncrl.run.sample_requests import sample_seed
@@ -23,13 +24,14 @@ from benchmarks.exactness_loop.distributions import ResponseDistributions
 from benchmarks.exactness_loop.engines import slow_down, torch_engine
 from benchmarks.exactness_loop.generator import EngineClock, FakeLine, generator_process
 from benchmarks.exactness_loop.modes import MODES, PROMPTS, SPACE, make_policies, settings_of
-from benchmarks.exactness_loop.statements import ALARM
 from rollout.trajectory import Provenance, Trajectory
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
 from wire.weights.writer import WeightPublisher
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.statistics]
+
+CLAIMS = Claims(__file__)
 
 ROUNDS, SAMPLES = 24, 64
 MODE = MODES["verify, far apart"]
@@ -135,13 +137,13 @@ def test_held_out_samples_follow_the_policy_of_their_version(
     held_seconds = asyncio.run(play(policies, reports))
     verdict = texts_follow(reports, ResponseDistributions(policies, PROMPTS, SPACE))
     print(verdict)
-    assert verdict.p_value > ALARM
+    assert CLAIMS.fit(verdict.p_value)
     versions = {(one.policy_version, one.newest_version) for one in reports.samples}
     assert all(oldest == newest for oldest, newest in versions)
     assert {oldest % 2 for oldest, _ in versions} == {0, 1}
     # Otherwise the assertions above show nothing.
     wrong = texts_follow(reports, ResponseDistributions(policies, PROMPTS, SPACE), other=True)
-    assert wrong.p_value < ALARM
+    assert is_caught(wrong.p_value)
     provenance = np.concatenate([one.provenance for one in reports.trajectories])
     assert (provenance == Provenance.VERIFIED).sum() > ROUNDS * SAMPLES / 4
     assert held_seconds > 0, "newer weights have waited"

@@ -2,9 +2,8 @@
 
 An old policy generates responses. The current policy, which has drifted away, verifies and resumes
 them. Over fresh old responses and fresh seeds, the results must follow the current policy's
-distribution, which is enumerated. A comparison fails when its p-value is below 1e-4; with the 8
-here that must pass, a correct engine would fail one run in 1,200 if seeds were random. They are
-fixed: a run always passes or always fails.
+distribution, which is enumerated. `false_alarms` says which p-value fails. Seeds are fixed: a run
+always passes or always fails.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from enumerated_policies import (
     text_of,
     total_variation,
 )
+from false_alarms import Claims, is_caught
 from new_weights import swap_weights
 from tiny_models import VOCAB
 from torch_cores import first, kept_of, run
@@ -39,10 +39,10 @@ from engine.torch.core import DecodeCore
 from engine.torch.model import SlotModel
 from rollout.trajectory import KeptTokens, Provenance
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 
 SAMPLES = 8_000
-FALSE_ALARM = 1e-4
+CLAIMS = Claims(__file__)
 NEW_SEEDS = 10**7
 WIDE = {"max_step_tokens": 2000, "max_prefill_tokens": 2000}
 """Many rows at a time, so that the tests are quick."""
@@ -127,7 +127,7 @@ def test_verified_and_resumed_responses_follow_the_current_policy(
     generated, verified = resumed(core, reuse, texts)
     assert verified > SAMPLES / 10
     assert verified < sum(map(len, texts)) / reuse.every
-    assert p_value(generated, enumerate_distribution(new, reuse.case)) > FALSE_ALARM
+    assert CLAIMS.fit(p_value(generated, enumerate_distribution(new, reuse.case)))
     if reuse.case.top_k:
         wrong = enumerate_distribution(new, replace(reuse.case, top_k=4))
         assert is_detected(generated, wrong)
@@ -150,6 +150,7 @@ def test_lenient_responses_do_not_and_the_test_detects_it(tiny_qwen3: str) -> No
         generated, verified = resumed(core, reuse, lenient)
         away.append(total_variation(generated, distribution))
         kept.append(verified)
-        assert (p_value(generated, distribution) > FALSE_ALARM) == (lenience is None)
+        judge = CLAIMS.fit if lenience is None else is_caught
+        assert judge(p_value(generated, distribution))
     assert away[0] < away[1] < away[2]
     assert kept[1] < kept[2]

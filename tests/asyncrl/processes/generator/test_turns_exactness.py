@@ -4,9 +4,8 @@ The generator's own code, an engine's core and sessions of environments in this 
 changes in the middle of turns, samples are verified where they are, finished ones too, and their
 environments go back: by replay, by restoring a state, or by starting over. The history of one kind
 is rewritten: its second turn is a context of its own. Whole responses must follow the last policy,
-enumerated with the random tool of `two_turns`. Each of the 15 comparisons fails a right generator
-with probability 1e-4, if seeds were random; they are fixed. Mutants must be detected: p below 1e-7,
-or a response that cannot be.
+enumerated with the random tool of `two_turns`. `false_alarms` says which p-value fails; seeds are
+fixed. Mutants must be detected: by such a p-value, or a response that cannot be.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from enumerated_tools import (
     Tool,
     fails,
 )
+from false_alarms import Claims
 from local_environments import episodes_of
 from new_weights import swap_weights
 from two_turns import (
@@ -61,10 +61,10 @@ from rollout.trajectory import Provenance, SampleId, Trajectory
 from wire.frames import encode_tokens
 from wire.messages.to_generator import PromptPayload
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 
 SAMPLES = 2000
-FALSE_ALARM = 1e-4
+CLAIMS = Claims(__file__)
 KEPT = ("tokens", "logprobs", "topk_ids", "topk_logprobs", "noise_seeds")
 SAMPLING = SamplingParams(LENGTH, top_k_logprobs=3, stop_tokens=STOPS)
 
@@ -308,7 +308,7 @@ def test_turns_through_the_generator_follow_the_last_policy(
     for part in (*parts_of(environment), tuple):
         p = p_value(list(map(part, found)), summed(last, part))
         print(f"p = {p:.3g}")
-        assert p > FALSE_ALARM
+        assert CLAIMS.fit(p)
     assert is_seen(found, changing()[0], environment)
     # Otherwise the assertions above show little.
     provenance = np.concatenate([one.provenance for one in trajectories])
