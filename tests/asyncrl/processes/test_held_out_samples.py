@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 
 CLAIMS = Claims(__file__)
 
-ROUNDS, SAMPLES = 24, 64
+ROUNDS, SAMPLES = 12, 64
 MODE = MODES["verify, far apart"]
 
 

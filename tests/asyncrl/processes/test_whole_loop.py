@@ -90,7 +90,7 @@ def worst_of_some(mode: Mode, which: str) -> Any:
 def test_the_policies_differ_enough_for_mistakes_to_show() -> None:
     distributions = distributions_of(far_apart("verify, 1 ahead"))
     apart = [distributions.policy_distance(prompt) for prompt in range(len(PROMPTS))]
-    assert min(apart) > 0.3, apart
+    assert min(apart) > 0.15, apart
 
 
 @pytest.mark.parametrize("name", ["verify, 1 ahead", "verify, 3 ahead", "learning rate 0"])
@@ -275,7 +275,7 @@ def test_a_missing_residual_is_detected(
     mode = far_apart("verify, 1 ahead")
     judge = worst_of(mode, lambda outcome: outcome.rejected)
     assert_caught(
-        request.node, lambda part: play(mode, part, SAMPLES // 2), judge, enough=1500, most=4
+        request.node, lambda part: play(mode, part, SAMPLES // 2), judge, enough=6000, most=4
     )
 
 

@@ -1,7 +1,7 @@
 """What the loop delivers to the trainer on real vLLM and on real SGLang, prefix caches on.
 
-The statements of `test_whole_loop` with few samples; the wrong rule that must be detected shows what
-they can see. The time of updates depends on the clock, so no two runs are the same. Drafts and
+The statements of `test_whole_loop` with few samples; the wrong rule that must be detected shows
+what they can see. The time of updates depends on the clock, so no two runs are the same. Drafts and
 verification are on. See `loop_claims` for how samples are judged and `false_alarms` for the p-value
 that fails.
 """

@@ -9,6 +9,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from false_alarms import Claims
 from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
@@ -23,6 +24,7 @@ from asyncrl.simulation.world import Setting, World
 from rollout.trajectory import SampleId
 from scheduler.config import SchedulerConfig
 
+CLAIMS = Claims(__file__)
 CHEAP = Cost(
     memory_seconds=0.01,
     token_seconds=1e-4,
@@ -138,17 +140,12 @@ def test_what_is_kept_on_average_is_what_is_expected(rule):
     """The seed is fixed."""
     rng, lengths = random.Random(0), (40, 400)
     survival = Survival(rule, outside=0.04, noise=2e-3)
-    shares = [
-        survival.kept([(0, float(length))], 1, 1e-3, rng)
-        for _ in range(14_000)
-        for length in lengths
-    ]
+    shares = [survival.kept([(0, float(n))], 1, 1e-3, rng) for n in 14_000 * lengths]
     spread = np.std(shares) / np.sqrt(len(shares)) / np.mean(lengths)
     kept = np.mean(shares) / np.mean(lengths)
     # Cuts lie between two tokens, and half a token is rounded down.
-    assert kept == pytest.approx(
-        survival.expected(lengths, 1e-3), abs=CLAIMS.sigmas() * spread + 0.5 / 40
-    )
+    error = CLAIMS.sigmas() * spread + 0.5 / 40
+    assert kept == pytest.approx(survival.expected(lengths, 1e-3), abs=error)
 
 
 def test_under_unchanged_weights_the_noise_floor_is_all_that_is_rejected():

@@ -2,8 +2,8 @@
 
 The engine of tests/engine/remote, told to do something wrong (`sglang_faults`). Each check is shown
 to pass without a fault: a right engine fails the comparison of distributions with the probability
-of `false_alarms`, and none of the others. KV of older weights is `test_one_salt_for_all_versions_is_seen`, a
-pause that leaves a step `test_sglang_worker.py`.
+of `false_alarms`, and none of the others. KV of older weights is
+`test_one_salt_for_all_versions_is_seen`, a pause that leaves a step `test_sglang_worker.py`.
 """
 
 from __future__ import annotations
