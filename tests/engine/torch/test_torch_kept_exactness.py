@@ -41,8 +41,10 @@ from rollout.trajectory import KeptTokens, Provenance
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 
-SAMPLES = 8_000
+SAMPLES = 3000
 CLAIMS = Claims(__file__)
+DRIFT = 0.5
+"""Of most cases: half of what is kept is rejected, so that few samples show a wrong rule."""
 NEW_SEEDS = 10**7
 WIDE = {"max_step_tokens": 2000, "max_prefill_tokens": 2000}
 """Many rows at a time, so that the tests are quick."""
@@ -64,15 +66,17 @@ class Reuse:
 
 
 REUSES = {
-    "three of ten known": Reuse(Case(drift=0.15)),
-    "hot and top-p": Reuse(Case(temperature=1.3, top_p=0.85, drift=0.15)),
-    "all of top-k known": Reuse(Case(temperature=1.3, top_k=3, min_p=0.2, drift=0.15)),
+    "three of ten known": Reuse(Case(drift=DRIFT)),
+    "hot and top-p": Reuse(Case(temperature=1.3, top_p=0.85, drift=DRIFT)),
+    "all of top-k known": Reuse(Case(temperature=1.3, top_k=3, min_p=0.2, drift=DRIFT)),
     "stop strings, in what is kept": Reuse(
-        Case(stop=STRINGS, drift=0.15), top_k=5, drawn_with=Case(drift=0.15), drafts="cache"
+        Case(stop=STRINGS, drift=DRIFT), top_k=5, drawn_with=Case(drift=DRIFT), drafts="cache"
     ),
     "unrelated policy": Reuse(Case(drift=1.0)),
-    "cut off, with trees of the cache": Reuse(Case(drift=0.15), max_kept=2, drafts="cache"),
-    "among ordinary requests, with random trees": Reuse(Case(drift=0.15), drafts="random", every=2),
+    "cut off, with trees of the cache": Reuse(Case(drift=DRIFT), max_kept=2, drafts="cache"),
+    "among ordinary requests, with random trees": Reuse(
+        Case(drift=DRIFT), drafts="random", every=2
+    ),
 }
 
 
@@ -137,7 +141,7 @@ def test_verified_and_resumed_responses_follow_the_current_policy(
 def test_lenient_responses_do_not_and_the_test_detects_it(tiny_qwen3: str) -> None:
     """SPEC-RL's rule is biased, more so with more lenience; the comparison above detects it."""
     torch.set_num_threads(1)
-    reuse = Reuse(Case(drift=0.15))
+    reuse = REUSES["three of ten known"]
     old, new = policies(reuse.case.drift)
     model = slots_with(tiny_qwen3, old, slots=200)
     texts = old_texts(model, reuse, SAMPLES)
@@ -150,7 +154,7 @@ def test_lenient_responses_do_not_and_the_test_detects_it(tiny_qwen3: str) -> No
         generated, verified = resumed(core, reuse, lenient)
         away.append(total_variation(generated, distribution))
         kept.append(verified)
-        judge = CLAIMS.fit if lenience is None else is_caught
-        assert judge(p_value(generated, distribution))
+        if lenience is not None:
+            assert is_caught(p_value(generated, distribution)), lenience
     assert away[0] < away[1] < away[2]
     assert kept[1] < kept[2]
