@@ -22,13 +22,14 @@ import pytest
 import torch
 from false_alarms import Claims, assert_caught, draw_until, is_caught, lacking
 from loop_claims import assert_exact, distributions_of, far_apart, found, policies_of
+from suite_outcome import not_judged
 
 from benchmarks.exactness_loop import engines, statements
 from benchmarks.exactness_loop.modes import PROMPTS, SPACE, Mode, settings_of
 from benchmarks.exactness_loop.outcome import Delivered, Outcome
 from engine.torch.core import DecodeCore
 from engine.torch.engine import TorchEngine
-from rollout.trajectory import KeptTokens, SampleId, Trajectory
+from rollout.trajectory import KeptTokens, Trajectory
 from wire.unfinished import UnfinishedSample
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
@@ -47,7 +48,7 @@ def play(mode: Mode, part: int, samples: int = SAMPLES) -> Outcome:
 
 
 @cache
-def played(name: str, part: int = 0) -> Outcome:
+def played(name: str, part: int) -> Outcome:
     """One part of a mode, which all tests of the mode share."""
     return play(far_apart(name), part)
 
@@ -56,10 +57,30 @@ def total(parts: Sequence[Outcome], what: str) -> int:
     return sum(getattr(one, what) for one in parts)
 
 
-def some_of(outcome: Outcome, which: str) -> list[Delivered]:
+def some_of(parts: Sequence[Outcome], which: str) -> list[Delivered]:
     """The samples that were `restored` or `handed_over`."""
-    ids: set[SampleId] = getattr(outcome, which)
-    return [one for one in outcome.delivered if one.trajectory.id in ids]
+    return [
+        one
+        for outcome in parts
+        for one in outcome.delivered
+        if one.trajectory.id in getattr(outcome, which)
+    ]
+
+
+def parts_with(item: pytest.Item, name: str, which: str, least: int, *, most: int) -> list[Outcome]:
+    """Draw parts of a mode until so many samples were `restored` or `handed_over`.
+
+    Which ones are does not depend on their tokens, so neither does the number of parts: they may be
+    judged together too.
+    """
+
+    def lacks(parts: Sequence[Outcome]) -> str:
+        return lacking(**{which: (len(some_of(parts, which)), least)})
+
+    parts = draw_until(item, partial(played, name), lacks, most=most)
+    if why := lacking(rejected=(total(parts, "rejected"), SAMPLES)):
+        not_judged(item, why)
+    return parts
 
 
 def assert_each_once(outcome: Outcome, samples: int = SAMPLES) -> None:
@@ -81,7 +102,7 @@ def worst_of_some(mode: Mode, which: str) -> Any:
     """The same, by the samples that were `restored` or `handed_over`."""
 
     def judge(parts: list[Outcome]) -> tuple[float, int]:
-        some = [one for outcome in parts for one in some_of(outcome, which)]
+        some = some_of(parts, which)
         return (found(mode, some).p_value if some else 1.0), len(some)
 
     return judge
@@ -141,7 +162,7 @@ def test_tokens_of_policies_that_are_gone_are_never_trained_on_unverified(
     """
     name = "verify, trainers lost"
     mode = far_apart(name)
-    outcome = played(name)
+    outcome = played(name, 0)
     assert outcome.rewinds >= 4
     assert_each_once(outcome)
     assert_exact(CLAIMS, mode, outcome.delivered)
@@ -174,17 +195,12 @@ def test_run_ahead_that_a_resumed_run_continues_is_exactly_on_policy(
     name = "verify, run resumed"
     mode = far_apart(name)
 
-    def lacks(parts: Sequence[Outcome]) -> str:
-        restored = sum(len(some_of(one, "restored")) for one in parts)
-        return lacking(
-            restored=(restored, SAMPLES / 6), rejected=(total(parts, "rejected"), SAMPLES)
-        )
-
-    for outcome in draw_until(request.node, partial(played, name), lacks, most=PARTS):
+    parts = parts_with(request.node, name, "restored", 400, most=4)
+    for outcome in parts:
         assert outcome.resumed == 4
         assert_each_once(outcome)
-        for some in (outcome.delivered, some_of(outcome, "restored")):
-            assert_exact(CLAIMS, mode, some)
+        assert_exact(CLAIMS, mode, outcome.delivered)
+    assert_exact(CLAIMS, mode, some_of(parts, "restored"))
     mix_up(monkeypatch)
     judge = worst_of_some(mode, "restored")
     assert_caught(request.node, lambda part: play(mode, part), judge, enough=1000, most=4)
@@ -201,14 +217,11 @@ def test_samples_that_move_from_one_generator_to_another_are_exactly_on_policy(
     name = "verify, generators leave"
     mode = far_apart(name)
 
-    def lacks(parts: Sequence[Outcome]) -> str:
-        moved = sum(len(some_of(one, "handed_over")) for one in parts)
-        return lacking(moved=(moved, SAMPLES / 4), rejected=(total(parts, "rejected"), SAMPLES))
-
-    for outcome in draw_until(request.node, partial(played, name), lacks, most=PARTS):
+    parts = parts_with(request.node, name, "handed_over", 400, most=2)
+    for outcome in parts:
         assert_each_once(outcome)
-        for some in (outcome.delivered, some_of(outcome, "handed_over")):
-            assert_exact(CLAIMS, mode, some)
+        assert_exact(CLAIMS, mode, outcome.delivered)
+    assert_exact(CLAIMS, mode, some_of(parts, "handed_over"))
     mix_up(monkeypatch)
     judge = worst_of_some(mode, "handed_over")
     assert_caught(request.node, lambda part: play(mode, part, 720), judge, enough=1000, most=4)
@@ -237,7 +250,7 @@ def test_each_token_follows_the_version_that_it_carries(
 
 def test_unverified_samples_are_detected() -> None:
     """`keep` with k = 1 delivers tokens of the previous version, as documented."""
-    delivered = played("keep, k = 1").delivered
+    delivered = played("keep, k = 1", 0).delivered
     verdicts = statements.check_responses(delivered, distributions_of(far_apart("keep, k = 1")))
     print(*map(str, verdicts.values()), sep="\n")
     for what in ("texts of policy A", "texts of policy B", "lengths within each step"):
@@ -246,7 +259,7 @@ def test_unverified_samples_are_detected() -> None:
 
 def test_selection_by_completion_is_detected() -> None:
     """Take the half of each group that was finished first: short responses."""
-    outcome = played("verify, 1 ahead")
+    outcome = played("verify, 1 ahead", 0)
     groups: dict[int, list[Delivered]] = {}
     for one in outcome.delivered:
         groups.setdefault(one.trajectory.id.group, []).append(one)
