@@ -78,6 +78,8 @@ def parts_with(item: pytest.Item, name: str, which: str, least: int, *, most: in
         return lacking(**{which: (len(some_of(parts, which)), least)})
 
     parts = draw_until(item, partial(played, name), lacks, most=most)
+    assert some_of(parts, which)
+    assert total(parts, "rejected")
     if why := lacking(rejected=(total(parts, "rejected"), SAMPLES)):
         not_judged(item, why)
     return parts
@@ -120,14 +122,16 @@ def test_whole_trajectories_follow_the_policy_that_trains_on_them(
 ) -> None:
     mode = far_apart(name)
 
+    wanted = {"verified": SAMPLES, "cut": 36}
+    if mode.drift:
+        wanted |= {"rejected": SAMPLES // 2, "accepted": SAMPLES // 2}
+
     def lacks(parts: Sequence[Outcome]) -> str:
-        wanted = {"verified": SAMPLES, "cut": 36}
-        if mode.drift:
-            wanted |= {"rejected": SAMPLES / 2, "accepted": SAMPLES / 2}
         return lacking(**{what: (total(parts, what), least) for what, least in wanted.items()})
 
     for outcome in draw_until(request.node, partial(played, name), lacks, most=PARTS):
         assert_exact(CLAIMS, mode, outcome.delivered)
+        assert all(getattr(outcome, what) for what in wanted)
         assert mode.drift or outcome.rejected < SAMPLES / 2
 
 
@@ -147,6 +151,8 @@ def test_stop_strings_end_samples_in_the_loop_as_in_the_enumeration(
         tokens = [one.trajectory.tokens for one in outcome.delivered]
         stopped = [one for one in tokens if one[-1] != SPACE.stop and len(one) < SPACE.max_tokens]
         assert len(stopped) > len(tokens) / 5
+        assert outcome.verified
+        assert outcome.cut
         plain = distributions_of(far_apart("verify, 1 ahead"))
         verdicts = statements.check_responses(outcome.delivered, plain)
         assert is_caught(verdicts["lengths within each step"].p_value)
@@ -242,7 +248,8 @@ def test_each_token_follows_the_version_that_it_carries(
 
     for outcome in draw_until(request.node, partial(played, name), lacks, most=PARTS):
         assert_exact(CLAIMS, far_apart(name), outcome.delivered)
-        assert name == "verify, k = 1" or outcome.verified < SAMPLES / 4
+        assert mixed(outcome)
+        assert outcome.verified if name == "verify, k = 1" else outcome.verified < SAMPLES / 4
 
 
 # Wrong loops must be detected
