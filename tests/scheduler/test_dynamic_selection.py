@@ -214,7 +214,7 @@ def test_taking_what_finishes_first_is_detected(monkeypatch):
     monkeypatch.setattr(state, "DynamicLedger", FirstToFinish)
     monkeypatch.setattr(dynamic_sampling, "DynamicLedger", FirstToFinish)
     monkeypatch.setattr(DynamicSampling, "_reached", judged)
-    _, slow = sums_of("verify", 120)
+    _, slow = sums_of("verify", 160)
     assert slow.z < -SIGMAS
 
 

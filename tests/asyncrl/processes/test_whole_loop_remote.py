@@ -30,8 +30,8 @@ from engine.remote.client.engine import RemoteEngine
 pytestmark = pytest.mark.statistics
 
 CLAIMS = Claims(__file__)
-SAMPLES = 720
-"""Of a part: five steps."""
+SAMPLES = 864
+"""Of a part: six steps. Some 700 show a missing residual."""
 PARTS = 3
 """That a right loop is judged by, at most."""
 FAR = "verify, far apart"
@@ -136,13 +136,13 @@ def test_what_one_engine_wrote_ahead_another_one_verifies_and_continues(
         )
 
     def draw(part: int) -> Outcome:
-        return running.play(name, 864, part, kinds)
+        return running.play(name, SAMPLES, part, kinds)
 
     for outcome in draw_until(request.node, draw, lacks, most=PARTS):
         assert outcome.resumed == 2
         assert_exact(CLAIMS, far_apart(name), outcome.delivered, running.kind)
         ids = {one.trajectory.id for one in outcome.delivered}
-        assert len(ids) == len(outcome.delivered) == 864, "each sample once"
+        assert len(ids) == len(outcome.delivered) == SAMPLES, "each sample once"
         assert {one.generator for one in outcome.delivered} == set(kinds)
 
 
@@ -166,4 +166,4 @@ def test_a_missing_residual_is_detected(
     def draw(part: int) -> Outcome:
         return running.play(FAR, 576, part)
 
-    assert_caught(request.node, draw, judge, enough=1200, most=4)
+    assert_caught(request.node, draw, judge, enough=4000, most=6)
