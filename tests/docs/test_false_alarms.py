@@ -22,7 +22,7 @@ from false_alarms import (
 )
 
 TESTS = Path(__file__).parents[1]
-STATISTICS = re.compile(r"chisquare\(|chi2\.sf|p_value\(|pvalue\b|\bis_detected\(")
+STATISTICS = re.compile(r"coincidence\(|chisquare\(|chi2\.sf|p_value\(|pvalue\b|\bis_detected\(")
 NOT_OF_THE_PRODUCT = {"benchmarks", "docs"}
 """Folders with tests of statistics, on numbers that a test draws with a fixed seed."""
 

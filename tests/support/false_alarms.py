@@ -11,10 +11,11 @@ A check of power needs no share: it fails, or says NOT JUDGED, where a wrong pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import pytest
 from suite_outcome import not_judged
 
@@ -90,6 +91,19 @@ class Claims:
 def is_caught(p_value: float) -> bool:
     """Judge a sample of a wrong product: `Claims.fit` must not pass it."""
     return p_value < ALARM
+
+
+def coincidence(again: int, chances: Sequence[float]) -> float:
+    """Return the probability that so many or more of independent events happen.
+
+    Args:
+        again: how many did, such as draws that repeat old ones.
+        chances: the probability of each.
+    """
+    distribution = np.ones(1)
+    for chance in chances:
+        distribution = np.convolve(distribution, [1 - chance, chance])
+    return float(distribution[again:].sum())
 
 
 def draw_until(
