@@ -39,7 +39,7 @@ from rollout.trajectory import Provenance
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 
 CLAIMS = Claims(__file__)
-SAMPLES = 2000
+SAMPLES = 3000
 PROMPT = np.array([4, 0, 7], np.int32)
 TOP_K = 3
 PLAIN = SamplingParams(1, top_k_logprobs=TOP_K)

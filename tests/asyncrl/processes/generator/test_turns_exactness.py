@@ -352,7 +352,7 @@ def test_starting_over_only_after_a_rejection_is_detected(
         raise StartOver
 
     monkeypatch.setattr(Episodes, "_go_back", starts_over)
-    assert is_seen(*wrong(tiny_qwen3, Restoring, count=3 * SAMPLES))
+    assert is_seen(*wrong(tiny_qwen3, Restoring, count=4 * SAMPLES))
 
 
 def test_starting_over_where_a_failed_tool_must_go_back_is_detected(
