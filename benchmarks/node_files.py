@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ import msgspec
 from asyncrl.processes.relay import pull
 from asyncrl.processes.relay.files import RelayFiles
 from asyncrl.processes.spec import files_hub
+from benchmarks.report import add_smoke, write_json
 from wire import RunKey
 from wire.messages import files, from_relay, to_relay
 
@@ -57,15 +59,15 @@ async def copy(run: Path, key: RunKey, ready: from_relay.FilesReady) -> float:
     return seconds
 
 
-def measure() -> dict[str, float]:
-    """MB/s, and seconds of CPU of each end for 256 MB."""
+def measure(megabytes: int) -> dict[str, float]:
+    """MB/s, and seconds of CPU of each end for so many."""
     pull.BYTES_PER_SECOND = 1e12
     key = RunKey.new()
     with tempfile.TemporaryDirectory() as folder:
         node, run = Path(folder) / "node", Path(folder) / "run"
         run.mkdir()
         (node / "logs").mkdir(parents=True)
-        (node / LOG).write_bytes(os.urandom(1_000_000) * MEGABYTES)
+        (node / LOG).write_bytes(os.urandom(1_000_000) * megabytes)
         began = time.perf_counter()
         shutil.copyfile(node / LOG, run / "floor")
         floor = time.perf_counter() - began
@@ -86,29 +88,30 @@ def measure() -> dict[str, float]:
         served = float(child.stdout.readline())
         child.wait(30)
     return {
-        "megabytes": MEGABYTES,
-        "copied_mb_per_s": MEGABYTES / seconds,
-        "floor_mb_per_s": MEGABYTES / floor,
+        "megabytes": megabytes,
+        "copied_mb_per_s": megabytes / seconds,
+        "floor_mb_per_s": megabytes / floor,
         "copying_cpu_seconds": own,
         "serving_cpu_seconds": served,
     }
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    add_smoke(parser)
+    arguments = parser.parse_args(given)
     if arguments.serve is not None:
         key = RunKey(bytes.fromhex(sys.stdin.buffer.readline().decode()))
         asyncio.run(serve(arguments.serve, key))
         return
-    found = measure()
-    text = json.dumps({name: round(value, 2) for name, value in found.items()}, indent=1)
-    print(text)
+    measured = measure(1 if arguments.smoke else MEGABYTES)
+    found = {name: round(value, 2) for name, value in measured.items()}
+    print(json.dumps(found, indent=1))
     if arguments.json is not None:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+        write_json(arguments.json, "node_files", {}, found, smoke=arguments.smoke)
 
 
 if __name__ == "__main__":

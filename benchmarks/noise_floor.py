@@ -28,7 +28,7 @@ from asyncrl.processes.generator.background import BackgroundTasks
 from asyncrl.processes.generator.noise_floor import NoiseFloorProbe
 from asyncrl.simulation.lengths import Survival
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from benchmarks.tiny_models import random_qwen3
 from cache.config import CacheConfig
 from engine.config import EngineConfig
@@ -115,8 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
     parser.add_argument("--quick", action="store_true", help="a quarter of the responses")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    add_smoke(parser)
     args = parser.parse_args(arguments)
-    responses = 48 if args.quick else 192
+    responses, length = (4, 8) if args.smoke else (48 if args.quick else 192, 128)
     table = Table(title=f"tokens that {args.engine} rejects under unchanged weights")
     for column in ("model", "dtype", "K", "outside", "judged", "nats", "rejected", "model says"):
         table.add_column(column, justify="right")
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, path in models(Path(folder)).items():
             for dtype in ("float32", "bfloat16"):
                 for top_k in (8, 64):
-                    case = Case(name, args.engine, dtype, top_k, responses, 128)
+                    case = Case(name, args.engine, dtype, top_k, responses, length)
                     found = asyncio.run(measure(case, path))
                     share = found.measured.share or 0.0
                     ratios[f"{name}_{dtype}_k{top_k}"] = share
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     )  # fmt: skip
     Console(width=100).print(table)
     if args.json:
-        write_json(args.json, "noise_floor", {"cases": raw}, ratios)
+        write_json(args.json, "noise_floor", {"cases": raw}, ratios, smoke=args.smoke)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,102 @@
+"""The benchmarks that `python -m benchmarks.NAME` starts, and their `--smoke`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.report import NO_CLAIM
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = {
+    "routing_sglang": "the process of SGLang of `benchmarks.routing --sglang`",
+    "weights_nodes": "a node of `benchmarks.weights --part chain`",
+    "weights_receiver": "a receiver of `benchmarks.weights --part broadcast`",
+}
+"""Modules that are started by benchmarks, and by nobody else."""
+LIGHT = (
+    "cache",
+    "checkpoints",
+    "context_parallel",
+    "controller",
+    "delivery",
+    "exactness",
+    "exactness_loop",
+    "node_files",
+    "noise_floor",
+    "ranks",
+    "routing",
+    "scaling",
+    "scheduler",
+    "slow_environments",
+    "torch_host",
+    "trainer",
+    "turns",
+    "warm_start",
+    "weights",
+)
+"""Without a run."""
+IN_THREADS = (
+    "pipeline",
+    "policies",
+    "rewards_audit",
+    "rollout",
+    "simulation",
+    "step_audit",
+    "vocabulary",
+)
+ENGINES = {
+    "engines": "test_smoke_engines.py starts each engine in it",
+    "judge_servers": "a start of vLLM's server: docs/rewards.md has what it found",
+    "vllm_host": "two starts of vLLM: `engines` has one",
+}
+ELSEWHERE = {
+    "two_machines": "Ray on two machines of namespaces: tests/asyncrl/run/test_two_machines.py",
+}
+"""Not run, with the reason; each has its `--smoke`."""
+WATCHERS = ("watchers", "web_watchers")
+PROCESSES = ("alerts", "chaos", "evaluation", "hostile", "live_audit", "paced", "peers")
+
+
+def benchmark_names() -> list[str]:
+    """All benchmarks: modules and packages that can be started."""
+    folder = ROOT / "benchmarks"
+    packages = [path.parent.name for path in folder.glob("*/__main__.py")]
+    modules = [
+        path.stem
+        for path in folder.glob("*.py")
+        if 'if __name__ == "__main__"' in path.read_text(encoding="utf-8")
+    ]
+    return sorted({*packages, *modules} - PARTS.keys())
+
+
+def main_of(name: str) -> Any:
+    """The `main` of a benchmark, which its command calls."""
+    package = ROOT / "benchmarks" / name
+    if not package.is_dir():
+        return importlib.import_module(f"benchmarks.{name}").main
+    last = "main" if (package / "main.py").exists() else "__main__"
+    return importlib.import_module(f"benchmarks.{name}.{last}").main
+
+
+def smoke(name: str, file: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    """Go the whole way of a benchmark with the least work, and read what it has written.
+
+    Args:
+        name: of the benchmark.
+        file: where its JSON goes.
+        capsys: what it prints must begin with the words that no claim follows.
+        more: further arguments.
+    """
+    assert not main_of(name)(["--smoke", *more, "--json", str(file)])
+    assert capsys.readouterr().out.startswith(NO_CLAIM)
+    written: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    assert (written["name"], written["smoke"]) == (name, True)
+    assert {"date", "machine", "versions", "raw"} <= written.keys()
+    assert all(math.isfinite(value) for value in written["ratios"].values())
+    return written
