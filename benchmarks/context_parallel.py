@@ -170,9 +170,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--quick", action="store_true", help="a quarter of the tokens")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     add_smoke(parser)
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.tokens //= 4
     if options.smoke:
         options.tokens, options.layers, options.hidden = 64, 1, 64
     with tempfile.TemporaryDirectory() as folder:

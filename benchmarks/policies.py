@@ -262,6 +262,7 @@ SMOKE = Recipe(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train what is missing, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="changes nothing")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     add_smoke(parser)
     options = parser.parse_args(arguments)

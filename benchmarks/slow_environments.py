@@ -64,10 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus", type=int, action="append")
     parser.add_argument("--latency", type=float, action="append")
     parser.add_argument("--mode", action="append")
+    parser.add_argument("--quick", action="store_true", help="up to 64 GPUs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--variants", action="store_true", help="one thing changed, on 64 GPUs")
     add_smoke(parser)
     given = parser.parse_args(arguments)
+    if given.quick:
+        given.gpus = given.gpus or [8, 64]
     if given.smoke:
         given.gpus, given.latency, given.mode = [8], [1.0], ["sync", "verify"]
     rows = []

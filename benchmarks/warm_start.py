@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.warm_start", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="how many models")
+    parser.add_argument("--quick", action="store_true", help="changes nothing")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     add_smoke(parser)
     options = parser.parse_args(arguments)

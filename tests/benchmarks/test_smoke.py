@@ -5,7 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from smokes import LIGHT, smoke
+from smokes import (
+    ELSEWHERE,
+    ENGINES,
+    IN_THREADS,
+    LIGHT,
+    PROCESSES,
+    ROOT,
+    WATCHERS,
+    benchmark_names,
+    smoke,
+)
+
+
+def test_every_benchmark_has_a_smoke_that_is_run_or_a_reason() -> None:
+    run = (*LIGHT, *IN_THREADS, *WATCHERS, *PROCESSES)
+    assert sorted((*run, *ENGINES, *ELSEWHERE)) == benchmark_names()
+
+
+def test_make_bench_runs_every_benchmark() -> None:
+    lines = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    (named,) = (line.split()[2:] for line in lines if line.startswith("BENCHMARKS :="))
+    assert sorted(named) == benchmark_names()
 
 
 @pytest.mark.parametrize("name", LIGHT)
