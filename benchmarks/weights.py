@@ -70,6 +70,8 @@ class Effort:
     broadcast_repeats: int
     nbytes: int = weights_chain.NBYTES
     """That chains and broadcasts pass on."""
+    receivers: int = 4
+    """Of which there are several."""
     hidden: int = 1024
     layers: int = 8
     kinds: tuple[str, ...] = ("torch", "vllm")
@@ -77,7 +79,7 @@ class Effort:
 
 
 QUICK, FULL = Effort(7, 3, 4, 5), Effort(25, 9, 12, 15)
-SMOKE = Effort(1, 1, 1, 1, nbytes=2_000_000, hidden=128, layers=2, kinds=("torch",))
+SMOKE = Effort(1, 1, 1, 1, nbytes=2_000_000, receivers=1, hidden=128, layers=2, kinds=("torch",))
 
 
 @dataclass(slots=True)
@@ -337,12 +339,15 @@ def main(given: Sequence[str] | None = None) -> None:
             effort.nbytes,
             effort.chain_repeats,
             effort.delta_steps,
+            effort.receivers,
             lambda folder: make_model(folder, hidden=effort.hidden // 2, layers=effort.layers // 2),
         )
         ratios |= weights_chain.ratios_of(raw["chain"])
         weights_chain.print_table(raw["chain"], ratios)
     if arguments.part in (None, "broadcast") and arguments.engine is None:
-        raw["broadcast"] = weights_broadcast.measure(effort.nbytes, effort.broadcast_repeats)
+        raw["broadcast"] = weights_broadcast.measure(
+            effort.nbytes, effort.broadcast_repeats, four=effort.receivers == 4
+        )
         of_broadcasts = weights_broadcast.ratios_of(raw["broadcast"])
         ratios |= of_broadcasts
         weights_broadcast.print_table(raw["broadcast"], of_broadcasts)

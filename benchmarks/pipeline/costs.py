@@ -57,13 +57,14 @@ class Costs:
         return self.scored / self.decoded_with_cache
 
 
-def measure_costs(model: Path, prompts: int) -> Costs:
+def measure_costs(model: Path, prompts: int, more: Sequence[str] = ()) -> Costs:
     """Measure in a child process that is pinned to one core.
 
     Raises:
         RuntimeError: the measurement failed; the message quotes the end of its output.
     """
     command = [sys.executable, "-m", "benchmarks.pipeline.costs", str(model), str(prompts)]
+    command += more
     done = subprocess.run(
         command,
         capture_output=True,
@@ -81,11 +82,11 @@ def measure_costs(model: Path, prompts: int) -> Costs:
     return Costs(**{**found, "lengths": tuple(found["lengths"])})
 
 
-async def _measure(model: str, prompts: int) -> Costs:
+async def _measure(model: str, prompts: int, more: Sequence[str]) -> Costs:
     from asyncrl.config import load_config
     from asyncrl.tasks.loading import load_task
 
-    config = load_config(CONFIG, (f"model.path={model}", f"task.train_size={prompts}"))
+    config = load_config(CONFIG, (f"model.path={model}", f"task.train_size={prompts}", *more))
     task = load_task(config.task, model, 0)
     off, on = (config.cache.model_copy(update={"enabled": enabled}) for enabled in (False, True))
     _, decoded, scored = await _passes(config, task, model, off)
@@ -151,11 +152,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("prompts", type=int)
+    parser.add_argument("more", nargs="*")
     args = parser.parse_args()
     from asyncrl.cores import stay_on
 
     stay_on(sorted(os.sched_getaffinity(0))[:1])
-    costs = asyncio.run(_measure(args.model, args.prompts))
+    costs = asyncio.run(_measure(args.model, args.prompts, args.more))
     print(json.dumps(vars(costs)))
 
 

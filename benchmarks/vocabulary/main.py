@@ -113,12 +113,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=120)
     disable_progress_bar()
     load_before = os.getloadavg()[0]
-    began = time.monotonic()
-    if effort.cached:
-        findings = find(effort)
-    else:
-        with TemporaryDirectory() as folder:
-            findings = find(effort, Path(folder))
+    with TemporaryDirectory() as folder:
+        models = None if effort.cached else Path(folder)
+        made = [ensure_versions(steps, models) for steps in (effort.language, effort.flat)]
+        began = time.monotonic()
+        findings = find(effort, *made)
     for table in tables(findings):
         console.print(table)
     if options.json:
@@ -132,12 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def find(effort: Effort, models: Path | None = None) -> Findings:
-    """All parts, with models that are kept in a folder; None: in the cache directory."""
-    language, flat = (ensure_versions(steps, models) for steps in (effort.language, effort.flat))
+def find(effort: Effort, language: PolicyVersions, flat: PolicyVersions) -> Findings:
+    """All parts."""
     first, second, *others = effort.language.keep
     last = others[-1] if others else second
-    flat_first, flat_second = effort.flat.keep
+    earlier, later = effort.flat.keep
     lengths = effort.lengths
     return Findings(
         model=model_record(language.paths[0]),
@@ -154,7 +152,7 @@ def find(effort: Effort, models: Path | None = None) -> Findings:
         ],
         flat=measure_pair(
             flat,
-            (flat_first, flat_second),
+            (earlier, later),
             Job(effort.flat_texts, effort.flat_length, K),
             (effort.flat_length,),
         ),
