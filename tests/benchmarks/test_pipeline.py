@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny_warm_start import TINY
 
 from asyncrl.config import load_config
 from asyncrl.rewards.functions import arithmetic
@@ -44,6 +43,7 @@ from benchmarks.pipeline.plot import curves, draw, write_plot
 from benchmarks.pipeline.run import GENERATOR, TRAINER, RunError, RunNumbers, read_run
 from benchmarks.pipeline.tables import tables
 from benchmarks.policies_variety import Variety
+from benchmarks.tiny_models import SMOKE_START
 from wire.records import BatchMetrics, LearningMetrics, StalenessMetrics, StepMetrics, TokenCounts
 
 COSTS = Costs(4, 100.0, 150.0, 450.0, (30.0, 60.0, 140.0))
@@ -289,7 +289,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-RECIPE = ModelRecipe(TINY, Muser(steps=2))
+RECIPE = ModelRecipe(SMOKE_START, Muser(steps=2))
 
 
 def test_the_model_is_made_once(cache_dir: Path) -> None:
