@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 
@@ -61,7 +62,6 @@ async def copy(run: Path, key: RunKey, ready: from_relay.FilesReady) -> float:
 
 def measure(megabytes: int) -> dict[str, float]:
     """MB/s, and seconds of CPU of each end for so many."""
-    pull.BYTES_PER_SECOND = 1e12
     key = RunKey.new()
     with tempfile.TemporaryDirectory() as folder:
         node, run = Path(folder) / "node", Path(folder) / "run"
@@ -71,22 +71,23 @@ def measure(megabytes: int) -> dict[str, float]:
         began = time.perf_counter()
         shutil.copyfile(node / LOG, run / "floor")
         floor = time.perf_counter() - began
-        child = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-m", "benchmarks.node_files", "--serve", str(node)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-        )
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdin.write(key.secret.hex().encode() + b"\n")
-        child.stdin.flush()
-        ready = msgspec.json.decode(child.stdout.readline(), type=from_relay.FilesReady)
-        before = time.process_time()
-        seconds = asyncio.run(copy(run, key, ready))
-        own = time.process_time() - before
-        child.stdin.close()
-        served = float(child.stdout.readline())
-        child.wait(30)
+        ) as child:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write(key.secret.hex().encode() + b"\n")
+            child.stdin.flush()
+            ready = msgspec.json.decode(child.stdout.readline(), type=from_relay.FilesReady)
+            before = time.process_time()
+            with mock.patch.object(pull, "BYTES_PER_SECOND", 1e12):
+                seconds = asyncio.run(copy(run, key, ready))
+            own = time.process_time() - before
+            child.stdin.close()
+            served = float(child.stdout.readline())
+            child.wait(30)
     return {
         "megabytes": megabytes,
         "copied_mb_per_s": megabytes / seconds,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.report import NO_CLAIM
 
@@ -93,7 +94,10 @@ def smoke(name: str, file: Path, capsys: pytest.CaptureFixture[str], *more: str)
         capsys: what it prints must begin with the words that no claim follows.
         more: further arguments.
     """
-    assert not main_of(name)(["--smoke", *more, "--json", str(file)])
+    try:
+        assert not main_of(name)(["--smoke", *more, "--json", str(file)])
+    finally:
+        torch.set_num_threads(1)  # as all tests have; some benchmarks set their own
     assert capsys.readouterr().out.startswith(NO_CLAIM)
     written: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     assert (written["name"], written["smoke"]) == (name, True)
