@@ -39,6 +39,8 @@ from wire.noise_floor import NoiseFloor
 
 VOCABULARY = 5000
 """Of the flat model."""
+DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+KS = (8, 64)
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ratios: dict[str, float] = {}
     with TemporaryDirectory(prefix="asyncrl-noise-floor-") as folder:
         for name, path in models(Path(folder)).items():
-            for dtype in ("float32", "bfloat16"):
-                for top_k in (8, 64):
+            for dtype in DTYPES[:1] if args.smoke else DTYPES:
+                for top_k in KS[:1] if args.smoke else KS:
                     case = Case(name, args.engine, dtype, top_k, responses, length)
                     found = asyncio.run(measure(case, path))
                     share = found.measured.share or 0.0
