@@ -29,7 +29,7 @@ from asyncrl.processes.generator.noise_floor import NoiseFloorProbe
 from asyncrl.simulation.lengths import Survival
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from benchmarks.report import add_smoke, write_json
-from benchmarks.tiny_models import random_qwen3
+from benchmarks.tiny_models import SMOKE_START, random_qwen3
 from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.factory import create_engine
@@ -105,10 +105,15 @@ async def _response(engine: Engine, sampling: SamplingParams, index: int) -> Tra
     return builder.finish("length")
 
 
-def models(folder: Path) -> dict[str, Path]:
-    """The directories of both models, by name."""
+def models(folder: Path, *, smoke: bool) -> dict[str, Path]:
+    """The directories of both models, by name; in a smoke, of the built-in one in miniature."""
     random_qwen3(1, VOCABULARY, max_length=1024).save_pretrained(folder / "flat")
-    return {"built-in": ensure_builtin_model(default_cache_dir()), "flat": folder / "flat"}
+    built_in = (
+        ensure_builtin_model(folder, None, SMOKE_START)
+        if smoke
+        else ensure_builtin_model(default_cache_dir())
+    )
+    return {"built-in": built_in, "flat": folder / "flat"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -126,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     raw: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     with TemporaryDirectory(prefix="asyncrl-noise-floor-") as folder:
-        for name, path in models(Path(folder)).items():
+        for name, path in models(Path(folder), smoke=args.smoke).items():
             for dtype in DTYPES[:1] if args.smoke else DTYPES:
                 for top_k in KS[:1] if args.smoke else KS:
                     case = Case(name, args.engine, dtype, top_k, responses, length)
