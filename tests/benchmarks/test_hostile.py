@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from benchmarks.hostile.frames import Frames
+from benchmarks.hostile.main import measure
 from wire.decoding import FrameDecoder, FrameRefused
 from wire.messages import control, data, from_generator, from_trainer, to_generator, to_trainer
 
@@ -26,3 +28,13 @@ def test_frames_repeat_and_nonsense_is_no_message() -> None:
                 decoder.decode(frames.nonsense())
             found[refused.value.reason] += 1
     assert len(found) >= 4, found
+
+
+@pytest.mark.slow
+def test_a_run_under_attack_trains_on_the_same_bits(tmp_path: Path) -> None:
+    """The run that is left alone has one generator instead of two, so other batches."""
+    found = measure(2000, tmp_path, warm=5, alone=["launcher.generators=1"])
+    assert found.difference == ""
+    assert (found.processes_ended, found.status_failed) == (0, 0)
+    assert sum(found.sent.values()) == 2000
+    assert {"unauthenticated", "unknown_peer", "malformed", "cut_off"} <= found.refused.keys()
