@@ -42,11 +42,6 @@ ALARM = 1e-5
 TORCH_TOO = {"temperature": 1.2, "top_p": 0.95}
 
 
-@pytest.fixture
-def served(served_in_small_kv: Served) -> Served:
-    return served_in_small_kv
-
-
 def near(model: Any, share: float) -> Any:
     """A policy that has drifted away from another one."""
     out, away = copy.deepcopy(model), make_model(3).state_dict()
