@@ -105,24 +105,24 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 def served_by_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A `served_engine.Served`, started once for all modules that ask for it.
 
-    It is short of KV: 36 blocks of 128 tokens, where 16 responses of 390 tokens would need 64. So
+    It is short of KV: 72 blocks of 128 tokens, where 32 responses of 390 tokens would need 128. So
     vLLM preempts. Prompts longer than 128 tokens are taken in by parts. `test_remote_process_death`
     kills it.
     """
     from served_vllm import serving
 
     path = tmp_path_factory.mktemp("vllm-model")
-    with serving(path, kv_cache_gib=0.0022, max_prefill_tokens=128) as running:
+    with serving(path, kv_cache_gib=0.0044, max_prefill_tokens=128) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def served_by_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """As `served_by_vllm`, with 4,600 tokens, where 16 responses of 390 would need 6,240."""
+    """As `served_by_vllm`, with 9,200 tokens, where 32 responses of 390 would need 12,480."""
     from served_sglang import serving
 
     path = tmp_path_factory.mktemp("sglang-model")
-    with serving(path, kv_cache_gib=0.0022, max_prefill_tokens=128) as running:
+    with serving(path, kv_cache_gib=0.0044, max_prefill_tokens=128) as running:
         yield running
 
 

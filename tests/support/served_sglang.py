@@ -102,7 +102,7 @@ def serving(path: Path, *, kv_cache_gib: float, max_prefill_tokens: int) -> Iter
             python=sglang_python(),
             chunk_tokens=64,  # the tests' responses have several
             kv_cache_gib=kv_cache_gib,
-            max_step_tokens=64,
+            max_step_tokens=96,
             max_prefill_tokens=max_prefill_tokens,
         ),
     )

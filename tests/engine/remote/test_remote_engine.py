@@ -236,7 +236,7 @@ def test_closing_the_iterator_frees_the_slot(served: Served) -> None:
     engine = served.engine
 
     async def some() -> None:
-        responses = [engine.generate(ask(f"long{i}", max_tokens=390)) for i in range(SLOTS)]
+        responses = [engine.generate(ask(f"long{i}", max_tokens=TOKENS)) for i in range(SLOTS)]
         await asyncio.gather(*(anext(response) for response in responses))
         assert engine.stats().running == SLOTS
         for response in responses:
