@@ -177,6 +177,7 @@ def _fork(listener: socket.socket, client: socket.socket) -> int:
         os.environ.update(variables)
         sys.argv = [module, *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+        sys.stdout.flush()
     except BaseException:  # noqa: BLE001 - whatever it was, the process ends with it
         traceback.print_exc()
         sys.stderr.flush()

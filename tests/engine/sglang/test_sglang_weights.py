@@ -29,14 +29,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
     }
-    said = tmp_path_factory.mktemp("bare") / "said"
-    with said.open("wb") as file:
+    folder = tmp_path_factory.mktemp("bare")
+    said, log = folder / "said", folder / "log"
+    with said.open("wb") as out, log.open("wb") as error:
         python = [sglang_python(), "-m", bare_sglang.__name__]
-        done = forked_sglang.Popen(
-            python, env=environment, stdout=file, stderr=forked_sglang.STDOUT
+        status = forked_sglang.Popen(python, env=environment, stdout=out, stderr=error).wait(
+            SECONDS
         )
-        status = done.wait(SECONDS)
-    assert status == 0, said.read_text()[-3000:]
+    assert status == 0, log.read_text()[-3000:]
     return json.loads(said.read_text().splitlines()[-1])
 
 
