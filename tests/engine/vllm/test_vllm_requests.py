@@ -39,9 +39,6 @@ def test_the_worker_reads_what_the_client_sends() -> None:
         from_extra_args(None)
 
 
-@pytest.mark.vllm
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*distributed.reduce_op.*:FutureWarning")
 def test_a_directory_without_a_model_ends_the_start(tmp_path: Path) -> None:
     config = EngineConfig(kind="vllm", slots=2, max_model_len=16)
 
