@@ -2,9 +2,10 @@
 
 vLLM spawns its core, which then imports again what the generator's process has just imported: 10 s
 of CPU. Here a fork server of `multiprocessing` imports it while the generator does, and forks the
-core, which forks its tensor-parallel ranks. The server computes nothing, so no thread of torch's or
-of a BLAS library is lost in the fork. With a GPU, or where the model is compiled, vLLM spawns.
-Importing this module imports no vLLM.
+core. The server computes nothing, so no thread of torch's or of a BLAS library is lost in the fork.
+A core does compute before it starts tensor-parallel ranks, so these are spawned, as vLLM does it.
+With a GPU, or where the model is compiled, the core is spawned too. Importing this module imports
+no vLLM.
 """
 
 from __future__ import annotations
@@ -95,12 +96,15 @@ class _Core(context.ForkServerProcess):
         return _Popen(process)
 
     def run(self) -> None:
-        """Run the core. vLLM would spawn its ranks on a CPU."""
+        """Run the core, with as many threads as its variables say: the server has read its own."""
+        import torch
+
         for name in os.environ.keys() - self._variables.keys():
             del os.environ[name]
-        wanted = self._variables | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-        # Others stay where they are in memory: from there vLLM finds the process's title.
-        os.environ.update(wanted.items() - os.environ.items())
+        # The others stay where they are in memory: from there vLLM finds the process's title.
+        os.environ.update(self._variables.items() - os.environ.items())
+        if threads := os.environ.get("OMP_NUM_THREADS"):
+            torch.set_num_threads(int(threads))
         super().run()
 
 
