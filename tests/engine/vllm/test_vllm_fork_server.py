@@ -27,26 +27,32 @@ def _server() -> None:
 
 
 def started(path: Path) -> Any:
-    """A process that writes the variable, and ends with status 3."""
-    script = f"printf %s ${{TOLD-nothing}} > '{path}'; exit 3"
-    process = ForkContext().Process(target=os.execlp, args=("sh", "sh", "-c", script))
+    """A process that writes a variable and torch's threads to a file, and ends with status 3."""
+    script = f"""
+import os, pathlib, torch
+told = f"{{os.environ.get('TOLD')}} {{torch.get_num_threads()}}"
+pathlib.Path({str(path)!r}).write_text(told)
+os._exit(3)
+"""
+    process = ForkContext().Process(target=exec, args=(script,))
     process.start()
     return process
 
 
-def test_a_core_has_the_variables_of_its_start(
+def test_a_core_has_the_variables_and_threads_of_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server runs since the first start, and has those of then."""
-    for value in ("one", "two"):
+    for value, threads in (("one", "1"), ("two", "2")):
         monkeypatch.setenv("TOLD", value)
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
         process = started(tmp_path / value)
         process.join(SECONDS)
         assert process.exitcode == 3
-        assert (tmp_path / value).read_text(encoding="utf-8") == value
+        assert (tmp_path / value).read_text(encoding="utf-8") == f"{value} {threads}"
     monkeypatch.delenv("TOLD")
     started(tmp_path / "none").join(SECONDS)
-    assert (tmp_path / "none").read_text(encoding="utf-8") == "nothing"
+    assert (tmp_path / "none").read_text(encoding="utf-8") == "None 2"
 
 
 def test_all_who_ask_learn_how_it_ended(tmp_path: Path) -> None:
