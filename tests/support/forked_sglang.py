@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import selectors
+import signal
 import socket
 import struct
 import subprocess
@@ -83,7 +84,7 @@ class Popen:
 
     def terminate(self) -> None:
         """Ask it to end."""
-        self.send_signal(15)
+        self.send_signal(signal.SIGTERM)
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
@@ -140,6 +141,8 @@ def _serve(listener: socket.socket) -> None:
         while True:
             for key, _ in selector.select():
                 if key.fileobj is sys.stdin:
+                    for pid, _client in running.values():
+                        os.killpg(pid, signal.SIGKILL)
                     return
                 if key.fileobj is listener:
                     client = listener.accept()[0]

@@ -111,4 +111,4 @@ class _Core(context.ForkServerProcess):
 class ForkContext(context.ForkServerContext):
     """What vLLM may take its processes from."""
 
-    Process = _Core  # type: ignore[assignment]
+    Process = _Core
