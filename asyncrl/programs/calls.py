@@ -123,7 +123,7 @@ def _clean(theirs: set[str]) -> None:
     for folder, folders, files in os.walk(_FOLDER):
         if folder == _FOLDER:
             folders[:] = set(folders) - theirs
-            files = set(files) - theirs
+            files[:] = set(files) - theirs
         for name in files:
             os.remove(f"{folder}/{name}")  # noqa: PTH107
         for name in folders:
