@@ -88,9 +88,13 @@ def test_passes():
 """
 
 
-def test_a_test_that_waits_for_ever_fails_and_the_next_one_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["one process", "a worker"])
+def test_a_test_that_waits_for_ever_fails_and_the_next_one_runs(
+    tmp_path: Path, workers: Sequence[str]
+) -> None:
     (tmp_path / "test_some.py").write_text(BLOCKED)
-    code, text = run(tmp_path, "-p", "bounded_tests", "--longest", "2", "test_some.py")
+    bound = ("-p", "bounded_tests", "--longest", "2")
+    code, text = run(tmp_path, *bound, *workers, "test_some.py")
     assert code == 1
     assert "it has not ended within 2 s" in text
     assert "1 failed, 1 passed" in text
