@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 from tiny_models import make_llama, make_qwen3, save
 
-pytest_plugins = ["suite_outcome"]
+pytest_plugins = ["suite_outcome", "bounded_tests"]
 
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
