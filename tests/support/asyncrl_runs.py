@@ -188,8 +188,7 @@ def call_here(arguments: list[str]) -> subprocess.CompletedProcess[str]:
         try:
             main()
         except SystemExit as ended:
-            assert ended.code is None or isinstance(ended.code, int)
-            code = ended.code or 0
+            code = int(ended.code or 0)
     return subprocess.CompletedProcess(arguments, code, output.getvalue())
 
 

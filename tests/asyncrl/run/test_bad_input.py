@@ -114,3 +114,10 @@ def test_a_dry_run_creates_nothing(command_line: CommandLine) -> None:
     assert done.returncode == 0
     assert "kind: vllm" in done.stdout
     assert not command_line.runs.exists()
+
+
+def test_an_algorithm_that_cannot_be_imported(command_line: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nowhere")
+    mine = f"{tmp_path / 'broken.py'}:Mine"
+    refused(command_line, "No module named 'nowhere'", trainer__algorithm=mine)
+    assert not command_line.folder.exists()
