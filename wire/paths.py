@@ -14,7 +14,7 @@ _MAX_NAME = 255
 
 FOLDER = "folder"
 """Key of the folder of the configuration file, a Path, in the context of a validation."""
-_FUNCTION = re.compile(r"((?:[a-z]+:)?)([^:]+\.py)(:\w+)")
+_FUNCTION = re.compile(r"((?:[a-z_]+:)?)([^:]+\.py)(:\w+)")
 """A function or class in a file: `file.py:name`, also after a kind, as in `agent:file.py:name`."""
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")

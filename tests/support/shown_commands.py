@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from asyncrl.cli.entry import main  # adds the commands
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 GENERATED = "cli.md"
-"""The page made of `--help`. Of its blocks only the examples count, which commands have as epilogs."""
+"""The page made of `--help`. Of its blocks only the examples count, the epilogs."""
 EXAMPLES = sorted(path for end in ("yaml", "py") for path in (ROOT / "examples").rglob(f"*.{end}"))
 PROGRAMS = (
     *("asyncrl", "make", "python", "python3", "pip", "pytest", "git", "docker", "dc", "helm"),
@@ -35,7 +36,7 @@ def shown_commands() -> dict[str, list[str]]:
         for command in _of_page(path):
             found.setdefault(command, []).append(path.name)
     for path in EXAMPLES:
-        for command in _of_header(path.read_text(encoding="utf-8")):
+        for command in _of_header(path):
             found.setdefault(command, []).append(str(path.relative_to(ROOT)))
     for command in _of_help():
         found.setdefault(command, []).append("--help")
@@ -58,8 +59,8 @@ def _of_page(path: Path) -> Iterator[str]:
         yield from (
             _plain(line.strip())
             for line in lines
-            if language in SHELLS and line.strip()
-            or not language and _begins_with_a_program(line)
+            if (language in SHELLS and line.strip())
+            or (not language and _begins_with_a_program(line))
         )
     for found in re.findall(r"`([^`\n]+)`", FENCE.sub("", text)):
         command = found.replace(r"\|", "|").strip()
@@ -67,11 +68,14 @@ def _of_page(path: Path) -> Iterator[str]:
             yield command
 
 
-def _of_header(text: str) -> Iterator[str]:
-    """Indented lines of comments, or of a module's docstring."""
-    for line in re.findall(r"^(?:#   | {4})(\S.*)$", text, re.MULTILINE):
-        if _begins_with_a_program(line) and (text.startswith("#") or line.startswith("asyncrl ")):
-            yield _plain(line)
+def _of_header(path: Path) -> Iterator[str]:
+    """Lines of the comment that a configuration begins with, or of a module's docstring."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
+    else:
+        lines = [line.removeprefix("#") for line in text.splitlines() if line.startswith("#")]
+    yield from (_plain(line.strip()) for line in lines if _begins_with_a_program(line))
 
 
 def _of_help() -> Iterator[str]:
