@@ -112,11 +112,12 @@ def trained_two_steps(folder: Path) -> None:
     assert (folder / "report.html").stat().st_size > 10_000
 
 
-def test_an_active_run_takes_every_command(elsewhere: CommandLine, tmp_path: Path) -> None:
+def test_an_active_run_takes_every_command(elsewhere: CommandLine) -> None:
     """`examples/arithmetic.yaml`, in processes; it is paused while it is only looked at."""
     start, *commands = commands_of("test_an_active_run_takes_every_command")
     elsewhere.name = "arithmetic"
-    process = _begin(start.replace("examples", f"{ROOT}/examples"), "run.steps=100000", *FEW)
+    settings = ("run.steps=100000", f"run.directory={elsewhere.runs}", *FEW)
+    process = _begin(start.replace("examples", f"{ROOT}/examples"), *settings)
     elsewhere.started.append(process)
     until(lambda: elsewhere.steps() >= 1, seconds=300, what="a step")
     followers: list[subprocess.Popen[str]] = []
