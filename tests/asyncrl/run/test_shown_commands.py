@@ -289,6 +289,7 @@ def test_what_starts_no_run(
     monkeypatch.setenv("HOME", str(tmp_path))
     for command in commands_of("test_what_starts_no_run"):
         few = " --steps 2" if " simulate" in command else ""
+        few += "" if "--generators" in command or not few else " --generators 2"  # not the usual 64
         place = command.replace("examples", f"{ROOT}/examples").replace("~", str(tmp_path))
         if "~" in command:
             (tmp_path / "agents.key").unlink()
