@@ -202,10 +202,10 @@ def test_an_example_of_an_algorithm_trains(command: str, in_threads: CommandLine
     Path("digits.py").write_text(DIGITS)
     settings = ("run.steps=2", *FEW, "rewards.functions=[{name: digits.py:digits}]")
     typed(command.replace("examples", f"{ROOT}/examples"), *settings)
-    (folder,) = in_threads.runs.iterdir()
+    folder = in_threads.runs / Path(command).stem.replace("_", "-")
     trained_two_steps(folder)
     learning = [step.learning for step in read_metrics(folder / "metrics.jsonl")]
-    assert all(one.reward_mean > 0 and one.grad_norm > 0 for one in learning)
+    assert all(one.reward_mean != 0 and one.grad_norm > 0 for one in learning)
 
 
 def test_a_run_of_ones_own_from_its_first_file_to_its_model(
