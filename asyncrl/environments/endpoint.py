@@ -157,7 +157,8 @@ class Endpoint:
     async def _complete(self, call: ChatCall, turn: Turn | None, send: Any) -> None:
         if turn is None:  # the client has gone
             return
-        name, created = f"chatcmpl-{secrets.token_hex(8)}", int(time.time())
+        name = f"chatcmpl-{secrets.token_hex(8)}"
+        created = int(time.time())  # noqa: TID251 - OpenAI's answers say when they were made
         if not call.stream:
             await _send_json(send, 200, completion(name, self.policy.model, created, turn))
             return

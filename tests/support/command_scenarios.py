@@ -49,7 +49,6 @@ RUN_BY: dict[str, str] = {
         asyncrl run examples/calculator.yaml
         asyncrl run examples/guessing.yaml
         asyncrl run examples/code_repair.yaml
-        asyncrl run examples/agent_openai.yaml
         asyncrl run examples/lora.yaml
         asyncrl samples calculator -n 1
         asyncrl export lora
@@ -130,6 +129,9 @@ RUN_BY: dict[str, str] = {
         asyncrl stop [RUN]
         asyncrl stop arithmetic
     """,
+    "tests/asyncrl/run/test_end_to_end.py::test_a_program_with_the_openai_client_trains_as_the_page_starts_it": """
+        asyncrl run examples/agent_openai.yaml
+    """,
     "tests/asyncrl/run/test_end_with.py::test_a_run_ends_with_the_killed_benchmark_that_started_it": """
         asyncrl run run.yaml --end-with $$
         asyncrl run CONFIG --end-with PID
@@ -209,6 +211,7 @@ NOT_RUN: dict[str, str] = {
     "installs, checks or tests: CI does it, or it is what runs this test": """
         git clone URL asyncrl && cd asyncrl
         make bench
+        make bench BENCHMARKS="cache turns"
         make grafana-schema
         make lint
         make locks
