@@ -61,7 +61,7 @@ DOES: dict[str, Callable[[Names], None] | str] = {
     "def step(self, action):\n    if self.asks_an_expert": "a part of a class",
     "def polite": polite,
     "def add": add,
-    "def solve(row, client) -> float": "shortened; test_an_example_trains",
+    "def solve(row, client) -> float": "shortened; runs have examples/agent_openai.py",
     "def score(completions": score_of_trl,
     "from asyncrl.sandbox": compiled,
     "def two_digits": two_digits,
