@@ -124,7 +124,7 @@ test-deploy: $(VENV)/.dev ## Docker Compose and Kubernetes for real, each in a v
 
 bench: $(VENV)/.vllm $(VENV)/.bench ## quick version of every benchmark, JSON into benchmarks/results/local/
 	@mkdir -p benchmarks/results/local
-	for name in cache scheduler delivery vllm_host torch_host engines exactness rollout pipeline paced peers chaos hostile trainer turns vocabulary weights web_watchers; do \
+	for name in cache scheduler delivery vllm_host torch_host engines exactness rollout pipeline paced peers chaos hostile trainer turns vocabulary weights web_watchers mutants; do \
 	  $(VENV)/bin/python -m benchmarks.$$name --quick --json benchmarks/results/local/$$name.json || exit 1; \
 	done
 
