@@ -8,7 +8,8 @@ mutant costs seconds. A test that is named and passes all the same makes the ben
 
 Two copies of the tree are made in a temporary folder, each for half of the mutants. In each, all
 named tests first run without a mutant, and must pass: otherwise a failure would prove nothing. The
-checkout itself is only read. No compiled code gets from one mutant to another: a mutant's file has
+checkout itself is only read. Every mutant has a fork of a process that has imported libraries, and
+nothing of the copy. No compiled code gets from one mutant to another: a mutant's file has
 a time of its own, by which Python knows its bytecode, and numba keeps machine code in the temporary
 folder, by a digest of all kernels (`rollout.jit`). A mutant of a module from which kernels take
 constants gets an empty folder, because those are not in the digest.
@@ -21,20 +22,24 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 from rich.table import Table
@@ -44,11 +49,11 @@ from benchmarks.report import write_json
 LIST = Path(__file__).with_suffix(".toml")
 _COPIES = 2
 _SMOKE, _QUICK = 2, 10
-_SECONDS = 600.0
+_SECONDS = 600
 """Longest time of a mutant's tests. All of them together take a few seconds on a quiet machine."""
 _SHOWN = 3000
 """Characters of what pytest says if it does not run."""
-_ALL_SECONDS = 3600.0
+_ALL_SECONDS = 3600
 """Longest time of all named tests."""
 
 
@@ -102,6 +107,12 @@ def mutants(path: Path = LIST) -> list[Mutant]:
     return [Mutant(**entry) for entry in entries]
 
 
+def libraries_of(path: Path) -> list[str]:
+    """Modules that many tests of a list import, none of them of the tree."""
+    found: list[str] = tomllib.loads(path.read_text(encoding="utf-8")).get("libraries", [])
+    return found
+
+
 def of_an_older_tree(all_mutants: Iterable[Mutant]) -> list[Mutant]:
     """Those that an older checkout can have, with the names of their tests there."""
     kept = [one for one in all_mutants if not one.since]
@@ -122,16 +133,56 @@ def occurrences(tree: Path, mutant: Mutant) -> int:
     return file.read_text(encoding="utf-8").count(mutant.old) if file.is_file() else 0
 
 
+def _serve() -> None:
+    """Run pytest in a fork for each line of standard input. Self-contained: it is given to `-c`.
+
+    The libraries of the command line are imported before, which takes longer than most tests.
+    """
+    import importlib
+    import json
+    import os
+    import signal
+    import sys
+    from contextlib import suppress
+
+    import pytest
+
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    numba = sys.modules.get("numba")
+    for line in sys.stdin:
+        order = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            signal.alarm(order["seconds"])
+            log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.environ["NUMBA_CACHE_DIR"] = order["machine_code"]
+            if numba is not None:
+                numba.config.CACHE_DIR = order["machine_code"]
+            code = int(pytest.main(order["arguments"]))
+            sys.stdout.flush()
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
 class Copy:
     """A copy of a checkout's files in which mutants run one after another.
 
     Args:
         tree: the checkout.
         folder: to make, for the copy and what is compiled from it.
+        libraries: modules that tests import, none of them of the checkout.
     """
 
-    def __init__(self, tree: Path, folder: Path) -> None:
+    def __init__(self, tree: Path, folder: Path, libraries: Sequence[str] = ()) -> None:
         self.root = folder / "tree"
+        self._libraries = libraries
         self._folder = folder
         self._changes = 0
         listed = subprocess.run(
@@ -152,38 +203,46 @@ class Copy:
             if "@kernel" in (text := path.read_text(encoding="utf-8"))
         ]
 
-    def check_is_imported(self, module: str) -> None:
-        """Refuse an environment in which a test would import another copy of the packages.
-
-        Raises:
-            NotJudged: it would.
-        """
-        found = subprocess.run(
-            [sys.executable, "-c", f"import {module}; print({module}.__file__)"],
-            cwd=self._folder,
-            env=self._environment("numba"),
-            capture_output=True,
+    def __enter__(self) -> Self:
+        """Start the process that runs tests."""
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", f"{inspect.getsource(_serve)}\n_serve()", *self._libraries],
+            cwd=self.root,
+            env={
+                **{
+                    key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")
+                },
+                "PYTHONPATH": str(self.root),
+                "PYTHONDONTWRITEBYTECODE": "",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             text=True,
-            check=False,
         )
-        if not found.stdout.startswith(str(self.root)):
-            raise NotJudged(f"{module} is {found.stdout or found.stderr}, not of {self.root}")
+        return self
 
-    def failed(
-        self, tests: Iterable[str], seconds: float, machine_code: str = "numba"
-    ) -> list[str]:
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        with self._server:
+            self._server.terminate()
+
+    def failed(self, tests: Iterable[str], seconds: int, machine_code: str = "numba") -> list[str]:
         """The tests that fail, without the names of their cases.
 
         Raises:
             NotJudged: one is not found or skipped, or they did not end.
         """
         wanted = sorted(set(tests))
-        report = self._folder / "report.xml"
+        report, log = self._folder / "report.xml", self._folder / "log"
         report.unlink(missing_ok=True)
-        done = self._pytest(report, wanted, seconds, machine_code)
-        if done.returncode not in (0, 1) or not report.is_file():
-            said = (done.stdout + done.stderr)[-_SHOWN:]
-            raise NotJudged(f"pytest ended with {done.returncode}:\n{said}")
+        arguments = ["-q", "--tb=short", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported
+        arguments += ["-o", "junit_family=xunit1", f"--junit-xml={report}", *wanted]
+        code = self._pytest(arguments, seconds, log, self._folder / machine_code)
+        if code not in (0, 1) or not report.is_file():
+            late = " (the tests did not end in time)" if code == -signal.SIGALRM else ""
+            said = log.read_text(encoding="utf-8", errors="replace")[-_SHOWN:]
+            raise NotJudged(f"pytest ended with {code}{late}:\n{said}")
         ran, failed = set[str](), set[str]()
         for case in ET.parse(report).iter("testcase"):  # noqa: S314 - written by our own pytest
             test = f"{case.get('file')}::{(case.get('name') or '').partition('[')[0]}"
@@ -195,23 +254,21 @@ class Copy:
             raise NotJudged(f"these tests did not run: {', '.join(missing)}")
         return sorted(failed)
 
-    def _pytest(
-        self, report: Path, tests: list[str], seconds: float, machine_code: str
-    ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
-        command += ["-o", "junit_family=xunit1", f"--junit-xml={report}", "--hypothesis-seed=0"]
-        try:
-            return subprocess.run(
-                [*command, *tests],
-                cwd=self.root,
-                env=self._environment(machine_code),
-                timeout=seconds,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise NotJudged(f"the tests did not end in {seconds:g} s") from error
+    def _pytest(self, arguments: list[str], seconds: int, log: Path, machine_code: Path) -> int:
+        order = {
+            "arguments": arguments,
+            "seconds": seconds,
+            "log": str(log),
+            "machine_code": str(machine_code),
+        }
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(order) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        if not answer:
+            raise NotJudged("the process that runs tests has ended")
+        return int(answer)
 
     def run(self, mutant: Mutant) -> Outcome:
         """Put the fault in, run its tests, and take it out again."""
@@ -259,14 +316,6 @@ class Copy:
         shared = in_digest or not any(imported.search(text) for text in self._kernels)
         return "numba" if shared else f"numba-{mutant.name}"
 
-    def _environment(self, machine_code: str) -> dict[str, str]:
-        return {
-            **{key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")},
-            "PYTHONPATH": str(self.root),
-            "PYTHONDONTWRITEBYTECODE": "",
-            "NUMBA_CACHE_DIR": str(self._folder / machine_code),
-        }
-
 
 def judge(copy: Copy, part: list[Mutant], console: Console) -> list[Outcome]:
     """Outcomes of some mutants, one after another.
@@ -274,24 +323,26 @@ def judge(copy: Copy, part: list[Mutant], console: Console) -> list[Outcome]:
     Raises:
         NotJudged: a test fails without any mutant, or does not run.
     """
-    copy.check_is_imported(part[0].file.split("/")[0].removesuffix(".py"))
-    broken = copy.failed([test for one in part for test in one.tests], _ALL_SECONDS)
-    if broken:
-        raise NotJudged(f"these tests fail without a mutant: {', '.join(broken)}")
     outcomes = []
-    for mutant in part:
-        outcomes.append(copy.run(mutant))
-        said = "killed" if outcomes[-1].killed else f"NOT KILLED: {outcomes[-1].problem}"
-        console.print(f"{mutant.name}: {said}", markup=False, highlight=False, soft_wrap=True)
+    with copy:
+        broken = copy.failed([test for one in part for test in one.tests], _ALL_SECONDS)
+        if broken:
+            raise NotJudged(f"these tests fail without a mutant: {', '.join(broken)}")
+        for mutant in part:
+            outcomes.append(copy.run(mutant))
+            said = "killed" if outcomes[-1].killed else f"NOT KILLED: {outcomes[-1].problem}"
+            console.print(f"{mutant.name}: {said}", markup=False, highlight=False, soft_wrap=True)
     return outcomes
 
 
-def judge_all(tree: Path, chosen: list[Mutant], console: Console) -> list[Outcome]:
+def judge_all(
+    tree: Path, chosen: list[Mutant], libraries: Sequence[str], console: Console
+) -> list[Outcome]:
     """Outcomes of all chosen mutants, in their order. Raises NotJudged."""
     ordered = sorted(chosen, key=lambda one: one.tests)  # equal numbers of each file's tests
     parts = [part for i in range(_COPIES) if (part := ordered[i::_COPIES])]
     with tempfile.TemporaryDirectory(prefix="asyncrl-mutants-") as folder:
-        copies = [Copy(tree, Path(folder) / str(i)) for i in range(len(parts))]
+        copies = [Copy(tree, Path(folder) / str(i), libraries) for i in range(len(parts))]
         with ThreadPoolExecutor(_COPIES) as pool:
             found = pool.map(judge, copies, parts, [console] * len(parts))
             by_name = {one.mutant.name: one for part in found for one in part}
@@ -331,10 +382,10 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = of_an_older_tree(chosen)
     if args.smoke or args.quick:
         chosen = some(chosen, _SMOKE if args.smoke else _QUICK)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     tree = args.tree or Path(__file__).parents[1]
     try:
-        outcomes = judge_all(tree.resolve(), chosen, console)
+        outcomes = judge_all(tree.resolve(), chosen, libraries_of(args.list), console)
     except NotJudged as error:
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 1
