@@ -341,7 +341,9 @@ def judge_all(
     """Outcomes of all chosen mutants, in their order. Raises NotJudged."""
     ordered = sorted(chosen, key=lambda one: one.tests)  # equal numbers of each file's tests
     parts = [part for i in range(_COPIES) if (part := ordered[i::_COPIES])]
-    with tempfile.TemporaryDirectory(prefix="asyncrl-mutants-") as folder:
+    # The sandbox of older commits covers /tmp, and what lies there.
+    place = os.environ.get("TMPDIR", "/var/tmp")  # noqa: S108
+    with tempfile.TemporaryDirectory(prefix="asyncrl-mutants-", dir=place) as folder:
         copies = [Copy(tree, Path(folder) / str(i), libraries) for i in range(len(parts))]
         with ThreadPoolExecutor(_COPIES) as pool:
             found = pool.map(judge, copies, parts, [console] * len(parts))
