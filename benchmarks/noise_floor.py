@@ -34,7 +34,7 @@ from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.factory import create_engine
 from engine.protocol import Engine, GenerateRequest, SamplingParams
-from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
+from rollout.trajectory import SampleId, TrajectoryBuilder, VerifiableTrajectory
 from wire.noise_floor import NoiseFloor
 
 VOCABULARY = 5000
@@ -92,7 +92,7 @@ async def measure(case: Case, path: Path) -> Found:
     return Found(probe.measured, outside, 1.0 - model.expected([case.length], 0.0))
 
 
-async def _response(engine: Engine, sampling: SamplingParams, index: int) -> Trajectory:
+async def _response(engine: Engine, sampling: SamplingParams, index: int) -> VerifiableTrajectory:
     prompt = np.array([1 + index % 8, 2, 3], np.int32)
     builder = TrajectoryBuilder(SampleId(index, 0), f"prompt {index % 8}", prompt)
     own = replace(sampling, seed=index)

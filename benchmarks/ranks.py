@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import write_json
-from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from rollout.trajectory import Provenance, SampleId, TrajectoryBuilder, VerifiableTrajectory
 
 VOCABULARY, GROUP_SIZE, MODES = 8192, 4, ("optimizer", "full")
 LENGTH = 256
@@ -192,7 +192,7 @@ def _rank(plan: dict[str, Any]) -> None:
     world.close()
 
 
-def _group(number: int, version: int) -> list[Trajectory]:
+def _group(number: int, version: int) -> list[VerifiableTrajectory]:
     rng = np.random.default_rng(number)
     prompt = rng.integers(0, VOCABULARY, LENGTH // 4).astype(np.int32)
     out = []

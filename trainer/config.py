@@ -27,8 +27,6 @@ class TrainerConfig(BaseModel):
     `clip_ratio_*` decide what the importance ratio does. docs/algorithms.md has the equations, and
     the defaults of `loss_normalization`, `advantage_normalization`, `proximal_policy`, `correction`
     and `clip_ratio_*` that an algorithm has of its own.
-
-    Long because each setting comes with its meaning.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

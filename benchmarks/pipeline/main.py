@@ -44,6 +44,7 @@ from benchmarks.pipeline.tables import tables
 from benchmarks.report import write_json
 from benchmarks.widen import widen
 from trainer.checkpoint_files import path_of
+from wire.evaluations import accuracy_of
 
 PRINTED_WIDTH = 132
 """Characters per line if the output goes to a file."""
@@ -57,7 +58,7 @@ def measure(
     parameters = widen(str(model), wide, effort.intermediate_size)
     findings = Findings(effort, measure_costs(wide), parameters)
     findings.slowdown = measure_slowdown()
-    findings.accuracy_before = accuracy_of(wide, effort)
+    findings.accuracy_before = held_out_accuracy(wide, effort)
     # Seed by seed, so that a machine that slows down over time affects all modes alike.
     for seed in effort.seeds:
         for mode in chosen:
@@ -94,11 +95,15 @@ def run_and_evaluate(
     from asyncrl.run.exporting import model_of  # late: torch
 
     model = model_of(path_of(run / "checkpoints", effort.steps), print)
-    return replace(numbers, accuracy=accuracy_of(model, effort))
+    return replace(numbers, accuracy=held_out_accuracy(model, effort))
 
 
-def accuracy_of(model: Path, effort: Effort) -> float:
-    """Held-out accuracy as `asyncrl eval` measures it: many rows, all cores, a fixed seed."""
+def held_out_accuracy(model: Path, effort: Effort) -> float:
+    """Held-out accuracy as `asyncrl eval` measures it: many rows, all cores, a fixed seed.
+
+    Raises:
+        RunError: too many samples are unscored.
+    """
     from asyncrl.config import load_config
     from asyncrl.evaluation.command import evaluate_model
 
@@ -111,7 +116,10 @@ def accuracy_of(model: Path, effort: Effort) -> float:
             f"task.evaluation_size={effort.evaluated}",
         ),
     )
-    return evaluate_model(config, str(model), Console(quiet=True)).value
+    accuracy = accuracy_of(evaluate_model(config, str(model), Console(quiet=True)))
+    if accuracy is None:
+        raise RunError(f"the evaluation of {model} is incomplete: too many samples are unscored")
+    return accuracy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -219,7 +219,7 @@ def test_failed_and_unsupported_modes_are_reported_and_the_others_run(
     monkeypatch.setattr(pipeline, "widen", lambda *_: 1000)
     monkeypatch.setattr(pipeline, "measure_costs", lambda _: COSTS)
     monkeypatch.setattr(pipeline, "measure_slowdown", lambda: 1.5)
-    monkeypatch.setattr(pipeline, "accuracy_of", lambda *_: 0.5)
+    monkeypatch.setattr(pipeline, "held_out_accuracy", lambda *_: 0.5)
     impossible = Mode("mixed", ("scheduler.on_update=both",))
     chosen = (impossible, *modes())
     console = pipeline.Console(width=300)
@@ -301,6 +301,17 @@ def test_the_model_is_made_once(cache_dir: Path) -> None:
     # Teaching has changed its weights.
     start = ensure_builtin_model(cache_dir, None, RECIPE.warm_start)
     assert (start / "model.safetensors").read_bytes() != (made / "model.safetensors").read_bytes()
+
+
+def test_the_accuracy_is_that_of_an_evaluation(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    effort = replace(EFFORT, evaluated=8)
+    model = ensure_model(RECIPE, cache_dir)
+    assert 0 <= pipeline.held_out_accuracy(model, effort) <= 1
+    monkeypatch.setattr(pipeline, "accuracy_of", lambda _: None)
+    with pytest.raises(RunError, match="is incomplete"):
+        pipeline.held_out_accuracy(model, effort)
 
 
 def test_costs_are_of_the_same_tokens_decoded_and_scored(

@@ -18,6 +18,7 @@ import pytest
 from asyncrl_runs import UNHURRIED, CommandLine, Terminal, call, until, worst_mismatch
 from hostile_frames import attack_without_a_key
 from served_sglang import sglang_python
+from tiny_warm_start import place_untrained
 from trace_collector import Collector, collecting
 from whole_checkpoints import truncate
 
@@ -25,6 +26,7 @@ from asyncrl.config import load_config
 from asyncrl.launch.identity import status_of
 from asyncrl.run.control import ask
 from asyncrl.run.directory import RunDirectory, read_state
+from asyncrl.tasks.warm_start_recipe import AGENT_RECIPE
 from benchmarks.watching_prometheus import Prometheus, watching
 from monitoring.dashboards.panels import ROWS
 from monitoring.discovery import targets_file
@@ -312,6 +314,25 @@ def suspend_and_continue(pid: int) -> None:
         what="a process to be suspended",
     )
     os.kill(pid, signal.SIGCONT)
+
+
+def test_a_program_with_the_openai_client_trains_as_the_page_starts_it(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example is short, and else as it is. Its model is untrained: all its rewards may be 0."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place_untrained(tmp_path, AGENT_RECIPE)
+    command_line.name = "agent-openai"
+    short = ["run.steps=2", "evaluation.prompts=16", f"run.directory={command_line.runs}"]
+    pairs = [f"--set={one}" for one in (*short, "trainer.skip_zero_variance_groups=false")]
+    command = [sys.executable, "-m", "asyncrl", "run", "examples/agent_openai.yaml", *pairs]
+    done = call(command, timeout=900)
+    assert done.returncode == 0, done.stdout
+    assert "Traceback" not in done.stdout
+    steps = command_line.metrics()
+    assert [step.step for step in steps] == [0, 1]
+    assert all(step.batch.tokens > 0 for step in steps)
+    assert worst_mismatch(steps[:1]) < 1e-3, "the program's turns are not those that are trained"
 
 
 @pytest.mark.vllm
