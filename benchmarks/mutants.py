@@ -407,7 +407,8 @@ def main(arguments: list[str] | None = None) -> int:
                 for one in outcomes
             ],
         }  # fmt: skip
-        write_json(args.json, "mutants", raw, {"killed": killed / max(1, len(outcomes))})
+        ratios = {"killed": killed / max(1, len(outcomes))}
+        write_json(args.json, "mutants", raw, ratios, smoke=args.smoke)
     return 0 if killed == len(outcomes) else 1
 
 
