@@ -2,7 +2,8 @@
 
 The statements of `test_whole_loop` (false alarms: 1e-6 each, some 40 here) with few samples; the
 wrong rule that must be detected shows what they can see. The time of updates depends on the clock,
-so no two runs are the same. Drafts and verification are on.
+so no two runs are the same. Drafts and verification are on. The engines are not those of other
+tests: the policies, whose responses can be enumerated whole, have a vocabulary of 4 tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from served_sglang import REAL_SGLANG
+from served_sglang import REAL_SGLANG, forked
 from served_vllm import REAL_VLLM
 
 from benchmarks.exactness_loop import engines, statements
@@ -69,7 +70,8 @@ def running(
         make_policies()[0].save_pretrained(path)
         engine = engines.ENGINES[request.param](str(path), MODES[FAR])
         try:
-            runner.run(engine.start())
+            with forked():
+                runner.run(engine.start())
             yield Running(request.param, engine, runner, path)
         finally:
             runner.run(engine.close())
