@@ -43,6 +43,7 @@ NOT_YET = (
 )
 """They have a smoke that has not passed on a quiet machine yet (branch smoke-runs)."""
 ELSEWHERE = {
+    "mutants": "tests/benchmarks/test_mutants.py runs it on a tree of its own",
     "engines": "engine starts: tests/engine/remote runs both real engines",
     "judge_servers": "a start of vLLM's server",
     "vllm_host": "two starts of vLLM",
