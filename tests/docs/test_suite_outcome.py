@@ -17,10 +17,14 @@ import second_try
 SUPPORT = Path(second_try.__file__).parent
 TESTS = """
 import pytest
-from suite_outcome import not_run
+from suite_outcome import not_judged, not_run
 
 def test_passes(request):
     not_run(request.node, "no browser")
+    not_judged(request.node, "7 rejected, 100 wanted")
+
+def test_says_more(request):
+    not_judged(request.node, "8 rejected, 100 wanted")
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_is_skipped(n):
@@ -63,6 +67,10 @@ def test_what_was_not_run_is_counted_by_reason_and_failures_are_written(
     assert re.findall(r"^NOT RUN .*", text, re.MULTILINE) == [
         "NOT RUN 2: no GPU",
         "NOT RUN 1: no browser",
+    ]
+    assert re.findall(r"^NOT JUDGED .*", text, re.MULTILINE) == [
+        "NOT JUDGED 1: test_some.py::test_passes: 7 rejected, 100 wanted",
+        "NOT JUDGED 2: test_some.py::test_says_more: 8 rejected, 100 wanted",
     ]
     assert json.loads((tmp_path / "o.json").read_text()) == {
         "exit_status": 1,

@@ -1,7 +1,7 @@
 """Engines whose model runs in another process, on real vLLM and real SGLang.
 
 Sampling is compared by chi-square with the distribution of the model, enumerated over all
-responses. Each comparison fails a right engine with probability ALARM = 1e-5; there are two.
+responses (`false_alarms`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from false_alarms import Claims, is_caught
 from new_weights import give_weights
 from served_engine import (
     PROMPT,
@@ -40,7 +41,7 @@ from engine.protocol import SamplingParams, ScoreRequest, TokenChunk
 from rollout.trajectory import Provenance
 from wire.weights.writer import WeightPublisher
 
-ALARM = 1e-5
+CLAIMS = Claims(__file__)
 RESPONSES = 2500
 """Of each way of sampling. In 20 simulations each, the mutants below had p < 1e-24."""
 TOKENS = 240
@@ -66,10 +67,10 @@ def test_drafting_leaves_the_sampled_distribution_as_it_is(served: Served) -> No
         got = np.array([tokens_of(chunks) for chunks in responses[i::2]])
         p = chi_square(got, enumerated(served.new, 4, **how))
         print(f"{how}: p = {p:.3g}; drafted {drafted}, accepted {accepted}")
-        assert p > ALARM, how
+        assert CLAIMS.fit(p), how
         for wrong in ({"top_k": 0}, {"min_p": 0.0}, {"top_p": 0.8}) if "top_k" in how else ():
             mutant = enumerated(served.new, 4, **(how | wrong))
-            assert chi_square(got, mutant) < ALARM / 1000, wrong
+            assert is_caught(chi_square(got, mutant)), wrong
     marked = sum(int((c.provenance == Provenance.DRAFTED).sum()) for r in responses for c in r)
     # Drafts accepted beyond the limit are cut off.
     assert 0.5 * accepted < marked <= accepted
@@ -81,7 +82,7 @@ def test_the_statistic_sees_another_temperature() -> None:
     wrong = enumerated(model, 4, temperature=0.9)
     cells = np.random.default_rng(0).choice(len(wrong), size=RESPONSES, p=wrong / wrong.sum())
     responses = np.stack(np.unravel_index(cells, (VOCAB,) * 4), axis=1)
-    assert chi_square(responses, enumerated(model, 4, temperature=0.7)) < ALARM / 1000
+    assert is_caught(chi_square(responses, enumerated(model, 4, temperature=0.7)))
 
 
 @pytest.mark.parametrize("how", [*WAYS, {"top_p": 0.3}])

@@ -1,7 +1,7 @@
 """What verification leaves can be verified again, on real engines, and is what torch leaves.
 
-Sampling is compared by chi-square with the policy, enumerated over all responses. Each comparison
-fails a right engine with probability ALARM = 1e-5; there are two.
+Sampling is compared by chi-square with the policy, enumerated over all responses
+(`false_alarms`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from false_alarms import Claims
 from new_weights import swap_weights
 from served_engine import (
     MAX_LEN,
@@ -39,7 +40,7 @@ from torch_cores import core_of, load, run
 from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
 from rollout.trajectory import KeptTokens, Provenance
 
-ALARM = 1e-5
+CLAIMS = Claims(__file__)
 TORCH_TOO = {"temperature": 1.2, "top_p": 0.95}
 
 
@@ -108,7 +109,7 @@ def test_what_was_verified_follows_the_next_policy_too(
     p = chi_square(np.array([tokens_of(chunks) for chunks in done]), enumerated(third, 4, **how))
     verified = sum(int((provenance_of(c) == Provenance.VERIFIED).sum()) for c in done)
     print(f"{how}: p = {p:.3g}, verified {verified} of {sum(map(len, kept))}")
-    assert p > ALARM
+    assert CLAIMS.fit(p)
     assert verified > 0.2 * sum(map(len, kept))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from false_alarms import Claims
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 from served_sglang import (
@@ -36,8 +37,7 @@ from rollout.trajectory import IntArray
 pytestmark = [*REAL_SGLANG, pytest.mark.slow]
 
 OVERLAPPING_AND_STEADY = {"ASYNCRL_TEST_OVERLAP": "1", "ASYNCRL_TEST_STEADY_CLOCK": "1"}
-NEVER = 1e-6
-"""Chance that a correct engine fails the statistical test."""
+CLAIMS = Claims(__file__)
 SECONDS = 400.0
 PROMPT = np.array([1, 2], np.int32)
 WAYS: list[dict[str, Any]] = [
@@ -164,7 +164,6 @@ def enumerated(model: Any, length: int) -> NDArray[np.float64]:
 
 
 def test_drafted_responses_follow_the_enumerated_distribution(world: World) -> None:
-    """It fails a correct engine with probability NEVER; the seeds are fixed."""
     before, n = world.accepted, 3000
     found = world.generate(
         [ask(f"e{i}", "pairs", (1 << 32) + i, PROMPT, max_tokens=3) for i in range(n)]
@@ -176,4 +175,4 @@ def test_drafted_responses_follow_the_enumerated_distribution(world: World) -> N
     rare = expected * n < 6
     counts = np.append(counts[~rare], counts[rare].sum())
     want = np.append(expected[~rare], expected[rare].sum())
-    assert chisquare(counts, want * n).pvalue > NEVER
+    assert CLAIMS.fit(chisquare(counts, want * n).pvalue)
