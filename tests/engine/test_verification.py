@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from scipy.stats import chi2
 
 from engine.drawing import Streams, draw, noise_seeds, top_k
+from engine.sampling import Purpose, forked, uniforms
 from engine.verification import KeptBatch, KeptColumns, Reading, judge, name_tokens, read
-from rollout.acceptance import symbols_of
+from rollout.acceptance import symbols_of, verify_kept
 from rollout.trajectory import FloatArray, IntArray, KeptTokens, SeedArray
 
 CLAIMS = Claims(__file__)
@@ -253,6 +254,36 @@ def test_a_verdict_says_what_its_token_is() -> None:
     assert (verdict.token[drawn] != texts.tokens[drawn, place])[renamed].all()
     free = verdict.token < 0
     assert (verdict.accepted[free] == L).all()
+
+
+def test_a_verdict_is_drawn_with_the_numbers_of_its_purposes_and_positions() -> None:
+    """Those that reject a token say nothing of what stands in its place."""
+    new, texts, n = policy(2), drawn_by(policy(1), 4000), 4000
+    seeds, first = (np.arange(n) + (1 << 40)).astype(np.uint64), np.arange(n) % 3
+    batch = KeptBatch.of(texts.kept(), seeds, first, K)
+    places = np.arange(L) + first[:, None]
+    np.testing.assert_array_equal(batch.columns.positions, places.reshape(-1))
+    reading = read(new, texts.rows().reshape(-1), batch.columns)
+    numbers = [
+        uniforms(np.repeat(forked(seeds, purpose, 1), L), places.reshape(-1))
+        for purpose in (Purpose.ACCEPT, Purpose.RESIDUAL)
+    ]
+    want = verify_kept(
+        symbols_of(texts.tokens.reshape(-1), texts.ids.reshape(-1, K)),
+        texts.values.reshape(-1, K),
+        reading.listed,
+        offsets=np.arange(n + 1) * L,
+        uniforms=np.stack(numbers, axis=1),
+        renamed=reading.names != texts.tokens.reshape(-1),
+    )
+    verdict = judge(batch, reading, 1)
+    np.testing.assert_array_equal(verdict.accepted, want.accepted)
+    np.testing.assert_array_equal(verdict.renamed, want.renamed)
+    np.testing.assert_array_equal(verdict.unnamed, (want.symbol == K) & ~want.renamed)
+    listed = np.flatnonzero((want.symbol >= 0) & (want.symbol < K))
+    assert min(len(listed), verdict.unnamed.sum()) > 10
+    tokens = texts.ids[listed, want.accepted[listed], want.symbol[listed]]
+    np.testing.assert_array_equal(verdict.token[listed], tokens)
 
 
 def test_what_is_not_finite_is_named() -> None:

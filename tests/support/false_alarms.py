@@ -34,7 +34,7 @@ P_VALUES = {
     "asyncrl/processes/test_whole_loop_remote.py": 114,
     "asyncrl/run/test_two_runs.py": 2,
     "asyncrl/simulation/test_simulation.py": 14,
-    "benchmarks/test_benchmarks_exactness.py": 100,
+    "benchmarks/test_benchmarks_exactness.py": 110,
     "engine/remote/test_remote_engine.py": 4,
     "engine/remote/test_remote_kept.py": 4,
     "engine/remote/test_remote_kept_again.py": 4,
@@ -52,7 +52,7 @@ P_VALUES = {
     "engine/torch/test_torch_turns_exactness.py": 6,
     "rollout/test_acceptance.py": 1,
     "rollout/test_acceptance_kept_samples.py": 20,
-    "rollout/test_acceptance_tree.py": 2,
+    "rollout/test_acceptance_tree.py": 3,
     "scheduler/test_dynamic_selection.py": 4,
     "trainer/test_lora.py": 1,
 }

@@ -1,4 +1,4 @@
-"""Built-in models that cost no training: in miniature, or untrained; wrong about everything."""
+"""A built-in model that costs no training, and is wrong about everything."""
 
 from __future__ import annotations
 
@@ -8,17 +8,6 @@ from asyncrl.tasks import model
 from asyncrl.tasks.builtin_tokenizer import make_tokenizer, vocabulary_of
 from asyncrl.tasks.warm_start import new_model
 from asyncrl.tasks.warm_start_recipe import WarmStart
-
-TINY = WarmStart(
-    hidden_size=32,
-    intermediate_size=32,
-    heads=1,
-    head_dim=32,
-    steps=4,
-    batch_size=4,
-    dev_problems=8,
-    expected=(0.0, 1.0),
-)
 
 
 def place_untrained(cache_home: Path, recipe: WarmStart) -> None:

@@ -3,7 +3,8 @@
 The statements of `test_whole_loop` with few samples; the wrong rule that must be detected shows
 what they can see. The time of updates depends on the clock, so no two runs are the same. Drafts and
 verification are on. See `loop_claims` for how samples are judged and `false_alarms` for the p-value
-that fails.
+that fails. The engines are not those of other tests: the policies, whose responses can be
+enumerated whole, have a vocabulary of 4 tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 import torch
 from false_alarms import Claims, assert_caught, draw_until, lacking
 from loop_claims import assert_exact, far_apart, found, policies_of
-from served_sglang import REAL_SGLANG
+from served_sglang import REAL_SGLANG, forked
 from served_vllm import REAL_VLLM
 
 from benchmarks.exactness_loop import engines
@@ -76,7 +77,8 @@ def running(
         policies_of(1.0)[0].save_pretrained(path)
         engine = engines.ENGINES[request.param](str(path), far_apart(FAR))
         try:
-            runner.run(engine.start())
+            with forked():
+                runner.run(engine.start())
             yield Running(request.param, engine, runner, path)
         finally:
             runner.run(engine.close())

@@ -38,11 +38,6 @@ from rollout.trajectory import Provenance
 CLAIMS = Claims(__file__)
 
 
-@pytest.fixture
-def served(served_in_small_kv: Served) -> Served:
-    return served_in_small_kv
-
-
 @pytest.mark.parametrize("how", WAYS)
 def test_verified_responses_follow_the_new_policy(served: Served, how: dict[str, float]) -> None:
     """Lists of 2 of a vocabulary of 8: 30% of what is drawn lies outside; drafts are on."""

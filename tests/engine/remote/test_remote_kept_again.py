@@ -19,6 +19,7 @@ from new_weights import swap_weights
 from served_engine import (
     MAX_LEN,
     PROMPT,
+    SLOTS,
     TOP_K,
     WAYS,
     Served,
@@ -41,11 +42,6 @@ from rollout.trajectory import KeptTokens, Provenance
 
 CLAIMS = Claims(__file__)
 TORCH_TOO = {"temperature": 1.2, "top_p": 0.95}
-
-
-@pytest.fixture
-def served(served_in_small_kv: Served) -> Served:
-    return served_in_small_kv
 
 
 def near(model: Any, share: float) -> Any:
@@ -150,7 +146,7 @@ def short_texts(served: Served) -> tuple[list[GenerateRequest], Any]:
 def long_texts(served: Served) -> tuple[list[GenerateRequest], Any]:
     """350 kept tokens each, in three or four parts, more than there is KV space for."""
     served.install(served.old)
-    drawing = [ask(f"o{i}", max_tokens=350, seed=i, **TORCH_TOO) for i in range(16)]
+    drawing = [ask(f"o{i}", max_tokens=350, seed=i, **TORCH_TOO) for i in range(SLOTS)]
     kept = [kept_of(chunks) for chunks in served.call(collect_all(served.engine, drawing))]
     policy = near(served.old, 0.01)
     served.install(policy)
@@ -169,7 +165,7 @@ def test_torch_gives_the_same_verdict(
     requests, policy = texts(served)
     responses = served.call(collect_all(served.engine, requests))
     served.old.save_pretrained(tmp_path)
-    core = core_of(load(str(tmp_path), slots=16, max_len=MAX_LEN), top_k=TOP_K)
+    core = core_of(load(str(tmp_path), slots=SLOTS, max_len=MAX_LEN), top_k=TOP_K)
     swap_weights(core, policy.state_dict().items(), served.engine.stats().policy_version)
     of_torch = run(core, requests)
     different, orders, stay, drawn_outside = 0, 0, [], 0

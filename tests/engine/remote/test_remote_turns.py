@@ -20,11 +20,6 @@ CLAIMS = Claims(__file__)
 SAMPLES = 500
 
 
-@pytest.fixture
-def served(served_in_small_kv: Served) -> Served:
-    return served_in_small_kv
-
-
 def chances(model: torch.nn.Module, how: dict[str, float]) -> Chances:
     def of(texts: np.ndarray) -> np.ndarray:
         prompts = np.broadcast_to(PROMPT, (len(texts), len(PROMPT)))
