@@ -348,7 +348,7 @@ def test_the_time_between_the_end_and_the_resumption_of_a_run_is_not_idle(tmp_pa
     after = words(write_report(run).read_text())
     # What a process did at the cut overlaps the night by a piece of its time line.
     assert idle_tile(after) == pytest.approx(idle_tile(before), abs=4)
-    assert "without 10 h" in after
+    assert "without 9 h 59 min in which no process existed" in after
     assert "without" not in before.split("by what each process waited for")[0][-60:]
 
 
