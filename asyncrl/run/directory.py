@@ -169,8 +169,14 @@ class RunDirectory:
         refuse_unfit(config, resume=resume, clean=clean)
         point = ResumePoint()
         previous = (path / "config.yaml").read_text(encoding="utf-8") if resume else None
+        was_there = path.exists()
         path.mkdir(parents=True, exist_ok=True)
-        lock = folder_lock.take(path)
+        try:
+            lock = folder_lock.take(path)
+        except folder_lock.UnlockableError:
+            if not was_there:
+                path.rmdir()
+            raise
         if lock is None:  # another process was faster
             _refuse_active(path)
         try:

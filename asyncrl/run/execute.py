@@ -34,6 +34,7 @@ from asyncrl.run.control import control_key_file, serve_control, user_hub
 from asyncrl.run.controller import Controller
 from asyncrl.run.directory import Ending, RunDirectory
 from asyncrl.run.fleet import Fleet
+from asyncrl.run.folder_lock import UnlockableError
 from asyncrl.run.group_traces import open_group_traces
 from asyncrl.run.inbox import Message
 from asyncrl.run.interrupts import Interrupts
@@ -102,6 +103,8 @@ def execute(
                 resume_from=resume_from,
                 say=partial(console.print, highlight=False, soft_wrap=True),
             )
+        except UnlockableError as error:
+            raise UserError(f"run.directory: {error}") from error
         except OSError as error:
             raise UserError(
                 f"run.directory: the run's folder {shortened(str(config.directory))} cannot be "
