@@ -12,7 +12,7 @@ from engine.torch.decode_thread import DecodeThread
 
 
 def breaks() -> list[TokenChunk]:
-    return [] if 1 / 0 else []
+    raise ZeroDivisionError("division by zero")
 
 
 def test_the_trace_of_a_step_that_raised_is_logged(caplog: pytest.LogCaptureFixture) -> None:
