@@ -42,7 +42,7 @@ def load_tokenizer(model_path: str) -> Any:
             return known.from_pretrained(model_path)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(model_path)
+        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"no tokenizer could be loaded from {model_path!r}: {_first_line(error)}. A model "
@@ -133,7 +133,9 @@ def _configured_stop_tokens(model_path: str) -> list[int]:
     else:
         from transformers import AutoConfig, GenerationConfig
 
-        described = AutoConfig.from_pretrained(model_path).get_text_config()
+        described = AutoConfig.from_pretrained(
+            model_path, trust_remote_code=False
+        ).get_text_config()
         sources = {f"config.json of {model_path}": {"eos_token_id": described.eos_token_id}}
         with contextlib.suppress(OSError):  # a model without generation_config.json
             generation = GenerationConfig.from_pretrained(model_path)

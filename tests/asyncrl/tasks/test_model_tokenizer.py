@@ -59,7 +59,7 @@ def test_code_of_the_models_own_is_left_to_autotokenizer(
     settings = json.loads((path / file).read_text())
     settings["auto_map"] = {"AutoTokenizer": ["mine.Tokenizer", None]}
     (path / file).write_text(json.dumps(settings))
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda _: "theirs")
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda _, **_named: "theirs")
     assert load_tokenizer(str(path)) == "theirs"
 
 
