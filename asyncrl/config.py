@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from asyncrl.changes import refuse_unknown, values_at
@@ -27,7 +26,7 @@ from asyncrl.rewards.config import RewardConfig
 from asyncrl.run_section import RunSection
 from asyncrl.suggestions import nearest, shortened
 from asyncrl.tasks.config import ModelConfig, TaskConfig
-from asyncrl.yaml_text import parse_yaml, read_yaml
+from asyncrl.yaml_text import dump_yaml, parse_yaml, read_yaml
 from cache.config import CacheConfig
 from engine.config import EngineConfig, SamplingConfig
 from monitoring.config import MAX_PORT, MonitoringConfig
@@ -322,7 +321,7 @@ def parse_config(
 
 def dump_config(config: RunConfig) -> str:
     """The whole configuration as YAML, defaults included; `load_config` reads it back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return dump_yaml(config.model_dump(mode="json"))
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -3,6 +3,9 @@
 PyYAML's safe loader runs no code, but it keeps the last of two equal keys, expands aliases without
 a limit (a file of 300 bytes can stand for gigabytes), recurses as deep as the text nests, and reads
 `010` as 8. Here each of these is refused with its line.
+
+Numbers are those of YAML 1.2, and `100_000`: `1e-3` is one, and `12:30:45` and `2026-11-28` are
+texts, where PyYAML reads a text, 45045 and a date. `dump_yaml` writes what is read back unchanged.
 """
 
 from __future__ import annotations
@@ -73,8 +76,45 @@ def parse_yaml(text: str, *, source: str) -> Any:
         raise ConfigError(f"{source} is not valid YAML: {shortened(str(error))}") from error
 
 
+def dump_yaml(value: Any) -> str:
+    """YAML that `parse_yaml` reads back as the same value; keys keep their order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
+
+
+_INTEGER = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+_OWN_RULES = ("int", "float", "timestamp")
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """Which plain texts stand for which values, by their first character."""
+    own = {f"tag:yaml.org,2002:{name}" for name in _OWN_RULES}
+    rules = {
+        first: [rule for rule in known if rule[0] not in own]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for first in "-+.0123456789":
+        rules[first] = [
+            *rules.get(first, []),
+            ("tag:yaml.org,2002:int", re.compile(rf"(?:{_INTEGER.pattern})$")),
+            ("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOAT.pattern})$")),
+        ]
+    return rules
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which quotes what this module's loader would read as a number."""
+
+    yaml_implicit_resolvers = _resolvers()
+
+
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the limits of this module."""
+    """PyYAML's safe loader with the limits and the numbers of this module."""
+
+    yaml_implicit_resolvers = _resolvers()
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

@@ -206,7 +206,7 @@ def collect(
     for item in range(sure, count):
         weights[item] *= SHORTER ** (longest - candidates.lengths[item])
         shared += weights[item]
-    if sure:
+    if sure and shared > 0.0:
         for item in range(sure, count):
             weights[item] *= blend / shared
         return count, top

@@ -36,7 +36,9 @@ def weights_of_model(model_path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=dtype, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise WeightsReadError(f"the model {model_path}: {error}") from error
     found: dict[str, Tensor] = {}

@@ -52,7 +52,7 @@ def create_engine(
 def _vocabulary(model_path: str, otherwise: int) -> int:
     """Vocabulary size of a model, or `otherwise` if it cannot be read; `start` then says why."""
     try:
-        config = AutoConfig.from_pretrained(model_path)
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
         return int(config.get_text_config().vocab_size)
     except (OSError, ValueError, KeyError, AttributeError):
         return otherwise

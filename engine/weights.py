@@ -56,7 +56,7 @@ class ModelShapes:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         try:
-            config = AutoConfig.from_pretrained(model_path)
+            config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
         except (OSError, ValueError, KeyError) as error:

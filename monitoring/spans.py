@@ -25,6 +25,8 @@ from monitoring.jsonl import read_jsonl
 
 UNACCOUNTED = "unaccounted"
 """Cause of the idle time that no span covers."""
+ABSENT_SECONDS = 1.0
+"""A longer time without a span of any process is one without processes."""
 
 
 class SpanKind(StrEnum):
@@ -132,27 +134,60 @@ def flatten(spans: Iterable[Span]) -> list[Span]:
     return pieces
 
 
-def idle_by_cause(spans: Iterable[Span], start: float, end: float) -> dict[str, float]:
+def absent_seconds(lanes: Iterable[Iterable[Span]], start: float, end: float) -> float:
+    """Seconds of `[start, end)` in which no process of a run existed.
+
+    These are the times longer than `ABSENT_SECONDS` that no span of any process covers, such as
+    those between the end of a run and its resumption. A process that lives records what it waits
+    for. 0 if no span lies in that time at all, since nothing is known then.
+
+    Example:
+        >>> stopped = [Span("training", 0, 10), Span("training", 70, 100)]
+        >>> absent_seconds([stopped, [Span("decoding", 5, 15)]], 0, 100)
+        55.0
+    """
+    absent, covered = 0.0, start
+    spans = sorted((span.start, span.end) for lane in lanes for span in lane)
+    for begin, finish in [*spans, (end, end)]:
+        gap = min(begin, end) - covered
+        absent += gap if gap > ABSENT_SECONDS else 0.0
+        covered = max(covered, finish)
+    return absent if absent < end - start else 0.0
+
+
+def idle_by_cause(
+    spans: Iterable[Span], start: float, end: float, *, absent: float = 0.0
+) -> dict[str, float]:
     """Share of `[start, end)` in which a process waited, by cause, largest first.
 
     Time that no span covers counts as idle, with cause `UNACCOUNTED`.
 
+    Args:
+        spans: of the process.
+        start: Unix time in seconds.
+        end: as `start`.
+        absent: seconds of that time that do not count (`absent_seconds`).
+
     Raises:
-        ValueError: `end` is not after `start`.
+        ValueError: nothing is left of the time.
     """
-    if not end > start:
-        raise ValueError(f"idle shares need an end after the start; got {start} to {end}")
+    whole = end - start - absent
+    if not whole > 0:
+        raise ValueError(
+            f"idle shares need an end after the start; got {start} to {end}, {absent} s of which "
+            "do not count"
+        )
     covered = 0.0
     idle: dict[str, float] = {}
     for span in flatten(clip(spans, start, end)):
         covered += span.seconds
         if span.kind == SpanKind.WAITING:
             idle[span.cause] = idle.get(span.cause, 0.0) + span.seconds
-    missing = (end - start) - covered
+    missing = whole - covered
     if missing > 1e-9 * (end - start):
         idle[UNACCOUNTED] = idle.get(UNACCOUNTED, 0.0) + missing
     largest = sorted(idle.items(), key=lambda item: -item[1])
-    return {cause: seconds / (end - start) for cause, seconds in largest}
+    return {cause: seconds / whole for cause, seconds in largest}
 
 
 def idle_ratio(spans: Iterable[Span], start: float, end: float) -> float:

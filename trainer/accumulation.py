@@ -75,6 +75,7 @@ class Accumulation:
         models: the policy, its reference and its critic.
         lockstep: with which the ranks compute micro-batches together, or each its own.
         keeps: whether groups are trained on again.
+        centre: about the mean of the step's advantages, the same on all ranks.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Accumulation:
         lockstep: Lockstep,
         *,
         keeps: bool = False,
+        centre: float = 0.0,
     ) -> None:
         self._config = config
         self._objective = objective
@@ -94,7 +96,7 @@ class Accumulation:
         kind = ShardedParts if models.policy.is_sharded else GradientParts
         self._parts = kind(models.parameters())
         signals = objective.algorithm.signals
-        self.totals = StepTotals({**signals, **(SIGNALS if models.critic else {})})
+        self.totals = StepTotals({**signals, **(SIGNALS if models.critic else {})}, centre)
         self.groups: dict[int, Kept] = {}
         """Those that were added, by number."""
         self._losses: list[tuple[tuple[int, ...], Tensor]] = []
@@ -210,7 +212,7 @@ class Accumulation:
             self._config.loss_normalization,
             masks_truncated=self._config.mask_truncated_completions,
         )
-        batch = dataclasses.replace(batch, routes=scores.routes)
+        batch = dataclasses.replace(batch, routes=scores.routes, centre=self.totals.centre)
         if work.is_padding:
             batch = without_weight(batch)
         if fixed is None:

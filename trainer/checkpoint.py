@@ -336,7 +336,7 @@ def _copy_tokenizer(model_path: str, target: Path) -> None:
     """Copy the model's other files (tokenizer, chat template) that `target` lacks."""
     source = Path(model_path)
     if not source.is_dir():
-        AutoTokenizer.from_pretrained(model_path).save_pretrained(target)
+        AutoTokenizer.from_pretrained(model_path, trust_remote_code=False).save_pretrained(target)
         return
     for path in source.iterdir():
         if (

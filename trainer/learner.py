@@ -40,7 +40,7 @@ from trainer.optimizer import learning_rate
 from trainer.policy import Policy
 from trainer.ranks import ALONE, World
 from trainer.ranks.update import Update
-from trainer.saved_state import adapter_settings, check_base, check_reference, state_of
+from trainer.saved_state import CENTRE, adapter_settings, check_base, check_reference, state_of
 from trainer.scoring import load_models
 from trainer.sharding.lockstep import Lockstep
 from trainer.sharding.weights import Weights
@@ -204,6 +204,7 @@ class Learner:
             self._reset()
             raise NonFiniteError(f"step {self._version}: {error}") from error
         self._version += 1
+        self._state.values[CENTRE] = self._stepping.centre
         if self._models.reference is not None:
             self._models.reference.follow(self._policy, self._version)
         self._published = None
@@ -299,6 +300,7 @@ class Learner:
         self._version, self.initial_weights = loaded.policy_version, loaded.initial_weights
         self._published = None
         self._stepping.torn = False
+        self._stepping.centre = float(loaded.values.get(CENTRE, 0.0))
         self._reset()
 
     def _reset(self) -> None:

@@ -18,7 +18,9 @@ def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
             function.
     """
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=dtype, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModelError(f"cannot load the model {model_path}: {error}") from error
     if not getattr(model, "_supports_attention_backend", False):

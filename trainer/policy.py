@@ -242,6 +242,7 @@ class Policy:
                 f"{model_path} cannot be trained packed: {error}"
             ) from error
         if not _close(packed, want):
+            _refuse_weights_that_are_no_numbers(self.model, model_path)
             raise UnsupportedModelError(
                 f"{model_path}: {type(self.model).__name__} computes different logits for packed "
                 "sequences than for separate ones, so it cannot be trained here (known causes: "
@@ -290,6 +291,16 @@ class Policy:
                 f"{model_path} refuses the attention interface: {error}"
             ) from error
         return torch.cat(rows)
+
+
+def _refuse_weights_that_are_no_numbers(model: nn.Module, model_path: str) -> None:
+    wrong = [name for name, one in model.named_parameters() if not bool(one.isfinite().all())]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UnsupportedModelError(
+            f"{model_path}: weights that are not finite numbers (NaN or infinity): "
+            f"{', '.join(wrong[:3])}{more}; download or save the model again"
+        )
 
 
 def _close(found: Tensor, wanted: Tensor) -> bool:

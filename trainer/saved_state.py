@@ -15,6 +15,8 @@ from trainer.ranks.update import Update
 from trainer.scoring import Models
 from trainer.training_state import Shardings, TrainingState
 
+CENTRE = "advantage_centre"
+"""`Stepping.centre`, among the state's values."""
 _BASE = "base_weights"
 """Digest of the model that an adapter is of, among the state's values."""
 
@@ -37,7 +39,7 @@ def state_of(models: Models, update: Update) -> TrainingState:
         shardings.append(models.critic.update.sharding)
     if models.reference is not None and models.reference.moves:
         modules["reference"] = models.reference.policy.model
-    values = {} if adapter is None else {_BASE: adapter.base_digest()}
+    values: dict[str, Any] = {} if adapter is None else {_BASE: adapter.base_digest()}
     return TrainingState(modules, optimizers, values=values, sharding=Shardings(shardings))
 
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import msgspec
 
 from trainer.accumulation import Accumulation
+from trainer.algorithms.reinforce_plus_plus import mean_of
 from trainer.config import TrainerConfig
 from trainer.critic_passes import take_pass
 from trainer.errors import TrainerError
@@ -82,6 +83,8 @@ class Stepping:
         self._keeps = self._has_passes or config.critic.passes > 1
         self.torn = False
         """Whether a step changed weights and then failed."""
+        self.centre = 0.0
+        """Mean of the last step's advantages, of algorithms that normalise them over the step."""
 
     def check(self) -> None:
         """Refuse to continue after a step that changed weights and then failed.
@@ -100,7 +103,12 @@ class Stepping:
         if self._models.critic is not None:
             self._models.critic.zero_grad()
         return Accumulation(
-            self._config, self._objective, self._models, self._lockstep, keeps=self._keeps
+            self._config,
+            self._objective,
+            self._models,
+            self._lockstep,
+            keeps=self._keeps,
+            centre=self.centre,
         )
 
     def take(self, first: Accumulation, version: int, rate: float) -> LearnerMetrics:
@@ -117,6 +125,8 @@ class Stepping:
         if not groups or not self._has_passes:
             done = self._apply(first, version, rate)
             metrics = done.totals.metrics(done.denominator, grad_norm=done.norm, learning_rate=rate)
+            mean = mean_of(done.totals.signal_sums, done.totals.computed)
+            self.centre = self.centre if mean is None else mean
         else:
             updates = self._passes(first, groups, version, rate)
             if self._config.gathers_first:

@@ -70,6 +70,8 @@ class StepTotals:
 
     signals: Mapping[str, Signal]
     """What the algorithm declares."""
+    centre: float = 0.0
+    """`TokenBatch.centre` of the micro-batches."""
     groups: int = 0
     zero_variance_groups: int = 0
     samples: int = 0
@@ -191,7 +193,7 @@ class StepTotals:
         """What an algorithm's `finish` is told."""
         self.read()
         sums = {name: sums[0] for name, sums in self.signal_sums.items()}
-        return StepSums(self.groups, self.zero_variance_groups, self.computed, sums)
+        return StepSums(self.groups, self.zero_variance_groups, self.computed, sums, self.centre)
 
     def finish(self, factors: Finish) -> None:
         """Put the reported loss together as `GradientParts.finish` does the gradient."""

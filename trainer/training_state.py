@@ -89,7 +89,7 @@ class TrainingState:
     """Each of parameters of these modules, of one or several."""
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     """Other tensors, changed in place when a checkpoint is loaded."""
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     """What is not a tensor, as JSON types."""
     sharding: Sharding = field(default_factory=Unsharded)
 

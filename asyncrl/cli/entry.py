@@ -23,6 +23,7 @@ from asyncrl.cli import (  # noqa: F401 - these add commands
 from asyncrl.cli.app import app
 from asyncrl.errors import AsyncrlError, Interrupted, UserError
 from asyncrl.package_guard import refuse_foreign_packages
+from asyncrl.run.folder_lock import UnlockableError
 from monitoring.wording import without_controls
 
 _ABOUT_PATHS = (
@@ -31,6 +32,11 @@ _ABOUT_PATHS = (
 )
 """With the name of a file, they say what the user has to change."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_ABOUT_DISKS = (
+    *(errno.EIO, errno.ESTALE, errno.ENOLCK, errno.ENOTCONN),
+    *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO),
+)
+"""They say what is wrong with a disk, which may pass."""
 
 
 def main() -> None:
@@ -62,9 +68,10 @@ def _main() -> None:
     except MonitoringError as error:
         _exit(error, UserError.exit_code)
     except OSError as error:
-        if error.filename is not None and error.errno in _ABOUT_PATHS:
+        named = error.filename is not None
+        if isinstance(error, UnlockableError) or (named and error.errno in _ABOUT_PATHS):
             _exit(error, UserError.exit_code)
-        if error.errno in _FULL:
+        if (named and error.errno in _ABOUT_DISKS) or error.errno in _FULL:
             _exit(error, AsyncrlError.exit_code)
         # A fault, not a mistake: with its traceback, and an exit code after which supervisors try
         # again.

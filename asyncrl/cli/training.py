@@ -59,6 +59,10 @@ def run(
             help="Continue from the checkpoint of this step.",
         ),
     ] = None,
+    changed_data: Annotated[
+        bool,
+        typer.Option("--changed-data", help="Resume although the rows of the data have changed."),
+    ] = False,
     clean: Annotated[
         bool, typer.Option("--clean", help="Delete an earlier run of this name first.")
     ] = False,
@@ -144,6 +148,7 @@ def run(
         clean=clean,
         console=console,
         resume_from=resume_from,
+        accept_changes=changed_data,
         health=None if health_port is None else Health(health_host, health_port),
     )
     _print_result(
@@ -284,7 +289,12 @@ def _print_result(
     elif result.steps >= planned:
         lacks = _incomplete(directory)
         accuracy = "no held-out prompts, so no accuracy"
-        if lacks:
+        if after is not None and not lacks:
+            accuracy = (
+                f"held-out accuracy {after:.3f}; rows or functions changed under way, so there is "
+                "none to compare it with"
+            )
+        elif lacks:
             accuracy = (
                 f"held-out accuracy {number(before, 3)} → {number(after, 3)}, as the "
                 f"{'; the '.join(lacks)}. The newest weights are measured again by: {to_continue}"

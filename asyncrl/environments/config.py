@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from asyncrl.environments.tool_formats import ToolFormat
+from asyncrl.plain_values import Arguments
 from wire.limits import MAX_TOKENS, WEEK_SECONDS
 from wire.paths import FunctionName, LocalPath
 
@@ -20,7 +21,7 @@ class EnvironmentConfig(BaseModel):
     """`calculator`, `guessing`, `code_repair`, a class of your own, given as `my.module:Class` or
     `path/to/file.py:Class`, or an adapter's prefix with what it takes. null: none. With one,
     `rewards.functions` is empty unless it is given."""
-    args: dict[str, Any] = {}
+    args: Arguments = {}
     """Keyword arguments that each environment is made with."""
     python: LocalPath | None = Field(default=None, min_length=1)
     """Python interpreter of the workers, for packages that contradict asyncrl's, such as

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import secrets
 import socket
 import time
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 """Longest request."""
+_HALVES = re.compile(rb"\\u[dD][89a-fA-F]")
+"""How JSON writes the halves of a character."""
 _BODY_SECONDS = 60.0
 """Longest wait for a request's body after its head."""
 
@@ -233,9 +236,17 @@ async def _json_body(receive: Any) -> Any:
         text = f"the request's body did not come within {_BODY_SECONDS:g} s"
         raise RefusedCallError(text, status=408) from error
     try:
-        return json.loads(body)
+        found = json.loads(body)
+        if _HALVES.search(body):
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RefusedCallError(
+            "the request has half a character (a lone surrogate such as \\ud83d), which no "
+            "tokenizer takes: send whole characters, for example text.encode('utf-8', 'replace')"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise RefusedCallError(f"the body is not JSON: {error}") from error
+    return found
 
 
 async def _unless_gone(answer: Awaitable[Turn], receive: Any) -> Turn | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from asyncrl.plain_values import Arguments
 from asyncrl.rewards.code import TOTAL_SECONDS as CODE_SECONDS
 from wire.limits import WEEK_SECONDS
 from wire.paths import FunctionName
@@ -22,7 +23,7 @@ class RewardFunctionConfig(BaseModel):
     `my.module:function` or `path/to/file.py:function`."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this term in the sum."""
-    args: dict[str, Any] = {}
+    args: Arguments = {}
     """Keyword arguments for the function, in addition to prompt, response and example."""
 
 

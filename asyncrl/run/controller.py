@@ -283,6 +283,8 @@ class Controller:
     async def _evaluate_before(self) -> Accuracy | None:
         """Measure the accuracy before training, unless the run was resumed and knows it."""
         state = self._directory.state
+        if not state.comparable:
+            return None
         known = self._results.before if self._training.trained_steps else None
         if state.accuracy_before is not None:
             known = self._results.began_with(state.accuracy_before, state.evaluation_samples)

@@ -37,7 +37,7 @@ def with_critic(config: RunConfig, model_path: str, tokenizer: Any) -> RunConfig
             "Hugging Face model directory, or leave it out to start from model.path"
         )
     check_directory(directory, _SETTING)
-    check_files(directory, _SETTING)
+    check_files(directory, _SETTING, needs_head=False)
     described = description_of(directory, _SETTING)
     _check_vocabulary(described, directory, model_path)
     expected, found = tokenizer_digest(tokenizer), tokenizer_digest(load_tokenizer(str(directory)))

@@ -40,6 +40,7 @@ from asyncrl.errors import UserError
 from asyncrl.launch.identity import status_of
 from asyncrl.run import failed_starts, folder_lock
 from asyncrl.run.command_lines import command_for
+from asyncrl.run.inputs import RunInputs
 from asyncrl.run.leftovers import clear_leftovers
 from asyncrl.run.resuming import find_resume_point
 from asyncrl.run.template_date import forget_unnamed
@@ -94,6 +95,10 @@ class RunState(msgspec.Struct):
     """Address of the web page; empty where there is none."""
     tokenizer: TokenizerDigest | None = None
     """That the run's prompts were made with at its first start."""
+    inputs: RunInputs | None = None
+    """Digests of rows and functions at its last start; None: it was begun by an older version."""
+    comparable: bool = True
+    """Accuracies are measured on the held-out rows and with the functions of the first start."""
 
 
 class RunDirectory:
@@ -169,8 +174,14 @@ class RunDirectory:
         refuse_unfit(config, resume=resume, clean=clean)
         point = ResumePoint()
         previous = (path / "config.yaml").read_text(encoding="utf-8") if resume else None
+        was_there = path.exists()
         path.mkdir(parents=True, exist_ok=True)
-        lock = folder_lock.take(path)
+        try:
+            lock = folder_lock.take(path)
+        except folder_lock.UnlockableError:
+            if not was_there:
+                path.rmdir()
+            raise
         if lock is None:  # another process was faster
             _refuse_active(path)
         try:
@@ -207,6 +218,18 @@ class RunDirectory:
             write_atomically(self.path / "run.json", msgspec.json.encode(self.state).decode())
         except OSError as error:
             logger.warning("cannot write %s: %s", self.path / "run.json", error.strerror)
+
+    def begin_with(self, inputs: RunInputs, *, comparable: bool) -> None:
+        """Keep what this start was given.
+
+        Args:
+            inputs: its rows and functions.
+            comparable: accuracies mean the same as before.
+        """
+        self.state.inputs = inputs
+        if not comparable:
+            self.state.comparable = False
+            self.state.accuracy_before = None
 
     def write_config(self, config: RunConfig) -> None:
         """Replace config.yaml, which processes read when they start.
@@ -302,6 +325,8 @@ def _new_state(path: Path, *, resume: bool) -> RunState:
     state.start = 1 + secrets.randbits(62)
     previous = read_state(path)
     if previous is not None:
+        state.inputs = previous.inputs
+        state.comparable = previous.comparable
         state.accuracy_before = previous.accuracy_before
         state.evaluation_samples = previous.evaluation_samples
         state.tokenizer = previous.tokenizer

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from rich.console import Console
@@ -32,10 +32,18 @@ from asyncrl.processes.spec import ChildSpec, is_relay
 from asyncrl.rewards.server.keeping import open_reward_servers
 from asyncrl.run.control import control_key_file, serve_control, user_hub
 from asyncrl.run.controller import Controller
-from asyncrl.run.directory import Ending, RunDirectory
+from asyncrl.run.directory import Ending, RunDirectory, read_state
 from asyncrl.run.fleet import Fleet
+from asyncrl.run.folder_lock import UnlockableError
 from asyncrl.run.group_traces import open_group_traces
 from asyncrl.run.inbox import Message
+from asyncrl.run.inputs import (
+    TRAINING_ROWS,
+    RunInputs,
+    changes_since,
+    inputs_of,
+    refuse_changed_rows,
+)
 from asyncrl.run.interrupts import Interrupts
 from asyncrl.run.launching import Launching, open_launcher
 from asyncrl.run.page import open_page
@@ -70,6 +78,7 @@ def execute(
     clean: bool,
     console: Console,
     resume_from: int | None = None,
+    accept_changes: bool = False,
     run_key: RunKey | None = None,
     health: Health | None = None,
 ) -> RunResult:
@@ -81,6 +90,7 @@ def execute(
         clean: delete the run of this name first.
         console: shows the run.
         resume_from: continue from the checkpoint after this many steps; None: the newest whole one.
+        accept_changes: resume although the rows of the data have changed.
         run_key: for a caller that connects to the run's sockets itself; None: a new one, which
             only the run's processes know.
         health: says whether the controller's loop turns and the run has begun.
@@ -90,6 +100,11 @@ def execute(
         AsyncrlError: the run failed; its folder holds what it did until then.
     """
     config, registry = prepared.config, new_registry()
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    inputs = inputs_of(config, prepared.task)
+    rows, code = _changes(config, inputs, say) if resume else ([], [])
+    if not accept_changes:
+        refuse_changed_rows(config.directory, rows)
     with contextlib.ExitStack() as closing:
         exporter = exporter_for(config.monitoring, registry, 0)
         if exporter is not None:
@@ -100,14 +115,17 @@ def execute(
                 resume=resume,
                 clean=clean,
                 resume_from=resume_from,
-                say=partial(console.print, highlight=False, soft_wrap=True),
+                say=say,
             )
+        except UnlockableError as error:
+            raise UserError(f"run.directory: {error}") from error
         except OSError as error:
             raise UserError(
                 f"run.directory: the run's folder {shortened(str(config.directory))} cannot be "
                 f"written: {error.strerror}"
             ) from error
         closing.callback(directory.close)
+        directory.begin_with(inputs, comparable=not code and set(rows) <= {TRAINING_ROWS})
         metrics = ControllerMetrics.register(registry, process="controller")
         metrics.watch_disk(directory.path)
         targets: Targets | None = None
@@ -142,6 +160,22 @@ def execute(
             # Also for a run that failed: the report shows how far it came.
             if wants_report:
                 _write_report(directory, console)
+
+
+def _changes(
+    config: RunConfig, inputs: RunInputs, say: Callable[[str], None]
+) -> tuple[list[str], list[str]]:
+    """Rows and functions that changed since the run was started last; they are named."""
+    state = read_state(config.directory)
+    rows, code = changes_since(None if state is None else state.inputs, inputs)
+    for what in (*rows, *code):
+        say(f"changed since the run was started last: {what}")
+    if code or set(rows) - {TRAINING_ROWS}:
+        say(
+            "so accuracies from now on do not compare with earlier ones, and the accuracy before "
+            "training is left out"
+        )
+    return rows, code
 
 
 def _write_report(directory: RunDirectory, console: Console) -> None:

@@ -20,21 +20,43 @@ _LOOKERS_SECONDS = 5.0
 """Longest wait for those who only look."""
 
 
+class UnlockableError(OSError):
+    """The file system of a run's folder has no locks; the text says which folder and what to do."""
+
+    def __init__(self, folder: Path, error: OSError) -> None:
+        super().__init__(error.errno, error.strerror, str(folder / NAME))
+        self._folder = folder
+
+    def __str__(self) -> str:
+        return (
+            f"the run's folder {self._folder} cannot be locked: {self.strerror}. Its file system "
+            "must have locks (flock): mount NFS with its lock service or with the option "
+            "local_lock=flock, or choose a folder on another disk (--set run.directory=FOLDER)"
+        )
+
+
 def take(folder: Path) -> int | None:
     """Take the lock: a descriptor that holds it until closed, or None if another controller has it.
 
     Raises:
+        UnlockableError: the file system has no locks. A file that was not there is removed.
         OSError: the file cannot be opened for writing.
     """
+    was_there = (folder / NAME).exists()
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + _LOOKERS_SECONDS
     try:
-        while not _lock(descriptor, fcntl.LOCK_EX):
-            if not _lock(descriptor, fcntl.LOCK_SH) or time.monotonic() > deadline:
+        while not _lock(folder, descriptor, fcntl.LOCK_EX):
+            if not _lock(folder, descriptor, fcntl.LOCK_SH) or time.monotonic() > deadline:
                 os.close(descriptor)
                 return None
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             time.sleep(0.01)
+    except UnlockableError:
+        os.close(descriptor)
+        if not was_there:
+            (folder / NAME).unlink(missing_ok=True)
+        raise
     except BaseException:
         os.close(descriptor)
         raise
@@ -45,6 +67,7 @@ def is_held(folder: Path) -> bool:
     """Whether a controller holds the lock. Changes nothing, and needs to read only.
 
     Raises:
+        UnlockableError: the file system has no locks.
         OSError: the file is there and cannot be read.
     """
     try:
@@ -52,14 +75,16 @@ def is_held(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        return not _lock(descriptor, fcntl.LOCK_SH)
+        return not _lock(folder, descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, kind: int) -> bool:
+def _lock(folder: Path, descriptor: int, kind: int) -> bool:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise UnlockableError(folder, error) from error
     return True

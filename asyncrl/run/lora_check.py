@@ -9,8 +9,8 @@ from pathlib import Path
 from asyncrl.config import RunConfig
 from asyncrl.errors import ModelError, UserError
 from asyncrl.launch.gpus import torch_build
-from asyncrl.run.memory import header_of
 from asyncrl.run.model_check import why_not_whole
+from asyncrl.run.model_files import header_of, weight_files
 from trainer.lora.config import FINER_ENGINES, LoraConfig
 from trainer.lora.files import PREFIX, TENSORS, why_not_started_from
 
@@ -99,7 +99,7 @@ def _check_targets(config: LoraConfig, model: Path) -> None:
     if isinstance(config.targets, str):
         return
     try:
-        shapes = _shapes(sorted(model.glob("*.safetensors")))
+        shapes = _shapes(weight_files(model))
     except _DAMAGED:
         return  # the trainer says so when it loads them
     layers = {
@@ -128,7 +128,7 @@ def _why_not_of(adapter: Path, model: Path) -> str | None:
         return f"{file} {why}; save or export the adapter again"
     given = _shapes([file])
     try:
-        own = _shapes(sorted(model.glob("*.safetensors")))
+        own = _shapes(weight_files(model))
     except _DAMAGED:
         return None  # the trainer says so when it loads them
     for name, shape in given.items():

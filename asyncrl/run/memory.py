@@ -6,23 +6,22 @@ memory     trainer: 61 GiB of GPU 1 (80 GiB): moments 22 GiB, weights 17 GiB, gr
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import torch_build
 from asyncrl.launch.placement import GpuPlan
+from asyncrl.run.model_files import parameters
 from asyncrl.tasks import hub
 from trainer.algorithms.registry import has_critic
 from trainer.host_memory import host_bytes
 from trainer.memory import ModelShape, Samples, StepMemory, remedies, step_memory
 
 _MIB = 2**20
-_MAX_HEADER = 100 * 2**20
-"""Bytes; the safetensors format allows no longer header."""
 
 
 class Device(NamedTuple):
@@ -45,19 +44,27 @@ def device_of(config: RunConfig, gpus: GpuPlan | None) -> Device | None:
     return Device(f"GPU {mine.name}", size, on_gpu=True)
 
 
-def shape_of(config: RunConfig, model: Path, count: int | None) -> ModelShape | None:
+def shape_of(
+    config: RunConfig, model: Path, count: int | None, sizes: Mapping[str, int] | None = None
+) -> ModelShape | None:
     """Of a model directory, with its critic; None: no config.json, or not that of a transformer.
 
     Args:
         config: of the run.
         model: the directory.
         count: parameters of the model; None: not known.
+        sizes: numbers of config.json by their usual names, for families with other names (GPT-2,
+            OPT), as `check_files` returns them.
     """
     try:
         found = json.loads((model / "config.json").read_bytes())
     except (OSError, ValueError):
         return None
     shape = ModelShape.of(found, count) if isinstance(found, dict) else None
+    if shape is None and sizes:
+        usual = dict(sizes)
+        usual.setdefault("intermediate_size", 4 * sizes.get("hidden_size", 0))
+        shape = ModelShape.of(usual, count)
     if shape is None:
         return None
     return replace(shape, critic=critic_parameters(config, shape.parameters))
@@ -103,33 +110,6 @@ def memory_comment(config: RunConfig) -> str:
     text = memory_text(memory_of(config, shape, on_gpu=on_gpu), None)
     ranks = config.trainer.ranks
     return f"# memory: {text}{f'; each of {ranks} ranks' if ranks > 1 else ''}"
-
-
-def parameters(model: Path) -> int | None:
-    """Number of parameters in the safetensors files of a model directory, tied ones once.
-
-    None: there are none, or they are damaged, which the engine says when it loads them.
-    """
-    files = sorted(model.glob("*.safetensors"))
-    try:
-        return sum(map(_elements, files)) if files else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _elements(file: Path) -> int:
-    return sum(math.prod(one["shape"]) for one in header_of(file).values())
-
-
-def header_of(file: Path) -> dict[str, Any]:
-    """What a safetensors file says of its tensors, by name.
-
-    Raises OSError, ValueError and others if it is damaged.
-    """
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header: dict[str, Any] = json.loads(opened.read(min(length, _MAX_HEADER)))
-    return {name: one for name, one in header.items() if name != "__metadata__"}
 
 
 def memory_text(needs: StepMemory, device: Device | None) -> str:

@@ -20,7 +20,8 @@ from asyncrl.config import RunConfig
 from asyncrl.environments.protocol import Traits
 from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import GpuPlan
-from asyncrl.run.memory import Device, critic_parameters, memory_text, parameters, size
+from asyncrl.run.memory import Device, critic_parameters, memory_text, size
+from asyncrl.run.model_files import parameters
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.prompts import Task
 from trainer.estimates import estimate_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,11 @@ from asyncrl.run.memory import (
     Device,
     device_of,
     memory_of,
-    parameters,
     refuse_too_large,
     shape_of,
 )
-from asyncrl.run.model_check import check_files, check_vocabulary
+from asyncrl.run.model_check import check_files, check_vocabulary, unexpected_line
+from asyncrl.run.model_files import parameters
 from asyncrl.run.positions_check import check_builtin_positions, check_positions
 from asyncrl.run.preflight import check_environment, check_machine, check_rewards
 from asyncrl.run.row_check import check_rows
@@ -67,10 +68,12 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     check_algorithm(config)
     with ProgressBar(console=console, transient=True, disable=not console.is_terminal) as bar:
         model_path = resolve_model(config.model, bar)
-    check_files(Path(model_path))
+    loaded = check_files(Path(model_path))
     check_positions(config, Path(model_path))
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     say(overview.model_line(config, model_path))
+    if (unused := unexpected_line(Path(model_path), loaded)) is not None:
+        say(unused)
     dated = with_date(config)
     task = load_task(
         dated.task,
@@ -101,16 +104,20 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
             say(sentence)
     count = parameters(Path(model_path))
     say(overview.processes_line(config, gpus, count))
-    say(overview.memory_line(*_memory(config, gpus, Path(model_path), count)))
+    say(overview.memory_line(*_memory(config, gpus, Path(model_path), count, loaded.sizes)))
     say(overview.results_line(config))
     return Prepared(config, model_path, task, gpus)
 
 
 def _memory(
-    config: RunConfig, gpus: GpuPlan | None, model: Path, count: int | None
+    config: RunConfig,
+    gpus: GpuPlan | None,
+    model: Path,
+    count: int | None,
+    sizes: Mapping[str, int],
 ) -> tuple[StepMemory | None, Device | None]:
     """What the trainer needs and where. Raises UserError: its device has less."""
-    device, shape = device_of(config, gpus), shape_of(config, model, count)
+    device, shape = device_of(config, gpus), shape_of(config, model, count, sizes)
     if shape is None:
         return None, device
     if device is not None:

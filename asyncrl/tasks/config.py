@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from datetime import date
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from asyncrl.plain_values import Arguments
 from wire.limits import MAX_TOKENS, WEEK_SECONDS
 from wire.paths import FunctionName, InputPath
 
@@ -96,7 +96,7 @@ class TaskConfig(BaseModel):
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Whether prompts go through the tokenizer's chat template. `auto`: if it has one. `always`: a
     tokenizer without one is an error. `never`."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Arguments = {}
     """Variables of the chat template, such as `{enable_thinking: false}`. They hold for training
     and held-out prompts and for the turns of environments. One that the template does not use is an
     error."""
@@ -119,10 +119,6 @@ class TaskConfig(BaseModel):
                 raise ValueError(f"{name!r} is no name of a variable")
             if name in _OF_THE_RUN:
                 raise ValueError(f"{name} is not yours to set: {_OF_THE_RUN[name]}")
-        try:
-            json.dumps(given, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"values must be those of JSON: {error}") from error
         return given
 
     @model_validator(mode="after")

@@ -214,7 +214,7 @@ def check_directory(directory: Path, setting: str = "model.path") -> None:
         setting: of the user's, which named it.
 
     Raises:
-        ModelError: it lacks config.json, the tokenizer or the weights.
+        ModelError: it lacks config.json or the tokenizer. (`model_check` looks at the weights.)
     """
     if not (directory / "config.json").is_file():
         if (directory / "adapter_config.json").is_file():
@@ -231,9 +231,4 @@ def check_directory(directory: Path, setting: str = "model.path") -> None:
             f"{setting}: {directory} has no tokenizer (none of "
             f"{', '.join(_TOKENIZER_FILES)}); save it there with "
             "tokenizer.save_pretrained(directory)"
-        )
-    if not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
-        raise ModelError(
-            f"{setting}: {directory} has no weights (*.safetensors); save them with "
-            "model.save_pretrained(directory)"
         )

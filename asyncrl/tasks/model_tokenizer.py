@@ -7,6 +7,7 @@ class is known without them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -41,7 +42,7 @@ def load_tokenizer(model_path: str) -> Any:
             return known.from_pretrained(model_path)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(model_path)
+        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"no tokenizer could be loaded from {model_path!r}: {_first_line(error)}. A model "
@@ -96,46 +97,99 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def model_stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a response, from the generation config and the tokenizer.
+    """Ids that end a response: those of the model's configuration, and that of its tokenizer.
+
+    As transformers does, `eos_token_id` is read from generation_config.json, or from config.json if
+    the former does not name any.
 
     Raises:
-        ModelError: neither names one, so that a response could only end at the token limit.
+        ModelError: no file names one, so that a response could only end at the token limit, or a
+            file is damaged or names what is not a token of the model.
     """
-    found: set[int] = set()
-    configured = _configured_stop_tokens(model_path)
-    if isinstance(configured, int):
-        found.add(configured)
-    elif configured is not None:
-        found.update(configured)
+    found = set(_configured_stop_tokens(model_path))
     if tokenizer.eos_token_id is not None:
         found.add(int(tokenizer.eos_token_id))
     if not found:
         raise ModelError(
-            f"{model_path!r} names no end-of-sequence token, neither in generation_config.json nor "
-            'in its tokenizer; add "eos_token" to tokenizer_config.json'
+            f"{model_path!r} names no end-of-sequence token, neither in generation_config.json and "
+            'config.json nor in its tokenizer; add "eos_token" to tokenizer_config.json'
         )
     return tuple(sorted(found))
 
 
-def _configured_stop_tokens(model_path: str) -> Any:
-    """`eos_token_id` of generation_config.json: an integer, a list or None."""
-    if Path(model_path).is_dir():
-        return _settings(Path(model_path) / "generation_config.json").get("eos_token_id")
-    from transformers import GenerationConfig
+def _configured_stop_tokens(model_path: str) -> list[int]:
+    folder = Path(model_path)
+    if folder.is_dir():
+        model = _read_settings(folder / "config.json")
+        text = model.get("text_config")
+        model = text | model if isinstance(text, dict) else model
+        sources = {
+            str(folder / "generation_config.json"): _read_settings(
+                folder / "generation_config.json"
+            ),
+            str(folder / "config.json"): model,
+        }
+        size = model.get("vocab_size")
+    else:
+        from transformers import AutoConfig, GenerationConfig
 
+        described = AutoConfig.from_pretrained(
+            model_path, trust_remote_code=False
+        ).get_text_config()
+        sources = {f"config.json of {model_path}": {"eos_token_id": described.eos_token_id}}
+        with contextlib.suppress(OSError):  # a model without generation_config.json
+            generation = GenerationConfig.from_pretrained(model_path)
+            name = f"generation_config.json of {model_path}"
+            sources = {name: {"eos_token_id": generation.eos_token_id}} | sources
+        size = described.vocab_size
+    for file, settings in sources.items():
+        if (value := settings.get("eos_token_id")) is not None:
+            return _token_ids(file, value, size if isinstance(size, int) else None)
+    return []
+
+
+def _token_ids(file: str, value: Any, size: int | None) -> list[int]:
+    """The ids that a file names. Raises ModelError: they are not ids of tokens.
+
+    Args:
+        file: for the error.
+        value: `eos_token_id`.
+        size: of the model's vocabulary; None: not known.
+    """
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise ModelError(
+            f"{file}: eos_token_id must be a token's id or a list of them, got {value!r}"
+        )
+    wrong = [one for one in ids if one < 0 or (size is not None and one >= size)]
+    if wrong:
+        known = "ids begin at 0" if size is None else f"the model knows the ids 0 to {size - 1:,}"
+        raise ModelError(
+            f"{file}: eos_token_id {wrong[0]} is not a token of the model ({known}, by vocab_size "
+            "in config.json)"
+        )
+    return ids
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """A JSON file's object; empty where there is no file. Raises ModelError: it is damaged."""
     try:
-        return GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:  # a model without generation_config.json
-        return None
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {_first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty where there is none."""
+    """A JSON file's object; empty where there is none that can be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return _read_settings(path)
+    except ModelError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _first_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ computed. Whatever is asked for during a step is done before the next one, in or
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from engine.errors import EngineError
 from engine.protocol import TokenChunk
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,8 @@ class DecodeThread:
             if self._failure is None and self._may_step():
                 try:
                     chunks = self._step()
-                except Exception as error:  # noqa: BLE001 - every reader is told
+                except Exception as error:
+                    logger.exception("the decode loop failed")
                     self._failure = error
                     self._tell(self._failed, error)
                 else:

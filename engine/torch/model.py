@@ -250,7 +250,7 @@ def load_model(
             "set engine.device: cpu and engine.dtype: float32"
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
         model.eval().requires_grad_(requires_grad=False).to(device)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise EngineStartError(f"cannot load a causal LM from {path!r}: {error}") from error

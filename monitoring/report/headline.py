@@ -12,7 +12,7 @@ from monitoring.report.data import RunData
 from monitoring.report.markup import Child, Markup, element
 from monitoring.report.series import difference_interval, mean
 from monitoring.report.windows import training_window, whole_window
-from monitoring.spans import idle_by_cause
+from monitoring.spans import absent_seconds, idle_by_cause
 from monitoring.wording import UNKNOWN, count, duration, number, percent
 from wire.noise_floor import NoiseFloor
 from wire.on_policy import OnPolicySteps, is_on_policy
@@ -290,6 +290,6 @@ def _idle(data: RunData, role: str, recorded: Callable[[StepMetrics], Measured])
     if not lanes:
         return mean(data.column(recorded))
     training = training_window(data, whole_window(data.timelines))
-    return mean(
-        [sum(idle_by_cause(spans, training.start, training.end).values()) for spans in lanes]
-    )
+    start, end = training.start, training.end
+    absent = absent_seconds(data.timelines.values(), start, end)
+    return mean([sum(idle_by_cause(one, start, end, absent=absent).values()) for one in lanes])

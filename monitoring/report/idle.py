@@ -8,8 +8,8 @@ from monitoring.occupancy import EMPTY, SlotPiece, SlotUse, slot_shares
 from monitoring.report.lanes import Window
 from monitoring.report.markup import Child, Markup, element
 from monitoring.report.slot_strip import NAMES, STYLES
-from monitoring.spans import UNACCOUNTED, Span, idle_by_cause
-from monitoring.wording import percent
+from monitoring.spans import UNACCOUNTED, Span, absent_seconds, idle_by_cause
+from monitoring.wording import duration, percent
 
 _CAUSE_STYLES = ("c2", "c4", "c5", "c3", "k-rewarding", "k-evaluating", "k-saving")
 _BUSY = "c1"
@@ -22,7 +22,13 @@ def idle_card(
     lanes: Mapping[str, Sequence[Span]], window: Window, period: str = STEPS_OF_THE_RUN
 ) -> Markup:
     """Each process's idle share of the window, by cause. `period` says what the window is."""
-    shares = {name: idle_by_cause(spans, window.start, window.end) for name, spans in lanes.items()}
+    absent = absent_seconds(lanes.values(), window.start, window.end)
+    shares = {
+        name: idle_by_cause(spans, window.start, window.end, absent=absent)
+        for name, spans in lanes.items()
+    }
+    if absent:
+        period += f" without {duration(absent)} in which no process existed"
     totals: dict[str, float] = {}
     for causes in shares.values():
         for cause, share in causes.items():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.yaml_text import MAX_BYTES, parse_yaml
+from asyncrl.yaml_text import MAX_BYTES, dump_yaml, parse_yaml
 
 NINE = ",".join(["*a{}"] * 9)
 BOMB = "a0: &a0 [x,x,x]\n" + "".join(
@@ -31,7 +31,7 @@ CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}]\n" for i in rang
         ("run: " + "[" * 20_000, r"line 1, column 37: nested more than 32 levels deep"),
         ("run:\n" + "".join(" " * i + "-\n" for i in range(1, 60)), r"nested more than 32"),
         ("run:\n  seed: " + "9" * 5000, r"line 2, column 9: .*cannot be read as a value"),
-        ("run: {name: 2026-13-45}", r"'2026-13-45' cannot be read as a value: month"),
+        ("run: {name: !!timestamp 2026-13-45}", r"'2026-13-45' cannot be read as a value: month"),
         ("run:\n  steps: 010", r"line 2, column 10: the number 010 begins with 0"),
         ("run: {seed: -08}", r"the number -08 begins with 0, so YAML reads it as octal or as text"),
         ("run: {0_7: 1}", r"the number 0_7 begins with 0"),
@@ -51,6 +51,48 @@ def test_what_is_refused(text: str, message: str) -> None:
         parse_yaml(text, source="run.yaml")
     assert str(caught.value).startswith("run.yaml ")
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("1E5", 1e5),
+        ("-1.e+2", -100.0),
+        (".5", 0.5),
+        ("-.inf", float("-inf")),
+        ("0o17", 15),
+        ("12:30:45", "12:30:45"),
+        ("1:30", "1:30"),
+        ("2026-11-28", "2026-11-28"),
+        ("2026-11-28 10:00:00", "2026-11-28 10:00:00"),
+        ("1e", "1e"),
+        ("1.2.3", "1.2.3"),
+        ("0b11", "0b11"),
+        ("1__0", "1__0"),
+    ],
+)
+def test_numbers_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    found = parse_yaml(text, source="run.yaml")
+    assert (found, type(found)) == (value, type(value))
+    assert parse_yaml(dump_yaml([value]), source="run.yaml") == [value]
+
+
+plain_text = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs")))
+looks_like_a_value = st.from_regex(r"\A[-+.0-9eEx_:oTZ ]{1,12}\Z")
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | plain_text
+values = st.recursive(
+    scalars | looks_like_a_value | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(plain_text, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(values)
+def test_what_is_written_is_read_back_as_the_same_value(value: object) -> None:
+    found = parse_yaml(dump_yaml(value), source="run.yaml")
+    assert found == value
+    assert repr(found) == repr(value), "1 is not 1.0 and not True"
 
 
 def test_other_numbers_with_a_zero_are_read() -> None:

@@ -10,6 +10,7 @@ from monitoring.spans import (
     RecentIdle,
     Span,
     SpanKind,
+    absent_seconds,
     clip,
     flatten,
     idle_by_cause,
@@ -121,3 +122,21 @@ def test_a_cause_without_recent_share_stays_at_zero():
     recent = RecentIdle(10.0)
     assert recent.add(Span("waiting", 0.0, 5.0, {"for": "weights"}))["weights"] == 1.0
     assert recent.add(Span("training", 5.0, 20.0)) == {"weights": 0.0, UNACCOUNTED: 0.0}
+
+
+@given(st.lists(spans, max_size=3))
+def test_time_without_processes_is_what_no_process_covers_for_longer_than_a_second(lanes):
+    together = [one for lane in lanes for one in lane]
+    bare = [second for second in range(80) if not covered(together, second + 0.5)]
+    alone = [n for n in bare if n - 1 not in bare and n + 1 not in bare]
+    expected = len(bare) - len(alone)
+    assert absent_seconds(lanes, 0.0, 80.0) == (expected if together else 0.0)
+
+
+def test_time_without_processes_counts_as_neither_busy_nor_idle():
+    some = [Span("training", 0.0, 6.0), Span("waiting", 106.0, 110.0, {"for": "weights"})]
+    absent = absent_seconds([some], 0.0, 110.0)
+    assert absent == 100.0
+    assert idle_by_cause(some, 0.0, 110.0, absent=absent) == {"weights": 0.4}
+    with pytest.raises(ValueError, match="do not count"):
+        idle_by_cause(some, 0.0, 110.0, absent=110.0)

@@ -97,7 +97,7 @@ class LocalPool(EnvironmentPool):
     """A pool with one `LocalLane`."""
 
     def __init__(self, environment: type, rewards: dict[str, Any], **values: Any) -> None:
-        config = EnvironmentConfig(name="my:Environment", **values)
+        config = EnvironmentConfig(**({"name": "my:Environment"} | values))
         super().__init__(config, RewardConfig.model_validate(rewards))
         self.local = LocalLane(environment)
         self._loops = [None]  # type: ignore[list-item]  # it runs

@@ -96,24 +96,37 @@ class ThreadedRun:
         """What the terminal would have shown, on one line."""
         return " ".join(self.output.getvalue().split())
 
-    def run(self, **settings: object) -> RunResult:
+    def run(
+        self, *, resume: bool = False, accept_changes: bool = False, **settings: object
+    ) -> RunResult:
         """Carry out a run; `__` in a setting stands for the dot."""
         values = {"model.path": self.model, "run.directory": self.runs} | {
             key.replace("__", "."): value for key, value in settings.items()
         }
         pairs = [f"{key}={value}" for key, value in values.items()]
-        return carry_out(OWN / "run.yaml", pairs, self.output)
+        return carry_out(
+            OWN / "run.yaml", pairs, self.output, resume=resume, accept_changes=accept_changes
+        )
 
     def metrics(self) -> list[StepMetrics]:
         return read_metrics(self.folder / "metrics.jsonl")
 
 
-def carry_out(config: Path, settings: Sequence[str], output: io.StringIO) -> RunResult:
+def carry_out(
+    config: Path,
+    settings: Sequence[str],
+    output: io.StringIO,
+    *,
+    resume: bool = False,
+    accept_changes: bool = False,
+) -> RunResult:
     """Carry out a run with these settings; `ThreadLauncher` stands for `LocalLauncher`."""
     torch.set_num_threads(1)
     console = Console(file=output, width=120)
     prepared = prepare(load_config(config, list(settings)), console)
-    return execute(prepared, resume=False, clean=False, console=console)
+    return execute(
+        prepared, resume=resume, clean=False, console=console, accept_changes=accept_changes
+    )
 
 
 def as_command(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -396,3 +397,47 @@ def test_rewards_of_zero_are_no_lack_of_signal_where_nothing_compares_a_group(
         learner.add_group(trajectories, rewards * (index != 0))  # group 1 has rewards of 1
     silent = learner.step().batch.zero_variance_groups
     assert silent == (2 if name == "reinforce_plus_plus_baseline" else 0)
+
+
+@pytest.mark.parametrize("shift", [100.0, 1000.0])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("grpo", "dr_grpo", "dapo", "rloo", "reinforce", "gspo", "cispo", "gpg", "ppo"),
+        *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    ],
+)
+def test_in_bfloat16_a_constant_added_to_all_rewards_changes_nothing(
+    name: str, shift: float, model_path: ModelPath, group_of: GroupOf
+) -> None:
+    """From the second step on: the first one shows where the rewards lie."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", "learning_rate": 1e-12, "algorithm": name}
+    if name == "ppo":
+        settings["critic"] = {"gae_lambda": 1.0}
+    found = []
+    for added in (0.0, shift):
+        learner = _learner(model_path("qwen3"), **settings)
+        for step in range(2):
+            batch = _batch(group_of, seed=step, version=step)
+            moved = [(group, rewards + np.float32(added)) for group, rewards in batch]
+            if not step:
+                for trajectories, rewards in moved:
+                    learner.add_group(trajectories, rewards)
+                learner.step()
+        gradient = _gradient(learner, moved)
+        found.append(torch.cat([one.double().flatten() for one in gradient.values()]))
+    assert torch.cosine_similarity(*found, dim=0) > 0.98
+
+
+def test_the_centre_of_the_advantages_is_part_of_a_checkpoint(
+    tmp_path: Path, model_path: ModelPath, group_of: GroupOf
+) -> None:
+    learner = _learner(model_path("qwen3"), algorithm="reinforce_plus_plus")
+    for trajectories, rewards in _batch(group_of):
+        learner.add_group(trajectories, rewards + np.float32(7))
+    learner.step()
+    assert 5 < learner._stepping.centre < 9
+    learner.save(tmp_path / "step-1")
+    other = _learner(model_path("qwen3"), algorithm="reinforce_plus_plus")
+    other.restore(tmp_path / "step-1")
+    assert other._stepping.centre == learner._stepping.centre

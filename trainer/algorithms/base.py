@@ -73,6 +73,10 @@ class TokenBatch:
     `uses_proximal`. None: that is the current policy."""
     penalised: bool = False
     """Whether `advantages` have the penalty of `kl_estimator: k1` already."""
+    centre: float = 0.0
+    """About the mean of the step's advantages, known when it begins. A loss that is normalised
+    over the step subtracts it, so that its two sums of gradients do not cancel (`StepSums.centre`).
+    """
     routes: Routes | None = None
     """None unless the loss needs them (`trainer.router_loss_coefficient`)."""
 
@@ -121,6 +125,8 @@ class StepSums:
     """Response tokens that were computed."""
     sums: Mapping[str, float]
     """The sums of the signals."""
+    centre: float = 0.0
+    """`TokenBatch.centre` of the step's micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ With `advantage_normalization: none` nothing waits in a single pass. Empty batch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -60,10 +60,10 @@ class PpoStreamed(Ppo):
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """Summed loss with a as advantage, and its part with 1 as advantage."""
-        own = Ppo.loss(self, batch)
+        own = Ppo.loss(self, replace(batch, advantages=batch.advantages - batch.centre))
         ones = score_function(batch, batch.advantages.new_ones(()))
         return LossSums(own.loss, {**own.sums, **moments(batch)}, {UNIT: ones})
 
     def finish(self, step: StepSums) -> Finish:
-        """Factors 1 / std(a) and -mean(a) / std(a)."""
+        """Factors 1 / std(a) and (centre - mean(a)) / std(a)."""
         return normalising_factors(step)

@@ -16,7 +16,10 @@ the loss is linear in A, its gradient is
     1 / std(a) * (gradient of -w a log p  -  mean(a) * gradient of -w log p)
 
 so the learner keeps two sums of gradients, and nothing waits: it costs a second backward pass and
-the memory of one more gradient. PPO's clip is not linear in A, since the sign of A decides which
+the memory of one more gradient. In bfloat16 the two would cancel where mean(a) is far from 0: with
+rewards of 1,000 +- 1 nothing of the gradient would be left. So both a and mean(a) are taken from
+`centre`, the last step's mean, which changes the sum by rounding only. In a run's first step it is
+0. PPO's clip is not linear in A, since the sign of A decides which
 side is clipped. So there is none: in a single pass it clips nothing on-policy, and the correction
 bounds the weight of stale tokens. The standard deviation is the population's; a step in which a has
 none has no gradient. Empty batch: loss 0.
@@ -80,15 +83,21 @@ class ReinforcePlusPlus:
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """Summed loss with a as advantage, and its part with 1 as advantage."""
-        loss = score_function(batch, batch.advantages)
         if self.gathered:
-            return LossSums(loss)
+            return LossSums(score_function(batch, batch.advantages))
+        loss = score_function(batch, batch.advantages - batch.centre)
         ones = score_function(batch, batch.advantages.new_ones(()))
         return LossSums(loss, moments(batch), {UNIT: ones})
 
     def finish(self, step: StepSums) -> Finish:
-        """Factors 1 / std(a) and -mean(a) / std(a)."""
+        """Factors 1 / std(a) and (centre - mean(a)) / std(a)."""
         return Finish() if self.gathered else normalising_factors(step)
+
+
+def mean_of(totals: Mapping[str, list[float]], tokens: int) -> float | None:
+    """The mean of a step's advantages by the sums of its signals; None: it has none."""
+    total = totals.get("advantage_mean")
+    return total[0] / tokens if total and tokens else None
 
 
 def moments(batch: TokenBatch) -> dict[str, Tensor]:
@@ -104,7 +113,7 @@ def normalising_factors(step: StepSums) -> Finish:
     std = math.sqrt(max(square - mean**2, 0.0))
     if std <= STD_EPSILON * max(1.0, abs(mean)):
         return Finish(scale=0.0, parts={UNIT: 0.0})
-    return Finish(scale=1 / std, parts={UNIT: -mean / std})
+    return Finish(scale=1 / std, parts={UNIT: (step.centre - mean) / std})
 
 
 @dataclass(frozen=True, slots=True)

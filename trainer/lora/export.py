@@ -70,7 +70,9 @@ def merged_model(
     path = settings["base_model_name_or_path"]
     held = torch.bfloat16 if manifest.settings.get("dtype") == "bfloat16" else torch.float32
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=held)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, dtype=held, trust_remote_code=False
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"the model {path}, which the adapter of {checkpoint} is of, cannot be loaded: {error}"

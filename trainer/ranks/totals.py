@@ -28,7 +28,7 @@ def of_all_ranks(own: StepTotals, world: World) -> StepTotals:
     values = {
         name: together([rank[name] for rank in found]) for name, together in _TOGETHER.items()
     }
-    return StepTotals(own.signals, **values)
+    return StepTotals(own.signals, own.centre, **values)
 
 
 _Together = Callable[[Sequence[Any]], Any]

@@ -279,13 +279,20 @@ class Episodes:
             raise EnvironmentFailed(f"{name}: its process {text}", reason)
 
     def _fail(self, episode: Episode, error: EnvironmentFailed, actions: list[IntArray]) -> None:
-        """Count a failure; the sample's reward is 0. Raises it if that ends the run."""
+        """Count a failure; the sample's reward is 0. Raises it if that ends the run.
+
+        An agent that asks for more than the model reads is no fault of the program: what its tools
+        return depends on the policy's turns. Such a sample ends, and the run goes on.
+        """
         self._pool.count(error)
         if error.reason == "timeout":
             episode.ends.explain()  # it blocked its process
         episode.failed_after = list(actions)  # those of the sample may grow
         episode.unscored = error.unscored or not actions
         episode.finish()
+        is_agents = (self._pool.config.name or "").startswith("agent:")
+        if is_agents and error.reason == "too_long" and actions:
+            return
         if self._pool.rewards.on_error == "stop":
             raise error
 

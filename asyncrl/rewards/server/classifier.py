@@ -69,9 +69,9 @@ class Classifier:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = settings.dtype or ("float32" if device == "cpu" else "auto")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(settings.model)
+            tokenizer = AutoTokenizer.from_pretrained(settings.model, trust_remote_code=False)
             model, info = AutoModelForSequenceClassification.from_pretrained(
-                settings.model, dtype=dtype, output_loading_info=True
+                settings.model, dtype=dtype, output_loading_info=True, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise UserError(f"--model: {settings.model} cannot be loaded: {error}") from error

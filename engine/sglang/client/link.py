@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ import zmq.asyncio
 from engine.errors import EngineError
 from engine.sglang.client.environment import SglangFolder
 from engine.sglang.messages import ToClient, ToWorker
+
+logger = logging.getLogger(__name__)
 
 AnySocket = TypeVar("AnySocket", bound=zmq.Socket[Any])
 
@@ -83,7 +86,8 @@ class Link:
             )
         except EngineError as error:
             self._fail(error)
-        except Exception as error:  # noqa: BLE001 - readers must not wait for a task that is gone
+        except Exception as error:  # readers must not wait for a task that is gone
+            logger.exception("a message of SGLang's process was not understood")
             self._fail(EngineError(f"a message of SGLang's process was not understood: {error!r}"))
 
     async def close(self) -> None:

@@ -81,6 +81,21 @@ def test_a_request_is_bounded_in_size_and_time(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(scenario())
 
 
+def test_half_a_character_is_refused_and_a_whole_one_is_not() -> None:
+    """A tool that cuts its output after so many UTF-16 units leaves half an emoji."""
+
+    async def scenario() -> None:
+        endpoint = Endpoint(PolicySettings())
+        key = endpoint.open(answer)
+        for text, expected in [("\\ud83d", 400), ("\\ude00 x", 400), ("\\ud83d\\ude00", 200)]:
+            said = f'{{"messages": [{{"role": "user", "content": "{text}"}}]}}'.encode()
+            status, body, _ = await asked(endpoint, key, [said], whole=True)
+            assert status == expected
+            assert ("half a character" in json.dumps(body)) == (expected == 400)
+
+    asyncio.run(scenario())
+
+
 def test_it_listens_on_a_loopback_address() -> None:
     async def scenario() -> None:
         endpoint = Endpoint(PolicySettings())

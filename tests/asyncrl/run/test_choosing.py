@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import operator
 import os
 import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 from synthetic_run import make_run
 from typer.testing import CliRunner
 
+from asyncrl.cli import entry
 from asyncrl.cli.app import app
 from asyncrl.config import parse_config
 from asyncrl.errors import AsyncrlError, UserError
@@ -126,3 +130,73 @@ def test_only_the_end_of_the_records_is_read_for_the_list(
     monkeypatch.setattr(run_list, "read_undamaged", read_undamaged)
     monkeypatch.setattr(run_list, "_TAIL_BYTES", 10)
     assert list_runs(tmp_path) == [found], "a last line that is longer"
+
+
+def without_locks(descriptor: int, operation: int) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status", "first"],
+        ["stop", "first"],
+        ["pause", "first"],
+        ["watch", "first"],
+        ["set", "first", "trainer.learning_rate=1e-5"],
+        ["checkpoint", "first"],
+        ["web", "first"],
+    ],
+    ids=operator.itemgetter(0),
+)
+def test_a_folder_that_cannot_be_locked_is_one_sentence_in_every_command(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+) -> None:
+    """As on NFS without its lock service."""
+    started(tmp_path, "first").close()
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    monkeypatch.setattr(sys, "argv", ["asyncrl", *command, "--runs", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: the run's folder {tmp_path / 'first'} cannot be locked: No loc")
+    assert "local_lock=flock" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_start_leaves_nothing_in_a_folder_that_cannot_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    config = parse_config({"run": {"name": "new", "directory": str(tmp_path)}}, source="new")
+    with pytest.raises(folder_lock.UnlockableError):
+        RunDirectory.create(config, resume=False, clean=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.EACCES, 2), (errno.EIO, 1), (errno.ESTALE, 1), (errno.ENOSPC, 1)]
+)
+def test_what_a_disk_refuses_is_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    code: int,
+) -> None:
+    def refused(path: Path) -> bool:
+        raise OSError(number, os.strerror(number), str(path))
+
+    started(tmp_path, "first").close()
+    monkeypatch.setattr(folder_lock, "is_held", refused)
+    monkeypatch.setattr(sys, "argv", ["asyncrl", "stop", "first", "--runs", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == code
+    said = capsys.readouterr().err
+    assert str(tmp_path / "first") in said
+    assert len(said.splitlines()) == 1

@@ -3,40 +3,202 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tiny_models import make_llama, make_qwen3, save
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from asyncrl.config import RunConfig
 from asyncrl.errors import ModelError
-from asyncrl.run.model_check import check_files, check_vocabulary
+from asyncrl.run import model_check
+from asyncrl.run.loading_trial import load
+from asyncrl.run.memory import shape_of
+from asyncrl.run.model_check import check_files, check_vocabulary, unexpected_line
+from asyncrl.run.model_files import parameters, weight_files
 from asyncrl.tasks.model import builtin_tokenizer
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 
+NORM = "model.norm.weight"
 
-def test_weights_that_are_not_all_there_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    save_file({"a": torch.ones(8, 8), "b": torch.ones(8)}, file)
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each trial in a process of its own would cost five seconds; one test has that."""
+    monkeypatch.setattr(model_check, "_tried", load)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(save(make_llama(), tmp_path / "model"))
+
+
+def change(model: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a model's file."""
+    tensors = load_file(model / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+
+
+def describe(model: Path, **settings: object) -> None:
+    """Change settings of its config.json."""
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def refused(model: Path, **named: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        check_files(model, **named)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+    return str(caught.value)
+
+
+def test_weights_that_are_not_all_there_are_named(model: Path) -> None:
+    file = model / "model.safetensors"
     whole = file.read_bytes()
-    check_files(tmp_path)
+    check_files(model)
     for content, message in [
         (whole[:-1], f"has {len(whole) - 1:,} of {len(whole):,} bytes: it was cut off"),
         (whole[:40], "is no safetensors file, or damaged"),
         (b"", "is no safetensors file, or damaged"),
+        (b"\xff" * 64, "is no safetensors file, or damaged"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "git lfs pull"),
     ]:
         file.write_bytes(content)
-        with pytest.raises(ModelError, match=f"^model.path: {file} .*{message}"):
-            check_files(tmp_path)
-    file.write_bytes(whole)
-    names = {"a": "model.safetensors", "c": "model-2.safetensors"}
-    index = tmp_path / "model.safetensors.index.json"
+        assert refused(model).startswith(f"model.path: {file} {message}"[:40])
+        assert message in refused(model)
+    file.rename(model / "model-1.safetensors")
+    (model / "model-1.safetensors").write_bytes(whole)
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    check_files(model)
+    names = {"a": "model-1.safetensors", "c": "model-2.safetensors"}
     index.write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(ModelError, match=r"names model-2.safetensors, which is not there"):
-        check_files(tmp_path)
+    assert f"{index} names model-2.safetensors, which is not there" in refused(model)
+    index.write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
+    assert "names a file of another folder" in refused(model)
+    index.write_text("[")
+    assert f"{index} is damaged" in refused(model)
+
+
+@pytest.mark.parametrize("make", [make_llama, make_qwen3])
+def test_tensors_that_the_files_lack_are_not_made_up(make: Any, tmp_path: Path) -> None:
+    model = Path(save(make(), tmp_path / "model"))
+    needed = len(load_file(model / "model.safetensors"))
+    assert (found := check_files(model)).missing == []
+    assert found.needed in (needed, needed + 1), "a tied head has two names"
+    change(model, lambda tensors: tensors.pop(NORM))
+    said = refused(model, setting="trainer.critic.model")
+    assert said.startswith(f"trainer.critic.model: {model} lacks 1 of its ")
+    assert f"weights ({NORM})" in said
+    change(model, lambda tensors: tensors.setdefault("model.norm_.weight", torch.ones(2)))
+    assert "and has 1 others (model.norm_.weight)" in refused(model)
+
+
+def test_a_critic_needs_no_head(model: Path) -> None:
+    change(model, lambda tensors: tensors.pop("lm_head.weight"))
+    assert "lacks 1 of its" in refused(model)
+    check_files(model, needs_head=False)
+
+
+def test_tensors_that_are_not_used_are_said(model: Path) -> None:
+    assert unexpected_line(model, check_files(model)) is None
+    change(model, lambda tensors: tensors.setdefault("value_head.weight", torch.ones(2)))
+    said = unexpected_line(model, check_files(model))
+    assert said is not None
+    assert said.endswith("are not used: value_head.weight")
+
+
+def test_shapes_that_do_not_fit_are_named_with_both(model: Path) -> None:
+    describe(model, intermediate_size=999)
+    said = refused(model)
+    assert "do not fit its config.json: model.layers.0.mlp." in said
+    assert "by config.json" in said
+    assert "999" in said
+
+
+@pytest.mark.parametrize(
+    "copies", [["consolidated.safetensors"], ["model.fp16.safetensors", "old-00001.safetensors"]]
+)
+def test_other_copies_of_the_weights_do_not_count(model: Path, copies: list[str]) -> None:
+    count, found = parameters(model), check_files(model)
+    for name in copies:
+        shutil.copy(model / "model.safetensors", model / name)
+    assert parameters(model) == count == sum(p.numel() for p in make_llama().parameters())
+    assert check_files(model) == found
+    assert weight_files(model) == [model / "model.safetensors"]
+    (model / "model.safetensors").unlink()
+    said = refused(model)
+    assert "has neither model.safetensors nor model.safetensors.index.json" in said
+
+
+def test_weights_in_other_formats_are_refused_with_what_to_do(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    said = refused(model)
+    assert "only pytorch_model.bin: save it as safetensors" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised (gptq)"),
+        ({"auto_map": {"AutoConfig": "x.C"}, "model_type": "mine"}, "code of its own (auto_map"),
+        ({"model_type": "of_nobody"}, "cannot be loaded"),
+        ({"model_type": "vit"}, "is not that of a causal language model"),
+        ({"num_attention_heads": 0}, "cannot be loaded"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1, and must be at least 1"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"hidden_size": "many"}, "cannot be loaded"),
+    ],
+)
+def test_what_config_json_says_is_checked(model: Path, settings: dict[str, Any], said: str) -> None:
+    describe(model, **settings)
+    assert said in refused(model)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
+def test_a_damaged_config_json_is_refused(model: Path, text: str) -> None:
+    (model / "config.json").write_text(text)
+    assert f"{model / 'config.json'} " in refused(model)
+
+
+def test_memory_of_families_with_other_names_is_known(tmp_path: Path) -> None:
+    made = GPT2LMHeadModel(
+        GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=64)
+    )
+    made.save_pretrained(tmp_path)
+    found = check_files(tmp_path)
+    count = parameters(tmp_path)
+    shape = shape_of(RunConfig(), tmp_path, count, found.sizes)
+    assert shape is not None
+    assert (shape.hidden, shape.layers, shape.vocabulary) == (32, 2, 50)
+    assert shape.parameters == count == sum(p.numel() for p in made.parameters())
+
+
+def test_a_trial_has_its_own_process_and_is_kept(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(model.parent / "cache"))
+    first = check_files(model)
+    assert first.needed > 10
+
+    def never(_: Path) -> Any:
+        raise AssertionError("it was tried before")
+
+    monkeypatch.setattr(model_check, "_tried", never)
+    assert check_files(model) == first
+    change(model, lambda tensors: tensors.pop(NORM))
+    with pytest.raises(AssertionError, match="tried before"):
+        check_files(model)
 
 
 def test_a_tokenizer_that_is_larger_than_the_model_is_refused_where_prompts_need_it(

@@ -15,7 +15,7 @@ from asyncrl.config import RunConfig, parse_config
 from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import GpuNeeds, GpuPlan, plan_gpus
 from asyncrl.run import overview
-from asyncrl.run.memory import parameters
+from asyncrl.run.model_files import parameters
 
 
 def config(**sections: Any) -> RunConfig:

@@ -59,7 +59,7 @@ def test_code_of_the_models_own_is_left_to_autotokenizer(
     settings = json.loads((path / file).read_text())
     settings["auto_map"] = {"AutoTokenizer": ["mine.Tokenizer", None]}
     (path / file).write_text(json.dumps(settings))
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda _: "theirs")
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda _, **_named: "theirs")
     assert load_tokenizer(str(path)) == "theirs"
 
 
@@ -70,12 +70,64 @@ def test_stop_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
     for stop in (None, 7, [9, 7], own):
         transformers.GenerationConfig(eos_token_id=stop).save_pretrained(tmp_path)
         found.append(model_stop_tokens(str(tmp_path), tokenizer))
-    (tmp_path / "generation_config.json").write_text("no JSON")
-    found.append(model_stop_tokens(str(tmp_path), tokenizer))
-    assert [set(ids) - {own} for ids in found] == [set(), {7}, {7, 9}, set(), set()]
+    assert [set(ids) - {own} for ids in found] == [set(), {7}, {7, 9}, set()]
     assert all(own in ids for ids in found)
     tokenizer.eos_token = None
+    (tmp_path / "generation_config.json").unlink()
     with pytest.raises(ModelError, match="no end-of-sequence token"):
+        model_stop_tokens(str(tmp_path), tokenizer)
+
+
+def with_settings(folder: Path, file: str, **settings: Any) -> None:
+    """Change settings of one of a model's JSON files."""
+    path = folder / file
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(known | settings))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_stop_tokens_of_config_json_count_where_the_generation_config_names_none(
+    tmp_path: Path, nested: bool
+) -> None:
+    """As in transformers."""
+    tokenizer = load_tokenizer(str(directory_of(tmp_path, "llama", "TokenizersBackend")))
+    tokenizer.eos_token = None
+    own = {"eos_token_id": [3, 5], "vocab_size": 10}
+    with_settings(tmp_path, "config.json", **({"text_config": own} if nested else own))
+    assert model_stop_tokens(str(tmp_path), tokenizer) == (3, 5)
+    with_settings(tmp_path, "generation_config.json", temperature=0.5)
+    assert model_stop_tokens(str(tmp_path), tokenizer) == (3, 5)
+    with_settings(tmp_path, "generation_config.json", eos_token_id=4)
+    assert model_stop_tokens(str(tmp_path), tokenizer) == (4,)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("<end>", "must be a token's id or a list of them, got '<end>'"),
+        ([[1]], r"got \[\[1\]\]"),
+        (True, "got True"),
+        (1.0, "got 1.0"),
+        (10, "eos_token_id 10 is not a token of the model .the model knows the ids 0 to 9"),
+        ([1, -1], "eos_token_id -1 is not a token"),
+    ],
+)
+def test_stop_tokens_that_are_not_tokens_are_refused_with_their_file(
+    tmp_path: Path, file: str, value: object, said: str
+) -> None:
+    tokenizer = load_tokenizer(str(directory_of(tmp_path, "llama", "TokenizersBackend")))
+    with_settings(tmp_path, "config.json", vocab_size=10)
+    with_settings(tmp_path, file, eos_token_id=value)
+    with pytest.raises(ModelError, match=rf"/{file}: .*{said}"):
+        model_stop_tokens(str(tmp_path), tokenizer)
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", "[" * 100_000, "\x00"])
+def test_a_damaged_generation_config_is_refused(tmp_path: Path, text: str) -> None:
+    tokenizer = load_tokenizer(str(directory_of(tmp_path, "llama", "TokenizersBackend")))
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"generation_config\.json (cannot be read|must hold)"):
         model_stop_tokens(str(tmp_path), tokenizer)
 
 

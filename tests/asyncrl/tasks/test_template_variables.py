@@ -78,7 +78,7 @@ def test_variables_reach_prompts_and_turns() -> None:
         ({"tokenize": True}, "tokenize is not yours to set"),
         ({"strftime_now": 1}, "set task.chat_template_date"),
         ({"enable thinking": True}, "is no name of a variable"),
-        ({"x": float("nan")}, "values must be those of JSON"),
+        ({"x": float("nan")}, "x is nan, which JSON cannot hold"),
     ],
 )
 def test_what_cannot_be_a_variable_is_refused(given: dict[str, Any], said: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from synthetic_run import make_run
 
 from monitoring.errors import ReportError
-from monitoring.metrics_log import MetricsLog
+from monitoring.metrics_log import MetricsLog, read_metrics
 from monitoring.report import write
 from monitoring.report.write import write_report
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment
@@ -327,3 +327,34 @@ def test_the_setting_of_the_run_bounds_the_samples_shown(tmp_path):
     run = make_run(tmp_path / "r", steps=10)
     (run / "config.yaml").write_text("monitoring: {report_samples: 2}\n")
     assert write_report(run).read_text().count('class="sample"') == 2
+
+
+def idle_tile(text):
+    """The idle shares of generators and trainer at the top of the report."""
+    found = re.search(r"idle: generators · trainer +(\d+)% · (\d+)%", text)
+    assert found is not None, text[:1000]
+    return [int(share) for share in found.groups()]
+
+
+def test_the_time_between_the_end_and_the_resumption_of_a_run_is_not_idle(tmp_path):
+    """The same records, with a night between their halves, give the same shares."""
+    run = make_run(tmp_path / "r", steps=8)
+    before = words(write_report(run).read_text())
+    middle = read_metrics(run / "metrics.jsonl")[3].time
+    for file in [run / "metrics.jsonl", *run.glob("timeline/*.jsonl"), *run.glob("slots/*.jsonl")]:
+        file.write_bytes(
+            b"".join(a_night_later(one, middle) for one in file.read_bytes().splitlines())
+        )
+    after = words(write_report(run).read_text())
+    # What a process did at the cut overlaps the night by a piece of its time line.
+    assert idle_tile(after) == pytest.approx(idle_tile(before), abs=4)
+    assert "without 9 h 59 min in which no process existed" in after
+    assert "without" not in before.split("by what each process waited for")[0][-60:]
+
+
+def a_night_later(line, middle):
+    """A line of a record, ten hours later if it begins after the middle."""
+    record = msgspec.json.decode(line)
+    if record.get("start", record.get("time", 0.0)) >= middle:
+        record |= {key: record[key] + 36_000 for key in ("start", "end", "time") if key in record}
+    return msgspec.json.encode(record) + b"\n"

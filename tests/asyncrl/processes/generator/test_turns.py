@@ -205,7 +205,10 @@ def test_limits_end_a_sample_without_the_last_observation(
     run(Counting, scenario, **settings)
 
 
-def test_an_observation_that_is_too_long_is_a_failure() -> None:
+@pytest.mark.parametrize("settings", [{}, {"name": "agent:mine.py:agent"}], ids=["other", "agent"])
+def test_an_observation_that_is_too_long_is_a_failure(settings: dict[str, str]) -> None:
+    """And no reason to end a run whose agent a policy has led there."""
+
     class Talking(Counting):
         async def step(self, action: Action) -> Any:
             return ("1 2 3 4 5", False)
@@ -218,7 +221,7 @@ def test_an_observation_that_is_too_long_is_a_failure() -> None:
         assert await harness.delivered() == [0.0]
         assert harness.generator.rewards.counts.failed == {"environment": {"too_long": 1}}
 
-    run(Talking, scenario, rewards={"on_error": "zero"})
+    run(Talking, scenario, rewards={"on_error": "stop" if settings else "zero"}, **settings)
 
 
 def test_a_sample_whose_time_is_up_while_it_waits_ends_there() -> None:

@@ -1,0 +1,72 @@
+"""The weights of a model directory: which files count, and what their headers say.
+
+Repositories hold more than one copy: Mistral's `consolidated.safetensors`, old shards beside a new
+file, `model.fp16.safetensors`, an adapter. Here, as in transformers, `model.safetensors` counts, or
+the files that the index names. Nothing but headers is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_MAX_HEADER = 100 * 2**20
+"""Bytes; the safetensors format allows no longer header."""
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+"""What reading a damaged file raises."""
+
+
+def weight_files(model: Path) -> list[Path]:
+    """The files of a model directory that are loaded; whether they exist is not checked.
+
+    Raises:
+        ValueError: the index is damaged; the message says so.
+    """
+    if (model / WHOLE).is_file():  # transformers takes it before an index
+        return [model / WHOLE]
+    index = model / INDEX
+    if not index.is_file():
+        return []
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        files = [model / name for name in names]
+    except DAMAGED as error:
+        raise ValueError(f"{index} is damaged: {error}") from error
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ValueError(f"{index} names a file of another folder: {outside[0]}")
+    return files
+
+
+def header_of(file: Path) -> dict[str, Any]:
+    """What a safetensors file says of its tensors, by name. Raises one of `DAMAGED`."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > _MAX_HEADER:
+            raise ValueError("the header is too long")
+        header: dict[str, Any] = json.loads(opened.read(length))
+    return {name: one for name, one in header.items() if name != "__metadata__"}
+
+
+def headers_of(model: Path) -> dict[str, Any]:
+    """What all weight files say of their tensors, by name. Raises one of `DAMAGED`."""
+    found: dict[str, Any] = {}
+    for file in weight_files(model):
+        found |= header_of(file)
+    return found
+
+
+def parameters(model: Path) -> int | None:
+    """Number of parameters of a model directory, tied ones once.
+
+    None: it has no weights, or they are damaged, which `model_check` says before it matters.
+    """
+    try:
+        sizes = [math.prod(one["shape"]) for one in headers_of(model).values()]
+    except DAMAGED:
+        return None
+    return sum(sizes) if sizes else None
