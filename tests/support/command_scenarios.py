@@ -123,7 +123,7 @@ RUN_BY: dict[str, str] = {
         asyncrl eval first
         asyncrl export first
     """,
-    "tests/asyncrl/run/test_end_to_end.py::test_stop_finishes_the_step_and_the_run_resumes_there": """
+    "tests/asyncrl/run/test_end_to_end.py::test_a_run_is_suspended_attacked_watched_and_steered_stopped_and_resumed_in_a_terminal": """
         asyncrl run examples/your_own/run.yaml --set model.path=/tmp/tiny-llama
         asyncrl stop
         asyncrl stop [RUN]
@@ -228,7 +228,9 @@ NOT_RUN: dict[str, str] = {
         make setup TORCH_INDEX=URL
         make setup-environments
         make setup-sglang
+        make check
         make test
+        make test-busy
         make test-deploy
         pip install --no-deps
         pip install -e .
@@ -272,6 +274,7 @@ NOT_RUN: dict[str, str] = {
         python -m benchmarks.hostile --quick
         python -m benchmarks.judge_servers
         python -m benchmarks.live_audit --quick --json FILE
+        python -m benchmarks.mutants
         python -m benchmarks.node_files
         python -m benchmarks.noise_floor --quick
         python -m benchmarks.paced
