@@ -1,12 +1,13 @@
 """Frames on the standard streams of a process that runs user code.
 
 A frame is four bytes of length (little-endian) and then MessagePack. Import-light: reward workers
-and the process of `task.map` load this file.
+and the processes of `task.map` and of chat templates load this file.
 """
 
 from __future__ import annotations
 
 import os
+import select
 from typing import BinaryIO
 
 import msgspec
@@ -56,6 +57,10 @@ class Streams:
         os.dup2(null, 0)
         os.close(null)
         os.dup2(2, 1)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether something comes within this time, where nothing is sent before an answer."""
+        return bool(select.select([self._inbox], [], [], seconds)[0])
 
     def read(self) -> bytes | None:
         """The next frame; None at the end of the stream, or if it is broken."""
