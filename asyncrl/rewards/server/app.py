@@ -84,7 +84,7 @@ class App:
             tokens = await loop.run_in_executor(
                 None, self._classifier.encode, question.prompt, question.response
             )
-        except TooLongError as error:
+        except (RenderingError, TooLongError) as error:
             raise _Answer(422, str(error)) from None
         return await self._score(tokens, receive)
 
