@@ -7,7 +7,6 @@ and the processes of `task.map` and of chat templates load this file.
 from __future__ import annotations
 
 import os
-import select
 from typing import BinaryIO
 
 import msgspec
@@ -57,10 +56,6 @@ class Streams:
         os.dup2(null, 0)
         os.close(null)
         os.dup2(2, 1)
-
-    def wait(self, seconds: float) -> bool:
-        """Whether something comes within this time, where nothing is sent before an answer."""
-        return bool(select.select([self._inbox], [], [], seconds)[0])
 
     def read(self) -> bytes | None:
         """The next frame; None at the end of the stream, or if it is broken."""

@@ -12,7 +12,8 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +32,9 @@ Tools = Sequence[dict[str, Any]]
 LIMITS = Limits()
 WAIT_SECONDS = 120.0
 """Longest wait for one rendering, whose processor time has a limit that is much lower."""
+IDLE_SECONDS = 60.0
+"""The process that renders is ended when nothing was asked of it for so long: a controller renders
+at the start only."""
 MAX_PROCESSES = 4
 """Most processes and threads of the one that renders; it needs one."""
 _BATCH, _BATCH_BYTES = 64, 1 << 20
@@ -95,11 +99,18 @@ class ChatTemplate:
 class _Renderer:
     """Renders in a process that is started when it is needed."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        timer: Callable[..., threading.Timer] = threading.Timer,
+    ) -> None:
+        self._clock = clock
+        self._timer = timer
         self._lock = threading.Lock()
         self._process: SupervisedProcess | None = None
         self._owner = 0
         """The process that started it: one that was forked since has a renderer of its own."""
+        self._used = 0.0
 
     def texts(self, template: bytes, conversations: Iterable[Sequence[Message]]) -> Iterator[str]:
         """Raises RenderingError at the first conversation for which the template fails."""
@@ -141,10 +152,11 @@ class _Renderer:
                 raise RenderingError(at + without_controls(answer.message))
             yield answer.text.decode("utf-8", "surrogatepass")
 
-    def _answers(self, frame: bytes, count: int, *, again: bool = True) -> list[Answer]:
+    def _answers(self, frame: bytes, count: int) -> list[Answer]:
         """As many answers, or fewer of which the last one is a failure."""
         answers: list[Answer] = []
-        process = self._started()
+        process, fresh = self._started()
+        self._used = self._clock()
         try:
             came = process.send(frame, WAIT_SECONDS)
             while came and len(answers) < count:
@@ -158,22 +170,41 @@ class _Renderer:
                 return answers
             failure = f"it did not answer within {WAIT_SECONDS:g} s"
         except ProcessEnded as ended:
-            if ended.exit_code == 0 and not answers and again:  # it had been idle
-                self._close()
-                return self._answers(frame, count, again=False)
             failure = f"its process {ended}"
             if ended.exit_code == -signal.SIGVTALRM:
                 failure = f"it takes more than {LIMITS.seconds:g} s of processor time"
+            elif not fresh and not answers:  # it may have ended before it was asked
+                self._close()
+                return self._answers(frame, count)
         except (msgspec.MsgspecError, ValueError) as error:
             failure = f"its process wrote what is not an answer: {error}"
         self._close()
         return [*answers, Failed(failure)]
 
-    def _started(self) -> SupervisedProcess:
-        if self._process is None or self._owner != os.getpid():
-            self._owner = os.getpid()
-            self._process = SupervisedProcess("asyncrl.tasks.template_worker", MAX_PROCESSES)
-        return self._process
+    def _started(self) -> tuple[SupervisedProcess, bool]:
+        """The process, and whether it is a new one."""
+        if self._process is not None and self._owner == os.getpid():
+            return self._process, False
+        self._owner = os.getpid()
+        self._process = SupervisedProcess("asyncrl.tasks.template_worker", MAX_PROCESSES)
+        self._look_later(self._process, IDLE_SECONDS)
+        return self._process, True
+
+    def _look_later(self, process: SupervisedProcess, seconds: float) -> None:
+        timer = self._timer(seconds, self._look, [process])
+        timer.daemon = True
+        timer.start()
+
+    def _look(self, process: SupervisedProcess) -> None:
+        """End the process if it has been idle."""
+        with self._lock:
+            if self._process is not process:
+                return
+            idle = self._clock() - self._used
+            if idle >= IDLE_SECONDS:
+                self._close()
+            else:
+                self._look_later(process, IDLE_SECONDS - idle)
 
     def _close(self) -> None:
         if self._process is not None and self._owner == os.getpid():

@@ -31,8 +31,6 @@ from asyncrl.rewards.streams import Streams
 from asyncrl.rewards.supervisor import supervise
 from asyncrl.tasks.template_messages import MAX_TEXT, Answer, Failed, Limits, Render, Rendered
 
-IDLE_SECONDS = 60.0
-"""A process that nothing is asked of for so long ends: most render at the start only."""
 _MAX_MESSAGE = 2000
 """Most characters of an error."""
 _MIB = 1 << 20
@@ -101,7 +99,7 @@ def main() -> None:
     supervise(parent, status, max_processes)
     signal.signal(signal.SIGPROF, _out_of_time)
     streams = Streams()
-    while streams.wait(IDLE_SECONDS) and (frame := streams.read()) is not None:
+    while (frame := streams.read()) is not None:
         for answer in _answers(msgspec.msgpack.decode(frame, type=Render)):
             streams.send(answer)
 

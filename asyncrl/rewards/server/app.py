@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from asyncrl.errors import RenderingError
 from asyncrl.rewards.server.batching import Batcher, QueueFullError
 from asyncrl.rewards.server.classifier import Classifier, TooLongError
 

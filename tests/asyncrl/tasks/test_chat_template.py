@@ -241,14 +241,12 @@ def test_a_conversation_has_a_largest_size() -> None:
     assert len(ChatTemplate(Asked("{{ messages[0].content }}")).render(just, None)) == MAX_TEXT // 2
 
 
-def test_a_process_that_is_lost_is_an_error_and_the_next_one_goes_on() -> None:
+def test_a_process_that_was_lost_is_started_again() -> None:
     template = ChatTemplate(Asked("{{ messages[0].role }}"))
     assert template.render([USER], None) == "user"
     for pid in descendants(os.getpid()):
         if "template_worker" in Path(f"/proc/{pid}/cmdline").read_text():
             os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RenderingError, match=r"its process was (killed|lost)"):
-        template.render([USER], None)
     assert template.render([USER], None) == "user"
 
 
@@ -277,12 +275,43 @@ def renderer() -> Iterator[Any]:
     made.close()
 
 
-def test_one_that_ended_while_it_was_idle_is_started_again(renderer: Any) -> None:
-    fake = renderer._process = Fake(ProcessEnded("ended with exit code 0", 0))
-    renderer._owner = os.getpid()
+def test_one_that_ends_again_and_again_is_an_error(
+    renderer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes = [Fake(ProcessEnded("ended with exit code 7", 7)) for _ in range(2)]
+    renderer._process, renderer._owner = fakes[0], os.getpid()
+    monkeypatch.setattr(chat_template, "SupervisedProcess", lambda *_: fakes[1])
     asked = chat_template._pickled(("{{ messages[0].role }}", {}))
-    assert list(renderer.texts(asked, [[USER]])) == ["user"]
-    assert fake.closed
+    with pytest.raises(RenderingError, match="its process ended with exit code 7"):
+        list(renderer.texts(asked, [[USER]]))
+    assert [fake.closed for fake in fakes] == [True, True]
+
+
+def test_one_that_is_idle_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[Any] = []
+
+    class Timer:
+        daemon = False
+
+        def __init__(self, seconds: float, call: Any, arguments: list[Any]) -> None:
+            self.seconds, self.call, self.arguments = seconds, call, arguments
+            timers.append(self)
+
+        def start(self) -> None:
+            assert self.daemon
+
+    process: Any = Fake(None)
+    monkeypatch.setattr(chat_template, "SupervisedProcess", lambda *_: process)
+    clock: Any = iter((160.0, 179.0, 180.0)).__next__
+    timer: Any = Timer
+    renderer = chat_template._Renderer(clock, timer)
+    assert renderer._started() == (process, True)
+    renderer._used = 120.0
+    for _ in range(3):
+        assert not process.closed
+        timers[-1].call(*timers[-1].arguments)
+    assert process.closed
+    assert [timer.seconds for timer in timers] == [60.0, 20.0, 1.0]
 
 
 def test_one_that_does_not_answer_is_ended(renderer: Any) -> None:
