@@ -115,6 +115,7 @@ class _Renderer:
     def texts(self, template: bytes, conversations: Iterable[Sequence[Message]]) -> Iterator[str]:
         """Raises RenderingError at the first conversation for which the template fails."""
         batch: list[bytes] = []
+        size = 0
         for messages in conversations:
             try:
                 if not messages:
@@ -123,10 +124,11 @@ class _Renderer:
             except RenderingError:
                 yield from self._batch(template, batch)
                 raise
-            if len(batch) == _BATCH or (batch and sum(map(len, batch)) + len(one) > _BATCH_BYTES):
+            if len(batch) == _BATCH or size + len(one) > _BATCH_BYTES:
                 yield from self._batch(template, batch)
-                batch = []
+                batch, size = [], 0
             batch.append(one)
+            size += len(one)
         yield from self._batch(template, batch)
 
     def close(self) -> None:

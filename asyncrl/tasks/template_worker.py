@@ -76,7 +76,7 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         )
 
     def strftime_now(format: str) -> str:  # noqa: A002 - templates may name it
-        return datetime.now().strftime(format)  # noqa: DTZ005 - the day here
+        return datetime.now().strftime(format)  # noqa: DTZ005, TID251 - the day here
 
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
@@ -121,9 +121,9 @@ def _answer(limits: Limits, general: bytes, messages: bytes) -> Answer:
         # Python sees that signal between its own steps only; this one ends the process.
         signal.setitimer(signal.ITIMER_VIRTUAL, limits.seconds + 1)
         try:
-            template, variables = pickle.loads(general)  # noqa: S301 - it comes from our own side
-            variables["messages"] = pickle.loads(messages)  # noqa: S301 - likewise
-            return Rendered(_text(compiled(template), variables))
+            template, variables = _loaded(general)
+            said = pickle.loads(messages)  # noqa: S301 - it comes from our own side
+            return Rendered(_text(compiled(template), {**variables, "messages": said}))
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -135,6 +135,12 @@ def _answer(limits: Limits, general: bytes, messages: bytes) -> Answer:
         return Failed(f"it takes more than {limits.memory // _MIB:,} MiB of memory", _line(error))
     except Exception as error:  # noqa: BLE001 - process edge: reported to who asks
         return Failed(_said(error)[:_MAX_MESSAGE], _line(error))
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(general: bytes) -> tuple[str, dict[str, Any]]:
+    template, variables = pickle.loads(general)  # noqa: S301 - it comes from our own side
+    return template, variables
 
 
 def _text(template: jinja2.Template, variables: dict[str, Any]) -> bytes:
