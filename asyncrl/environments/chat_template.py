@@ -1,54 +1,11 @@
-"""A tokenizer's chat template as text: messages in, the text that the model reads out."""
+"""What a model's chat template puts around the turns of a conversation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from asyncrl.errors import RenderingError
-
-Message = dict[str, Any]
-"""A chat message: `role` and `content`, and what the template knows besides (`tool_calls`)."""
-Tools = Sequence[dict[str, Any]]
-"""JSON schemas of the functions that the model may call."""
-
-
-class ChatTemplate:
-    """Renders messages.
-
-    Args:
-        tokenizer: an HF tokenizer with a chat template.
-        arguments: further variables of the template (`enable_thinking`).
-    """
-
-    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._arguments = dict(arguments or {})
-
-    def render(
-        self, messages: Sequence[Message], tools: Tools | None, *, generation_prompt: bool = True
-    ) -> str:
-        """The text of a conversation, by default up to the place where the model answers.
-
-        Raises:
-            RenderingError: the template refuses the messages.
-        """
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **self._arguments,
-            )
-        except Exception as error:  # a template is a program, of the files of the model
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise RenderingError(
-                f"the model's chat template refused a conversation of the roles {roles}: {error}. "
-                "Answer the model in roles that its template knows, or give the model directory "
-                "another chat_template.jinja"
-            ) from error
-        return str(text)
+from asyncrl.tasks.chat_template import ChatTemplate, Message, Tools
 
 
 def end_of_turn(

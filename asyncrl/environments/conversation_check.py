@@ -13,15 +13,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from asyncrl.environments.chat_template import (
-    ChatTemplate,
-    Message,
-    Tools,
     beginning_of_turn,
     end_of_turn,
     first_difference,
     nearest_context,
 )
 from asyncrl.errors import RenderingError
+from asyncrl.tasks.chat_template import ChatTemplate, Message, Tools
 
 logger = logging.getLogger(__name__)
 

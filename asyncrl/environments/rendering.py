@@ -33,16 +33,11 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.environments.chat_template import (
-    ChatTemplate,
-    Message,
-    Tools,
-    end_of_turn,
-    nearest_context,
-)
+from asyncrl.environments.chat_template import end_of_turn, nearest_context
 from asyncrl.environments.conversation_check import PROBE_QUESTION, ConversationCheck, History
 from asyncrl.environments.token_pieces import TokenPieces
 from asyncrl.errors import RenderingError
+from asyncrl.tasks.chat_template import ChatTemplate, Message, Tools
 from rollout.trajectory import IntArray
 
 

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from asyncrl.environments.chat_template import Message, Tools
 from asyncrl.environments.schema_check import misfit
 from asyncrl.environments.tool_formats import ToolFormat, WrittenCall, load_json, read_turn
+from asyncrl.tasks.chat_template import Message, Tools
 
 CallError = Literal["json", "unknown_tool", "arguments"]
 """What is wrong with a call; counted by these names."""

@@ -1,7 +1,7 @@
 """Frames on the standard streams of a process that runs user code.
 
 A frame is four bytes of length (little-endian) and then MessagePack. Import-light: reward workers
-and the process of `task.map` load this file.
+and the processes of `task.map` and of chat templates load this file.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.errors import DataError
+from asyncrl.errors import DataError, RenderingError
+from asyncrl.tasks.chat_template import ChatTemplate
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.prompts import Prompt
 from asyncrl.tasks.template_variables import template_variables
@@ -46,22 +47,23 @@ class PromptEncoder:
                 "task.chat_template is 'always', but the model's tokenizer has no chat template; "
                 "use 'auto' or 'never', or add chat_template.jinja to the model directory"
             )
-        self._template = has_template and config.chat_template != "never"
         used = config.chat_template != "never"
-        self._variables = template_variables(tokenizer, config) if used else {}
+        variables = template_variables(tokenizer, config) if used else {}
+        self._template = ChatTemplate(tokenizer, variables) if used and has_template else None
 
     def encode(self, questions: Sequence[Question]) -> tuple[list[Prompt], int]:
         """Prompts in order, and the number of questions that were left out as too long.
 
         Raises:
-            DataError: a prompt is empty, chat messages meet a tokenizer without a template, or a
-                prompt is longer than `max_prompt_tokens` with `too_long: refuse`.
+            DataError: a prompt is empty, chat messages meet a tokenizer without a template, the
+                template fails for a prompt or takes more than its limits, or a prompt is longer
+                than `max_prompt_tokens` with `too_long: refuse`.
         """
         if not questions:
             return [], 0
-        texts = [self._render(question) for question in questions]
+        texts = self._texts(questions)
         # A chat template contains the special tokens; without one, the tokenizer adds its own.
-        ids = self._tokenizer(texts, add_special_tokens=not self._template)["input_ids"]
+        ids = self._tokenizer(texts, add_special_tokens=self._template is None)["input_ids"]
         prompts, left_out = [], 0
         for question, text, tokens in zip(questions, texts, ids, strict=True):
             if not tokens:
@@ -81,30 +83,33 @@ class PromptEncoder:
             )
         return prompts, left_out
 
-    def _render(self, question: Question) -> str:
-        system = self._config.system_prompt
-        content = question.content
-        if not self._template:
-            if not isinstance(content, str):
-                raise DataError(
-                    f"{question.where}: the prompt is a list of chat messages, which needs a chat "
-                    "template; the tokenizer has none, or task.chat_template is 'never'"
-                )
-            return content if system is None else f"{system}\n\n{content}"
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        if system is not None:
-            messages = [{"role": "system", "content": system}, *messages]
-        from jinja2 import TemplateError
-
+    def _texts(self, questions: Sequence[Question]) -> list[str]:
+        if self._template is None:
+            return [self._plain(question) for question in questions]
+        texts: list[str] = []
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._variables
-            )
-        except TemplateError as error:
+            for text in self._template.prompts(map(self._messages, questions)):
+                texts.append(text)  # noqa: PERF402 - how many there are says which one failed
+        except RenderingError as error:
             raise DataError(
-                f"{question.where}: the model's chat template refused the messages: {error}"
+                f"{questions[len(texts)].where}: the model's chat template refused the messages: "
+                f"{error}"
             ) from error
-        return str(text)
+        return texts
+
+    def _plain(self, question: Question) -> str:
+        system, content = self._config.system_prompt, question.content
+        if not isinstance(content, str):
+            raise DataError(
+                f"{question.where}: the prompt is a list of chat messages, which needs a chat "
+                "template; the tokenizer has none, or task.chat_template is 'never'"
+            )
+        return content if system is None else f"{system}\n\n{content}"
+
+    def _messages(self, question: Question) -> Messages:
+        system, content = self._config.system_prompt, question.content
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        return messages if system is None else [{"role": "system", "content": system}, *messages]
 
     def _too_long(self, question: Question, length: int) -> bool:
         limit = self._config.max_prompt_tokens

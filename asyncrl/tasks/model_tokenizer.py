@@ -35,7 +35,7 @@ _BY_THE_CALL = frozenset({"padding", "truncation"})
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """The model's tokenizer. Raises ModelError if there is none."""
+    """The model's tokenizer. Raises ModelError: there is none, or it has code of its own."""
     try:
         known = _known_class(Path(model_path))
         if known is not None:
@@ -44,11 +44,24 @@ def load_tokenizer(model_path: str) -> Any:
 
         return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        if wants_own_code(error):
+            raise ModelError(
+                f"the tokenizer of {model_path!r} has code of its own (auto_map in "
+                "tokenizer_config.json); models with code of their own are not supported"
+            ) from error
         raise ModelError(
             f"no tokenizer could be loaded from {model_path!r}: {_first_line(error)}. A model "
             "directory needs tokenizer.json (or its older forms) and tokenizer_config.json next to "
             "config.json; save both with tokenizer.save_pretrained(directory)."
         ) from error
+
+
+def wants_own_code(error: Exception) -> bool:
+    """Whether transformers refused a model for the code in its folder.
+
+    It advises an argument of its own, which we never give.
+    """
+    return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
 def tokenizer_digest(tokenizer: Any) -> TokenizerDigest:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from asyncrl.errors import RenderingError
 from asyncrl.rewards.server.batching import Batcher, QueueFullError
 from asyncrl.rewards.server.classifier import Classifier, TooLongError
 
@@ -84,7 +85,7 @@ class App:
             tokens = await loop.run_in_executor(
                 None, self._classifier.encode, question.prompt, question.response
             )
-        except TooLongError as error:
+        except (RenderingError, TooLongError) as error:
             raise _Answer(422, str(error)) from None
         return await self._score(tokens, receive)
 

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from asyncrl.errors import UserError
 from asyncrl.rewards.reward_model import no_classifier
+from asyncrl.tasks.chat_template import ChatTemplate
+from asyncrl.tasks.model_tokenizer import wants_own_code
 
 Apply = Literal["none", "sigmoid", "softmax"]
 
@@ -74,6 +76,11 @@ class Classifier:
                 settings.model, dtype=dtype, output_loading_info=True, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
+            if wants_own_code(error):
+                raise UserError(
+                    f"--model: {settings.model} has code of its own (auto_map in its files); "
+                    "models with code of their own are not supported"
+                ) from error
             raise UserError(f"--model: {settings.model} cannot be loaded: {error}") from error
         if missing := sorted(info.get("missing_keys", ())):
             raise UserError(
@@ -99,18 +106,17 @@ class Classifier:
         """The tokens of an answer to a prompt: by the chat template, else as a pair of texts.
 
         Raises:
+            RenderingError: the chat template refuses the texts.
             TooLongError: there are more than the model takes.
         """
         tokenizer = self._tokenizer
         with self._encoding:  # tokenizers change their own state
             if tokenizer.chat_template:
-                text = tokenizer.apply_chat_template(
-                    [
-                        {"role": "user", "content": prompt},
-                        {"role": "assistant", "content": response},
-                    ],
-                    tokenize=False,
-                )
+                messages = [
+                    {"role": "user", "content": prompt},
+                    {"role": "assistant", "content": response},
+                ]
+                text = ChatTemplate(tokenizer).render(messages, None, generation_prompt=False)
                 tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
             else:
                 tokens = list(tokenizer(prompt, response)["input_ids"])

@@ -63,6 +63,24 @@ def test_code_of_the_models_own_is_left_to_autotokenizer(
     assert load_tokenizer(str(path)) == "theirs"
 
 
+@pytest.mark.parametrize("family", ["llama", "family_of_its_own"])
+@pytest.mark.parametrize("named", [{"AutoTokenizer": ["mine.Mine", None]}, ["mine.Mine", None]])
+def test_a_tokenizer_with_code_of_its_own_is_refused(
+    tmp_path: Path, family: str, named: Any
+) -> None:
+    path = directory_of(tmp_path, family, "Mine")
+    (path / "mine.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"auto_map": named}))
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(str(path))
+    assert str(caught.value) == (
+        f"the tokenizer of {str(path)!r} has code of its own (auto_map in tokenizer_config.json); "
+        "models with code of their own are not supported"
+    )
+    assert not (tmp_path / "executed").exists()
+
+
 def test_stop_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(directory_of(tmp_path, "llama", "TokenizersBackend")))
     own = tokenizer.eos_token_id
