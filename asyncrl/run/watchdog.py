@@ -13,6 +13,7 @@ from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
 from asyncrl.run.worker import Worker
 from scheduler.events import GeneratorLost
+from wire.messages import to_trainer
 
 
 class Watchdog:
@@ -62,6 +63,8 @@ class Watchdog:
                     await self._trainer_restarts.replace(*lost)
                 continue
             self._fleet.installations.drop(worker.name)
+            if self._fleet.trainer.state == "ready":  # before the orders that replace its own
+                await self._fleet.send_trainer(to_trainer.Withdraw(worker.name))
             await self._evaluation.lost(worker)
             await self._training.apply(GeneratorLost(worker.name))
             if worker.is_leaving:
