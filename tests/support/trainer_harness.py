@@ -213,6 +213,11 @@ class TrainerHarness:
         for delivery in deliveries:
             self.hub.inbox.put_nowait(("g0", delivery))
 
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait for what the process does with what it was sent."""
+        while not condition():  # noqa: ASYNC110 - `play` has the deadline
+            await asyncio.sleep(0)
+
     async def sent(self, kind: type[Any], count: int) -> list[Any]:
         """Wait until the controller was sent this many messages of a kind."""
         while True:
@@ -239,8 +244,8 @@ def play(
                 harness.running = asyncio.create_task(harness.process.run(metrics_port=None))
                 try:
                     await scenario(harness)
-                    harness.control.inbox.put_nowait(to_trainer.Shutdown(checkpoint))
                 finally:
+                    harness.control.inbox.put_nowait(to_trainer.Shutdown(checkpoint))
                     await harness.running
                     await harness.samples.close()
             return harness

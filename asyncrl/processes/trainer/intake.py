@@ -3,7 +3,7 @@
     controller ── Expect ──►┐
                             ├─► kept: queued and acknowledged
     generator ─ delivery ──►┘   early: its order has not come; it waits, unacknowledged
-                                given back: it had no room to wait in; asked for when its order comes
+                                given back: it has no room to wait; asked for with its order
                                 refused: it is not what was ordered, or what no run orders
 
 An order and its delivery come over different sockets, and either may be late by any time. So a
@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
     here: Sequence[TrajectoryDelivery]
     """They have waited for it; `receive` takes them now."""
     given_back: Sequence[SampleId]
-    """They came before it and had no room: ask their generator to send them again."""
+    """They came before it and were not kept: ask their generator to send them again."""
 
 
 class DeliveryNotKept(Exception):  # noqa: N818 - says what happened
@@ -159,6 +159,8 @@ class Intake:
             self._refuse_impossible(delivery)
             self._trainable(delivery)
         except (ArithmeticError, BatchError, ValueError) as error:
+            # If it is ordered after all, the run must hear what is wrong with it.
+            self._give_back(generator, delivery)
             raise DeliveryNotKept(
                 f"sample {sample} of {generator}, which was not ordered: {error}", was_ordered=False
             ) from error
@@ -169,10 +171,14 @@ class Intake:
         held[generator] = held.get(generator, 0) + _bytes_of(delivery)
         while sum(held.values()) > self._early_bytes:
             most = max(held, key=lambda one: held[one])
-            newest = next(reversed(self._early[most]))
-            self._given_back[most, newest] = self._early[most][newest].step
-            self._take_early(most, newest)
-        while len(self._given_back) > _GIVEN_BACK:
+            newest = next(reversed(self._early[most].values()))
+            self._take_early(most, newest.sample)
+            self._give_back(most, newest)
+
+    def _give_back(self, generator: str, delivery: TrajectoryDelivery) -> None:
+        """Keep only that this delivery has come."""
+        self._given_back[generator, delivery.sample] = delivery.step
+        if len(self._given_back) > _GIVEN_BACK:
             self._given_back.popitem(last=False)
 
     def _take_early(self, generator: str, sample: SampleId) -> TrajectoryDelivery | None:

@@ -227,6 +227,9 @@ def test_what_no_order_could_name_is_refused_at_once(
         trainer.receive(msgspec.structs.replace(ORDERED, **changes))
     assert not refused.value.was_ordered
     assert not trainer.early()
+    wanted = trainer.intake.expect(order_of("g", ORDERED), next_step=0)
+    same = "sample" not in changes
+    assert [*wanted.given_back] == [ORDERED.sample] * same, "so that its group fails, not waits"
 
 
 def test_an_early_delivery_does_not_keep_its_frame() -> None:

@@ -231,9 +231,12 @@ def test_a_delivery_that_is_refused_is_reported_and_the_others_are_trained_on(
     async def scenario(harness: TrainerHarness) -> None:
         ordered = delivery_of(SampleId(0, 0))
         forged = msgspec.structs.replace(ordered, tokens=bytes(ordered.tokens)[::-1])
-        harness.control.inbox.put_nowait(order_of("g0", ordered))
         for peer, delivery in (("g1", ordered), ("g0", forged)):
             harness.hub.inbox.put_nowait((peer, delivery))
+        await harness.until(harness.hub.inbox.empty)
+        harness.control.inbox.put_nowait(order_of("g0", ordered))
+        await harness.until(lambda: harness.hub.asked == [SampleId(0, 0)])  # it came too early
+        harness.hub.inbox.put_nowait(("g0", forged))
         (refused,) = await harness.sent(from_trainer.DeliveryRefused, 1)
         assert (refused.generator, refused.sample) == ("g0", SampleId(0, 0))
         harness.deliver(1, step=0)
@@ -260,13 +263,12 @@ def test_deliveries_before_their_orders_are_trained_on_and_nobody_is_blamed(
         for _ in range(20):  # each is sent again until it is acknowledged
             for delivery in deliveries:
                 harness.hub.inbox.put_nowait(("g0.1", delivery))
-        while not harness.hub.inbox.empty():
-            await asyncio.sleep(0)
+        await harness.until(harness.hub.inbox.empty)
         harness.control.inbox.put_nowait(order_of("g0", *deliveries))  # of a lost generator
         harness.control.inbox.put_nowait(to_trainer.Withdraw("g0"))
         harness.control.inbox.put_nowait(order_of("g0.1", *deliveries))
-        while len(harness.hub.asked) + len(harness.hub.acknowledged) < len(samples):
-            await asyncio.sleep(0)
+        hub = harness.hub
+        await harness.until(lambda: len(hub.asked) + len(hub.acknowledged) == len(samples))
         assert harness.hub.asked == (samples if room == 1 else [])
         for delivery in deliveries if room == 1 else []:
             harness.hub.inbox.put_nowait(("g0.1", delivery))
