@@ -134,6 +134,9 @@ class FakeHub:
     async def receive(self) -> tuple[str, Any]:
         return await self.inbox.get()
 
+    def listen_again(self) -> bool:
+        return False
+
     def send_soon(self, _peer: str, message: data.ToGeneratorData) -> None:
         asks = isinstance(message, data.SendAgain)
         (self.asked if asks else self.acknowledged).append(message.sample)

@@ -27,6 +27,7 @@ is carried out by all or by none, and a checkpoint is of the step after the last
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import deque
 
@@ -41,6 +42,7 @@ from monitoring.log_level import set_log_level
 from trainer.sharding.lockstep import Act
 from wire import Hub, Line
 from wire.decoding import FrameRefused, Reason
+from wire.errors import WireError
 from wire.messages import data, from_trainer, to_trainer
 
 REPORT_SECONDS = 0.5
@@ -294,6 +296,8 @@ class TrainerProcess:
             await self._control.send(
                 from_trainer.TrainerReport(self._steps.step, queued, self._steps.busy_seconds)
             )
+            with contextlib.suppress(OSError, WireError):  # the controller ends the run for it
+                self._generators.listen_again()
             while self._cut_off:
                 await self._control.send(self._cut_off.pop())
             await asyncio.sleep(REPORT_SECONDS)
