@@ -119,23 +119,24 @@ class Surroundings:
                 self._say(f"the run's folder {self._folder.path} is gone, so the run ends")
                 run.fail(error)
                 return
-            self._restore_sockets()
+            self.error = self._restore_sockets()
             if self.error is not None:
                 self._say(f"{self.error}. The run finishes the current step and ends")
                 await run.stop()
 
-    def _restore_sockets(self) -> None:
+    def _restore_sockets(self) -> RunFailed | None:
+        """Make the sockets again where they are missing; the error if that cannot be."""
         path = self._runtime.path
         try:
             made = self._runtime.restore()
             bound = [hub.listen_again() for hub in self._hubs]
         except (OSError, WireError) as error:
-            self.error = RunFailed(
+            return RunFailed(
                 f"the folder of the run's sockets, {path}, was removed and cannot be made again "
                 f"({error}), so no process could be replaced. Continue with "
                 f"`{resume_command(self._folder.path)}`; TMPDIR, with XDG_RUNTIME_DIR unset, or "
                 "`loginctl enable-linger` gives the run a folder that a logout does not remove"
             )
-            return
         if made or any(bound):
             self._say(f"the folder of the run's sockets, {path}, was removed; it is there again")
+        return None
