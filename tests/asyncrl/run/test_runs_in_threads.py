@@ -261,7 +261,8 @@ def meanwhile(run: ThreadedRun, act: Callable[[], None]) -> threading.Thread:
     """Do something once a step of the run is trained."""
 
     def wait() -> None:
-        wait_until((run.folder / "metrics.jsonl").exists)
+        metrics = run.folder / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
         act()
 
     thread = threading.Thread(target=wait, name="meanwhile")
