@@ -34,6 +34,7 @@ from scheduler.config import SchedulerConfig
 from trainer.algorithms.registry import is_own, smallest_group
 from trainer.config import TrainerConfig
 from trainer.rank_network import is_loopback
+from wire.paths import FOLDER
 
 
 class RunConfig(BaseModel):
@@ -276,7 +277,9 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     values = {} if path is None else _read(path)
     for override in overrides:
         _apply(values, override)
-    return parse_config(values, source="the defaults" if path is None else str(path))
+    if path is None:
+        return parse_config(values, source="the defaults")
+    return parse_config(values, source=str(path), folder=path.parent)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -292,17 +295,20 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def parse_config(values: Mapping[str, Any], *, source: str) -> RunConfig:
+def parse_config(
+    values: Mapping[str, Any], *, source: str, folder: Path | None = None
+) -> RunConfig:
     """Validate plain values. Errors (ConfigError) refer to them as `source`.
 
-    A section that is null is empty: all its settings are commented out.
+    A section that is null is empty: all its settings are commented out. Files that are not at the
+    current directory are looked for in `folder`, that of the configuration file.
     """
     values = {
         key: {} if value is None and key in RunConfig.model_fields else value
         for key, value in values.items()
     }
     try:
-        config = RunConfig.model_validate(values)
+        config = RunConfig.model_validate(values, context={FOLDER: folder})
         refused: ValidationError | None = None
     except ValidationError as error:
         refused = error

@@ -34,7 +34,9 @@ _INTRODUCTION = """\
 A run is described by one YAML file with the sections below. Every key may be left out; it then has
 its default. `--set section.key=value` overrides a key on the command line, and its value is read as
 YAML (`--set trainer.betas='[0.9, 0.95]'`). An unknown key, a value out of bounds or an impossible
-combination is refused with the path of the key and what would be right.
+combination is refused with the path of the key and what would be right. A relative path starts at
+the current directory. A file that a run reads (data, model, functions, environments) and that is
+not there is looked for next to the YAML file.
 
 ```bash
 asyncrl run CONFIG --dry-run    # print the whole configuration, defaults included

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
 from trainer.checkpoint import Pending
 from trainer.checkpoint_files import path_of
@@ -48,6 +48,7 @@ class Effort:
 
 QUICK = Effort(512, 8, 3, 256)
 FULL = Effort(1024, 12, 5, 256)
+SMOKE = Effort(128, 1, 1, 16)
 
 
 @dataclass(frozen=True)
@@ -199,9 +200,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a model of 30M parameters")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: /tmp")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    add_smoke(parser)
     args = parser.parse_args(arguments)
+    effort = SMOKE if args.smoke else QUICK if args.quick else FULL
     with tempfile.TemporaryDirectory(prefix="asyncrl-checkpoints-", dir=args.folder) as folder:
-        found = measure(QUICK if args.quick else FULL, Path(folder))
+        found = measure(effort, Path(folder))
     ratios = ratios_of(found)
     table = Table(title="checkpoints")
     for column in ("", "value"):
@@ -210,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table.add_row(name.replace("_", " "), f"{value:,.4g}")
     Console(width=100).print(table)
     if args.json:
-        write_json(args.json, "checkpoints", asdict(found), ratios)
+        write_json(args.json, "checkpoints", asdict(found), ratios, smoke=args.smoke)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A prototype: a packed row of tokens over several ranks, by all-to-all over heads (0058).
 
-    python -m benchmarks.context_parallel --ranks 2 --tokens 8192
+    python -m benchmarks.context_parallel --ranks 2 --tokens 8192 [--json FILE]
 
 Each rank has a slice of the row. Everything but attention is by token, so it needs nothing of the
 others. Before attention the ranks exchange slices for heads: each then has all tokens of some
@@ -15,10 +15,12 @@ with one process's. Printed are seconds, and of rank 0 peak memory and what it s
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import transformers
 from torch import Tensor
 from transformers import AttentionInterface
 
+from benchmarks.report import add_smoke, write_json
 from trainer.packing import Family, Layout, packed_attention
 from trainer.ranks.world import World, join
 
@@ -155,26 +158,37 @@ def _in_a_process(folder: Path, rank: int, size: int, options: argparse.Namespac
             dist.all_reduce(one)
     if world.leads:
         torch.save(gradients, folder / f"{size}.pt")
+        (folder / f"{size}.json").write_text(json.dumps(found))
         print(f"{size} ranks: " + ", ".join(f"{key} {value:.1f}" for key, value in found.items()))
     world.close()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure one process, then several."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
-    options = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="a quarter of the tokens")
+    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    add_smoke(parser)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.tokens //= 4
+    if options.smoke:
+        options.tokens, options.layers, options.hidden = 64, 1, 64
     with tempfile.TemporaryDirectory() as folder:
         for size in (1, options.ranks):
             children = []
             for rank in range(size):
                 child = os.fork()
                 if not child:
-                    _in_a_process(Path(folder), rank, size, options)
-                    os._exit(0)
+                    try:
+                        _in_a_process(Path(folder), rank, size, options)
+                        os._exit(0)
+                    finally:  # nothing of the parent's goes on here
+                        os._exit(1)
                 children.append(child)
             if any(os.waitpid(child, 0)[1] for child in children):
                 raise SystemExit(f"one of {size} ranks failed")
@@ -182,8 +196,18 @@ def main() -> None:
             torch.load(Path(folder) / f"{size}.pt", weights_only=True)
             for size in (1, options.ranks)
         )
+        one, several = (
+            json.loads((Path(folder) / f"{size}.json").read_text()) for size in (1, options.ranks)
+        )
     off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
     print(f"largest difference of the gradients, relative: {off:.1e}")
+    if options.json:
+        raw = {"one": one, "several": several, "ranks": options.ranks, "tokens": options.tokens}
+        ratios = {
+            "gradients_off": off,
+            "seconds_several_vs_one": several["seconds"] / one["seconds"],
+        }
+        write_json(options.json, "context_parallel", raw, ratios, smoke=options.smoke)
 
 
 if __name__ == "__main__":

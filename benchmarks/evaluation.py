@@ -27,9 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.paced.model import make_model
+from benchmarks.paced.plan import smoke
 from benchmarks.paced.run import carry_out
 from benchmarks.paced.setting import KEEP_1, KEEP_4, SYNC, VERIFY, Paced
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from monitoring.evaluations_log import read_evaluations
 
 EVERY = 5
@@ -60,9 +61,8 @@ class Evaluated(Paced):
         return (*super().settings(model, folder), *added, *prompts)
 
 
-def compare(mode: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Both runs of a mode, and their numbers."""
-    plain = Evaluated(mode, seed=seed)
+def compare(plain: Evaluated, folder: Path) -> dict[str, Any]:
+    """A run without evaluation, the same with it, and the numbers of both."""
     model = folder / "model"
     if not model.exists():
         make_model(model, plain.lengths)
@@ -70,10 +70,10 @@ def compare(mode: str, seed: int, folder: Path) -> dict[str, Any]:
     before, after = (carry_out(one, model, folder) for one in (plain, evaluated))
     rounds = read_evaluations(folder / evaluated.name / "evaluations.jsonl")
     during = [one for one in rounds if one.when == "during"]
-    planned = (STEPS - 1) // EVERY
+    planned = (plain.steps - 1) // EVERY
     return {
-        "mode": mode,
-        "seed": seed,
+        "mode": plain.mode,
+        "seed": plain.seed,
         "step_seconds": before.step_seconds,
         "step_seconds_evaluated": after.step_seconds,
         "slowdown": after.step_seconds / before.step_seconds,
@@ -92,15 +92,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two modes, one run of each")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    add_smoke(parser)
     options = parser.parse_args(arguments)
     modes = (VERIFY, KEEP_4) if options.quick else (VERIFY, SYNC, KEEP_1, KEEP_4)
+    seeds = range(1 if options.quick else 3)
+    runs = [Evaluated(mode, seed=seed) for mode in modes for seed in seeds]
+    if options.smoke:
+        (short,) = smoke()
+        runs = [Evaluated(**(vars(short) | {"steps": EVERY + 2}))]
     console, load = Console(width=None if sys.stdout.isatty() else 150), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        found = [
-            compare(mode, seed, Path(folder))
-            for mode in modes
-            for seed in range(1 if options.quick else 3)
-        ]
+        found = [compare(one, Path(folder)) for one in runs]
     columns = [key for key in found[0] if key != "seed"]
     table = Table(*columns, title=f"evaluation every {EVERY} steps (load {load:.1f})")
     for one in found:
@@ -113,10 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"slowdown_{mode}": statistics.fmean(
                 one["slowdown"] for one in found if one["mode"] == mode
             )
-            for mode in modes
+            for mode in dict.fromkeys(one.mode for one in runs)
         }
         raw = {"load_before": load, "load_after": os.getloadavg()[0], "runs": found}
-        write_json(options.json, "evaluation", raw, ratios)
+        write_json(options.json, "evaluation", raw, ratios, smoke=options.smoke)
     return 0
 
 

@@ -7,7 +7,7 @@ random model never judges, so scores come from constrained decoding. Then the se
 a wrong key, name and address, and for too much, is suspended, and is killed while it answers. Each
 line names what was done, what should come of it and what did. Exit code 1 if they differ.
 
---quick changes nothing: it takes a minute or two, most of it the start of the server.
+--quick and --smoke change nothing: it takes a minute or two, most of it the start of the server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rich.table import Table
 from asyncrl.errors import RewardFailed
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.pool import RewardPool
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 
 _KEY, _WRONG = "ASYNCRL_JUDGE_KEY", "ASYNCRL_JUDGE_WRONG_KEY"
 _POSITIONS = 512
@@ -223,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="changes nothing")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    add_smoke(parser)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="judge-") as folder, _keys():
         save_model(Path(folder))
@@ -236,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"wrong: {', '.join(wrong) or 'none'} of {len(found)}")
     if options.json:
         raw, share = {"cases": found}, len(wrong) / len(found)
-        write_json(options.json, "judge_servers", raw, {"wrong_share": share})
+        write_json(options.json, "judge_servers", raw, {"wrong_share": share}, smoke=options.smoke)
     return 1 if wrong else 0
 
 

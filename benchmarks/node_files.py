@@ -15,13 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 
 from asyncrl.processes.relay import pull
 from asyncrl.processes.relay.files import RelayFiles
 from asyncrl.processes.spec import files_hub
+from benchmarks.report import add_smoke, write_json
 from wire import RunKey
 from wire.messages import files, from_relay, to_relay
 
@@ -57,58 +60,60 @@ async def copy(run: Path, key: RunKey, ready: from_relay.FilesReady) -> float:
     return seconds
 
 
-def measure() -> dict[str, float]:
-    """MB/s, and seconds of CPU of each end for 256 MB."""
-    pull.BYTES_PER_SECOND = 1e12
+def measure(megabytes: int) -> dict[str, float]:
+    """MB/s, and seconds of CPU of each end for so many."""
     key = RunKey.new()
     with tempfile.TemporaryDirectory() as folder:
         node, run = Path(folder) / "node", Path(folder) / "run"
         run.mkdir()
         (node / "logs").mkdir(parents=True)
-        (node / LOG).write_bytes(os.urandom(1_000_000) * MEGABYTES)
+        (node / LOG).write_bytes(os.urandom(1_000_000) * megabytes)
         began = time.perf_counter()
         shutil.copyfile(node / LOG, run / "floor")
         floor = time.perf_counter() - began
-        child = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-m", "benchmarks.node_files", "--serve", str(node)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-        )
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdin.write(key.secret.hex().encode() + b"\n")
-        child.stdin.flush()
-        ready = msgspec.json.decode(child.stdout.readline(), type=from_relay.FilesReady)
-        before = time.process_time()
-        seconds = asyncio.run(copy(run, key, ready))
-        own = time.process_time() - before
-        child.stdin.close()
-        served = float(child.stdout.readline())
-        child.wait(30)
+        ) as child:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write(key.secret.hex().encode() + b"\n")
+            child.stdin.flush()
+            ready = msgspec.json.decode(child.stdout.readline(), type=from_relay.FilesReady)
+            before = time.process_time()
+            with mock.patch.object(pull, "BYTES_PER_SECOND", 1e12):
+                seconds = asyncio.run(copy(run, key, ready))
+            own = time.process_time() - before
+            child.stdin.close()
+            served = float(child.stdout.readline())
+            child.wait(30)
     return {
-        "megabytes": MEGABYTES,
-        "copied_mb_per_s": MEGABYTES / seconds,
-        "floor_mb_per_s": MEGABYTES / floor,
+        "megabytes": megabytes,
+        "copied_mb_per_s": megabytes / seconds,
+        "floor_mb_per_s": megabytes / floor,
         "copying_cpu_seconds": own,
         "serving_cpu_seconds": served,
     }
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a quarter of the bytes")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    add_smoke(parser)
+    arguments = parser.parse_args(given)
     if arguments.serve is not None:
         key = RunKey(bytes.fromhex(sys.stdin.buffer.readline().decode()))
         asyncio.run(serve(arguments.serve, key))
         return
-    found = measure()
-    text = json.dumps({name: round(value, 2) for name, value in found.items()}, indent=1)
-    print(text)
+    measured = measure(1 if arguments.smoke else MEGABYTES // 4 if arguments.quick else MEGABYTES)
+    found = {name: round(value, 2) for name, value in measured.items()}
+    print(json.dumps(found, indent=1))
     if arguments.json is not None:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+        write_json(arguments.json, "node_files", {}, found, smoke=arguments.smoke)
 
 
 if __name__ == "__main__":

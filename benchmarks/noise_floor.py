@@ -28,17 +28,19 @@ from asyncrl.processes.generator.background import BackgroundTasks
 from asyncrl.processes.generator.noise_floor import NoiseFloorProbe
 from asyncrl.simulation.lengths import Survival
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
-from benchmarks.report import write_json
-from benchmarks.tiny_models import random_qwen3
+from benchmarks.report import add_smoke, write_json
+from benchmarks.tiny_models import SMOKE_START, random_qwen3
 from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.factory import create_engine
 from engine.protocol import Engine, GenerateRequest, SamplingParams
-from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
+from rollout.trajectory import SampleId, TrajectoryBuilder, VerifiableTrajectory
 from wire.noise_floor import NoiseFloor
 
 VOCABULARY = 5000
 """Of the flat model."""
+DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+KS = (8, 64)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ async def measure(case: Case, path: Path) -> Found:
     return Found(probe.measured, outside, 1.0 - model.expected([case.length], 0.0))
 
 
-async def _response(engine: Engine, sampling: SamplingParams, index: int) -> Trajectory:
+async def _response(engine: Engine, sampling: SamplingParams, index: int) -> VerifiableTrajectory:
     prompt = np.array([1 + index % 8, 2, 3], np.int32)
     builder = TrajectoryBuilder(SampleId(index, 0), f"prompt {index % 8}", prompt)
     own = replace(sampling, seed=index)
@@ -103,10 +105,15 @@ async def _response(engine: Engine, sampling: SamplingParams, index: int) -> Tra
     return builder.finish("length")
 
 
-def models(folder: Path) -> dict[str, Path]:
-    """The directories of both models, by name."""
+def models(folder: Path, *, smoke: bool) -> dict[str, Path]:
+    """The directories of both models, by name; in a smoke, of the built-in one in miniature."""
     random_qwen3(1, VOCABULARY, max_length=1024).save_pretrained(folder / "flat")
-    return {"built-in": ensure_builtin_model(default_cache_dir()), "flat": folder / "flat"}
+    built_in = (
+        ensure_builtin_model(folder, None, SMOKE_START)
+        if smoke
+        else ensure_builtin_model(default_cache_dir())
+    )
+    return {"built-in": built_in, "flat": folder / "flat"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -115,18 +122,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
     parser.add_argument("--quick", action="store_true", help="a quarter of the responses")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    add_smoke(parser)
     args = parser.parse_args(arguments)
-    responses = 48 if args.quick else 192
+    responses, length = (4, 8) if args.smoke else (48 if args.quick else 192, 128)
     table = Table(title=f"tokens that {args.engine} rejects under unchanged weights")
     for column in ("model", "dtype", "K", "outside", "judged", "nats", "rejected", "model says"):
         table.add_column(column, justify="right")
     raw: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     with TemporaryDirectory(prefix="asyncrl-noise-floor-") as folder:
-        for name, path in models(Path(folder)).items():
-            for dtype in ("float32", "bfloat16"):
-                for top_k in (8, 64):
-                    case = Case(name, args.engine, dtype, top_k, responses, 128)
+        for name, path in models(Path(folder), smoke=args.smoke).items():
+            for dtype in DTYPES[:1] if args.smoke else DTYPES:
+                for top_k in KS[:1] if args.smoke else KS:
+                    case = Case(name, args.engine, dtype, top_k, responses, length)
                     found = asyncio.run(measure(case, path))
                     share = found.measured.share or 0.0
                     ratios[f"{name}_{dtype}_k{top_k}"] = share
@@ -143,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     )  # fmt: skip
     Console(width=100).print(table)
     if args.json:
-        write_json(args.json, "noise_floor", {"cases": raw}, ratios)
+        write_json(args.json, "noise_floor", {"cases": raw}, ratios, smoke=args.smoke)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Successive policy versions, trained by this project, for benchmarks that need real drift.
 
-    python -m benchmarks.policies     trains them (minutes, once) and prints how far apart they are
+    python -m benchmarks.policies [--json FILE]    trains them (minutes, once), and prints how far
+                                                   apart they are
 
 The workload is the built-in task with summands of 4 to 6 digits: some 55 response tokens, twice as
 many as the default 2 to 3 digits give, in the same format. The built-in model is warm-started on
@@ -16,6 +17,7 @@ whole distributions, on texts that the earlier version has just generated.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import itertools
@@ -40,7 +42,9 @@ from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.tasks.warm_start_recipe import WarmStart
 from benchmarks.policies_variety import Variety, teach
+from benchmarks.report import add_smoke, write_json
 from benchmarks.run_command import run_command
+from benchmarks.tiny_models import SMOKE_START
 from cache.config import CacheConfig
 from engine.config import EngineConfig
 from engine.factory import create_engine
@@ -245,5 +249,30 @@ def drift_table(policies: Policies) -> Table:
     return table
 
 
+SMOKE = Recipe(
+    warm_start=SMOKE_START,
+    variety=Variety(steps=2),
+    overrides=("scheduler.groups_per_step=2", "evaluation.prompts=4"),
+    prompts=8,
+    keep=(0, 1),
+    max_tokens=8,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what is missing, print and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="changes nothing")
+    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    add_smoke(parser)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        policies = ensure_policies(SMOKE, Path(folder)) if options.smoke else ensure_policies()
+    Console().print(drift_table(policies))
+    if options.json:
+        raw = {"accuracy": policies.accuracy, "certainty": policies.certainty}
+        write_json(options.json, "policies", raw, policies.drift, smoke=options.smoke)
+
+
 if __name__ == "__main__":
-    Console().print(drift_table(ensure_policies()))
+    main()

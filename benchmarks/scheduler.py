@@ -24,12 +24,13 @@ import random
 import time
 import tracemalloc
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from rollout.trajectory import SampleId
 from scheduler import commands, events
 from scheduler.config import SchedulerConfig
@@ -217,20 +218,22 @@ def memory(generators: int, slots: int, mode: str, *, steps: int) -> tuple[float
     return sizes[0] / samples, sizes[-1] / samples
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="up to 512 generators")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    args = parser.parse_args()
-    largest = 512 if args.quick else 4096
-    sizes = [(2, 32, "keep", 1), (256, 256, "keep", 0)]
-    for generators in (8, 256, largest):
-        sizes += [(generators, 256, "keep", 1), (generators, 256, "verify", 0)]
+    add_smoke(parser)
+    args = parser.parse_args(arguments)
+    steps, many, slots = (10, (2,), 8) if args.smoke else (200, (8, 256), 256)
+    largest = 4 if args.smoke else 512 if args.quick else 4096
+    sizes = [(2, 32, "keep", 1), (max(many), slots, "keep", 0)]
+    for generators in (*many, largest):
+        sizes += [(generators, slots, "keep", 1), (generators, slots, "verify", 0)]
     table = Table(title="scheduler: cost per event", show_lines=False)
     columns = "generators,slots,mode,k,events,events/s,µs / event,longest ms,commands"
     for title in columns.split(","):
         table.add_column(title, justify="right")
-    results = [measure(*size, steps=200 if size[0] == 2 else 3) for size in sizes]
+    results = [measure(*size, steps=3 if index else steps) for index, size in enumerate(sizes)]
     for r in results:
         table.add_row(
             *(str(x) for x in (r.generators, r.slots, r.mode, r.bound, r.events)),
@@ -239,7 +242,10 @@ def main() -> None:
             f"{r.longest_ms:.1f}",
             str(r.commands),
         )
-    held = {mode: memory(8, 64, mode, steps=40) for mode in ("keep", "verify")}
+    held = {
+        mode: memory(*((2, 8) if args.smoke else (8, 64)), mode, steps=steps // 5)
+        for mode in ("keep", "verify")
+    }
     console = Console()
     console.print(table)
     for r in results[-2:]:
@@ -267,7 +273,7 @@ def main() -> None:
             "sizes": [{**vars(r), "event_us": r.event_us} for r in results],
             "bytes_per_sample": {mode: list(both) for mode, both in held.items()},
         }
-        write_json(args.json, "scheduler", raw, ratios)
+        write_json(args.json, "scheduler", raw, ratios, smoke=args.smoke)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +31,7 @@ from rich.table import Table
 from asyncrl.simulation.fit import Fit, fit_run
 from asyncrl.simulation.study import MODES, Cluster, as_json, cluster, compare
 from asyncrl.simulation.tables import mode_table
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from benchmarks.run_command import run_command
 
 EXAMPLE = "examples/arithmetic.yaml"
@@ -87,18 +88,19 @@ def validate(fits: dict[str, Fit], console: Console) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short runs, 32 generators")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="keep the runs here")
     parser.add_argument("--no-runs", action="store_true", help="only the cluster, no real runs")
-    args = parser.parse_args()
+    add_smoke(parser)
+    args = parser.parse_args(arguments)
     console = Console(width=120)
     raw: dict[str, Any] = {}
     ratios: dict[str, float] = {}
     if not args.no_runs:
-        steps = 20 if args.quick else 60
+        steps = 5 if args.smoke else 20 if args.quick else 60
         load = os.getloadavg()[0]
         with TemporaryDirectory(prefix="asyncrl-simulation-") as temporary:
             directory = args.runs or Path(temporary)
@@ -111,7 +113,7 @@ def main() -> None:
         ratios["simulated_over_measured_worst"] = max(
             (found["ratio"] for found in raw["validation"].values()), key=lambda r: abs(r - 1)
         )
-    size = Cluster(generators=32 if args.quick else 256)
+    size = Cluster(generators=2 if args.smoke else 32 if args.quick else 256)
     for name, large in {
         "token": size,
         "block": replace(size, rule="block"),
@@ -129,7 +131,7 @@ def main() -> None:
         ratios[f"sim256_sync_over_verify_k1{suffix}"] = sync / outcomes["verify, k=1"].step_seconds
     console.print(ratios)
     if args.json:
-        write_json(args.json, "simulation", raw, ratios)
+        write_json(args.json, "simulation", raw, ratios, smoke=args.smoke)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ python -m benchmarks.slow_environments --gpus 64 --latency 1   one place
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from asyncrl.simulation.environments import GO_BACK, Environments
 from asyncrl.simulation.network import Network
 from asyncrl.simulation.study import Cluster
+from benchmarks.report import add_smoke, write_json
 
 GPUS = (8, 64, 256, 1024)
 LATENCIES = (0.1, 1.0, 10.0)
@@ -57,15 +58,21 @@ def one(gpus: int, latency: float, mode: str, **changes: Any) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables, and write what they are made of."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, action="append")
     parser.add_argument("--latency", type=float, action="append")
     parser.add_argument("--mode", action="append")
+    parser.add_argument("--quick", action="store_true", help="up to 64 GPUs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--variants", action="store_true", help="one thing changed, on 64 GPUs")
-    given = parser.parse_args()
+    add_smoke(parser)
+    given = parser.parse_args(arguments)
+    if given.quick:
+        given.gpus = given.gpus or [8, 64]
+    if given.smoke:
+        given.gpus, given.latency, given.mode = [8], [1.0], ["sync", "verify"]
     rows = []
     print(
         "| GPUs | latency | mode | s/step | gen. idle (env.) | slots | train idle | regen. | lost |"
@@ -85,7 +92,11 @@ def main() -> None:
         print("room for the KV of 16 thousand tokens:")
         rows.append(one(64, 10.0, "verify", kv_room=16_384.0))
     if given.json is not None:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+        seconds = {
+            f"step_seconds_{row['gpus']}_{row['latency']:g}_{row['mode']}": row["step_seconds"]
+            for row in ([] if given.variants else rows)
+        }
+        write_json(given.json, "slow_environments", {"rows": rows}, seconds, smoke=given.smoke)
 
 
 if __name__ == "__main__":

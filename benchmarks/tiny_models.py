@@ -1,10 +1,24 @@
-"""Random Qwen3 models so small that every response can be enumerated."""
+"""Models that are made in a moment: random ones whose responses can be enumerated, and a start."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+from asyncrl.tasks.warm_start_recipe import WarmStart
+
+SMOKE_START = WarmStart(
+    hidden_size=32,
+    intermediate_size=32,
+    heads=1,
+    head_dim=32,
+    steps=4,
+    batch_size=4,
+    dev_problems=8,
+    expected=(0.0, 1.0),
+)
+"""The built-in model in miniature: trained in a moment, and wrong about everything."""
 
 
 def random_qwen3(

@@ -32,7 +32,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from cache.config import CacheConfig
 from cache.tree import RolloutCache
 from engine import logits
@@ -69,7 +69,7 @@ class Clock:
         return run
 
 
-def smallest_model(folder: Path) -> SlotModel:
+def smallest_model(folder: Path, rows: int) -> SlotModel:
     """One layer, 16 numbers per token: the host is all there is."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -88,13 +88,13 @@ def smallest_model(folder: Path) -> SlotModel:
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     cpu = torch.device("cpu")
-    return load_model(str(folder), slots=ROWS, max_len=128, device=cpu, dtype=torch.float32)
+    return load_model(str(folder), slots=rows, max_len=128, device=cpu, dtype=torch.float32)
 
 
-def core_of(model: SlotModel) -> DecodeCore:
+def core_of(model: SlotModel, rows: int) -> DecodeCore:
     """A core with a cache, whose steps have room for their rows and nothing else."""
     settings = CoreSettings(
-        max_step_tokens=ROWS,
+        max_step_tokens=rows,
         max_draft_tokens=8,
         max_prefill_tokens=4096,
         chunk_tokens=16,
@@ -103,23 +103,23 @@ def core_of(model: SlotModel) -> DecodeCore:
     return DecodeCore(model, settings, RolloutCache(CacheConfig(max_bytes=1 << 26)), seed=0)
 
 
-def requests(round_: int) -> list[GenerateRequest]:
-    """ROWS requests in groups, with the prompts of a round."""
+def requests(round_: int, rows: int, tokens: int) -> list[GenerateRequest]:
+    """That many requests in groups, with the prompts of a round."""
     rng = np.random.default_rng(round_)
     out = []
-    for group in range(ROWS // GROUP):
+    for group in range(rows // GROUP):
         prompt = rng.integers(0, 32, 16).astype(np.int32)
         for sample in range(GROUP):
-            sampling = SamplingParams(max_tokens=TOKENS, top_k_logprobs=K, seed=len(out))
+            sampling = SamplingParams(max_tokens=tokens, top_k_logprobs=K, seed=len(out))
             name = f"{round_}.{group}.{sample}"
             out.append(GenerateRequest(name, f"{round_}.{group}", prompt, sampling))
     return out
 
 
-def measure(core: DecodeCore, round_: int) -> dict[str, float]:
+def measure(core: DecodeCore, round_: int, rows: int, tokens: int) -> dict[str, float]:
     """Microseconds per row and step of one round, by part."""
     forward, draw = Clock(), Clock()
-    asked, steps = requests(round_), core.stats().steps
+    asked, steps = requests(round_, rows, tokens), core.stats().steps
     with (
         mock.patch.object(SlotModel, "forward", forward.timed(SlotModel.forward)),
         mock.patch.object(logits, "draw", draw.timed(logits.draw)),
@@ -130,7 +130,7 @@ def measure(core: DecodeCore, round_: int) -> dict[str, float]:
         while core.has_work:
             core.step()
         spent = time.thread_time() - began
-    each = 1e6 / ((core.stats().steps - steps) * ROWS)
+    each = 1e6 / ((core.stats().steps - steps) * rows)
     return {
         "forward": forward.seconds * each,
         "draw": draw.seconds * each,
@@ -138,15 +138,15 @@ def measure(core: DecodeCore, round_: int) -> dict[str, float]:
     }
 
 
-def run(rounds: int) -> dict[str, Any]:
+def run(rounds: int, rows: int, tokens: int) -> dict[str, Any]:
     """All numbers of the benchmark."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        model = smallest_model(Path(folder))
+        model = smallest_model(Path(folder), rows)
     warm_up(drafting=True)
-    core = core_of(model)
-    measure(core, 0)  # everything loaded, memory touched
-    measured = [measure(core, 1 + i) for i in range(rounds)]
+    core = core_of(model, rows)
+    measure(core, 0, rows, tokens)  # everything loaded, memory touched
+    measured = [measure(core, 1 + i, rows, tokens) for i in range(rounds)]
     parts = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
     return {"us_per_row_step": parts, "rounds": measured}
 
@@ -156,9 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.torch_host")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", type=Path, help="where the numbers are written")
+    add_smoke(parser)
     chosen = parser.parse_args(arguments)
-    results = run(5 if chosen.quick else 25)
-    table = Table(title=f"torch engine, {ROWS} rows, µs per row and step")
+    rows, tokens = (16, 24) if chosen.smoke else (ROWS, TOKENS)
+    results = run(1 if chosen.smoke else 5 if chosen.quick else 25, rows, tokens)
+    table = Table(title=f"torch engine, {rows} rows, µs per row and step")
     parts = results["us_per_row_step"]
     for name in parts:
         table.add_column(name, justify="right")
@@ -166,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Console().print(table)
     if chosen.json:
         ratios = {"torch_host_us_per_row_step": parts["host"]}
-        write_json(chosen.json, "torch_host", results, ratios)
+        write_json(chosen.json, "torch_host", results, ratios, smoke=chosen.smoke)
 
 
 if __name__ == "__main__":

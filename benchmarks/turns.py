@@ -44,7 +44,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from benchmarks.sglang_interpreter import sglang_python
 from benchmarks.turns_outside import measure_outside
 from cache.config import CacheConfig
@@ -158,17 +158,17 @@ class Response:
         return first, time.perf_counter() - began
 
 
-async def alternate(engine: Engine, rounds: int) -> dict[str, float]:
+async def alternate(engine: Engine, rounds: int, late_turn: int) -> dict[str, float]:
     """Milliseconds of turns around the early and the late one, and of the control's."""
     names = "8", "128", "control", "128_without_session"
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for round_ in range(rounds):
-        more = 2 * TOKENS * (LATE - EARLY)
+        more = 2 * TOKENS * (late_turn - EARLY)
         responses = [
             Response(engine, 3 * round_ + number, prompt)
             for number, prompt in enumerate((PROMPT, PROMPT, PROMPT + more))
         ]
-        for one, turn in zip(responses, (EARLY, LATE, EARLY), strict=True):
+        for one, turn in zip(responses, (EARLY, late_turn, EARLY), strict=True):
             while one.turns < turn - 4:
                 await one.play()
         for _ in range(8):
@@ -184,17 +184,17 @@ async def alternate(engine: Engine, rounds: int) -> dict[str, float]:
     return out
 
 
-async def measure(kind: str, path: str, rounds: int) -> dict[str, float]:
+async def measure(kind: str, path: str, rounds: int, late: int) -> dict[str, float]:
     """The numbers of one engine."""
     engine = engine_of(kind, path)
     await engine.start()
     try:
-        return await alternate(engine, rounds)
+        return await alternate(engine, rounds, late)
     finally:
         await engine.close()
 
 
-def run(kinds: Sequence[str], rounds: int) -> dict[str, dict[str, float]]:
+def run(kinds: Sequence[str], rounds: int, late: int = LATE) -> dict[str, dict[str, float]]:
     """All numbers, by engine; engines that cannot be started are left out and named."""
     out = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -204,7 +204,7 @@ def run(kinds: Sequence[str], rounds: int) -> dict[str, dict[str, float]]:
                 print("vllm is left out: it is not installed")
                 continue
             try:
-                out[kind] = asyncio.run(measure(kind, folder, rounds))
+                out[kind] = asyncio.run(measure(kind, folder, rounds, late))
             except (EngineError, ImportError, OSError) as error:
                 print(f"{kind} is left out: {error}")
     return out
@@ -281,9 +281,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--part", action="append", choices=(*KINDS, OUTSIDE), help="an engine, or outside it; all"
     )
     parser.add_argument("--json", type=Path, help="where the numbers are written")
+    add_smoke(parser)
     chosen = parser.parse_args(arguments)
     parts, load = chosen.part or (*KINDS, OUTSIDE), os.getloadavg()[0]
-    results = run([one for one in parts if one != OUTSIDE], 2 if chosen.quick else 6)
+    if chosen.smoke:
+        parts = chosen.part or (KINDS[0], OUTSIDE)
+    rounds, samples = (1, 1) if chosen.smoke else (2, 16) if chosen.quick else (6, 48)
+    late = 2 * EARLY if chosen.smoke else LATE
+    results = run([one for one in parts if one != OUTSIDE], rounds, late)
     raw: dict[str, Any] = {"engines": results}
     ratios = {
         name: ratio for kind, one in results.items() for name, ratio in ratios_of(kind, one).items()
@@ -292,14 +297,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if results:
         console.print(table_of_engines(results, ratios))
     if OUTSIDE in parts:
-        found = asyncio.run(measure_outside(EARLY, LATE, 16 if chosen.quick else 48))
+        found = asyncio.run(measure_outside(EARLY, LATE, samples))
         raw[OUTSIDE] = found
         ratios |= ratios_of(OUTSIDE, found)
         console.print(table_outside(found, ratios["outside_turn_cost_growth"]))
     raw |= {"load_before": load, "load_after": os.getloadavg()[0]}
     console.print(f"load before {load:.1f}, after {raw['load_after']:.1f}")
     if chosen.json:
-        write_json(chosen.json, "turns", raw, ratios)
+        write_json(chosen.json, "turns", raw, ratios, smoke=chosen.smoke)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from benchmarks.chaos.live_run import LiveRun, Setup, carry_out
 from benchmarks.chaos.main import CONFIG
 from benchmarks.machines.namespaces import NoMachinesError
 from benchmarks.machines.ray import ray_machines
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from monitoring.group_account import read_account
 from wire.records import RunResult
 
@@ -55,8 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="20 steps")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     parser.add_argument("--ranks", action="store_true", help="two ranks of the trainer")
+    add_smoke(parser)
     options = parser.parse_args(arguments)
-    steps = 20 if options.quick else 80
+    steps = 2 if options.smoke else 20 if options.quick else 80
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as made:
         try:
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in ratios.items():
         print(f"{name}: {value:g}")
     if options.json:
-        write_json(options.json, "two_machines", raw, ratios)
+        write_json(options.json, "two_machines", raw, ratios, smoke=options.smoke)
     must_be_zero = ("groups_lost", "groups_twice", "steps_with_other_groups", "staleness_max")
     failed = any(ratios[name] for name in must_be_zero)
     return 1 if failed or abs(ratios["difference_in_standard_errors"]) > ERRORS else 0

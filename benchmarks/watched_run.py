@@ -17,6 +17,10 @@ from monitoring.metrics_log import read_metrics
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
 SETTLE_SECONDS = 3.0
 """Between a change of the watchers and the period that is measured."""
+SMOKE_SECONDS = 0.5
+"""Of a period of a smoke, if it has its steps by then."""
+PERIOD_STEPS = 2
+"""A period has so many steps at least."""
 START_SECONDS = 300.0
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -53,6 +57,19 @@ def cpu_seconds(pid: int) -> float:
     """CPU seconds of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICK
+
+
+def watch_for(run: Path, seconds: float) -> list[float]:
+    """When steps were finished in the next seconds, or in more until there are `PERIOD_STEPS`."""
+    began, deadline = time.time(), time.monotonic() + seconds + START_SECONDS
+    time.sleep(seconds)
+    while True:
+        times = [one.time for one in read_metrics(run / "metrics.jsonl") if one.time >= began]
+        if len(times) >= PERIOD_STEPS:
+            return times
+        if time.monotonic() > deadline:
+            raise SystemExit(f"no {PERIOD_STEPS} steps within {START_SECONDS:.0f} s")
+        time.sleep(0.1)
 
 
 def _wait_for_steps(run: Path, process: subprocess.Popen[bytes], steps: int) -> None:

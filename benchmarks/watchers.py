@@ -26,14 +26,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from asyncrl.run.audience import VIEW_SECONDS
 from asyncrl.run.watching import Watching
-from benchmarks.report import write_json
-from benchmarks.watched_run import SETTLE_SECONDS, cpu_seconds, watched_run
-from monitoring.metrics_log import read_metrics
+from benchmarks.report import add_smoke, write_json
+from benchmarks.watched_run import (
+    SETTLE_SECONDS,
+    SMOKE_SECONDS,
+    cpu_seconds,
+    watch_for,
+    watched_run,
+)
 
 COMMAND_SECONDS = 20.0
 """How long one command in a terminal is looked at, from its first panel on."""
@@ -66,27 +72,40 @@ class Command:
     written_bytes_per_second: float
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--watchers", type=int, default=100)
     parser.add_argument("--json")
-    given = parser.parse_args()
+    add_smoke(parser)
+    given = parser.parse_args(arguments)
     pairs, seconds = (5, 8.0) if given.quick else (20, 30.0)
-    with watched_run(10, ["monitoring.web.enabled=false"]) as (run, controller):
-        periods = _measure(run, controller, given.watchers, pairs, seconds)
-        command = _command(run)
-    _tell(periods, command, given.watchers, given.json)
+    steps, command_seconds, settle = 10, COMMAND_SECONDS, SETTLE_SECONDS
+    if given.smoke:
+        given.watchers, pairs, seconds, steps, command_seconds, settle = (
+            2,
+            2,
+            SMOKE_SECONDS,
+            2,
+            1.0,
+            0.0,
+        )
+    with watched_run(steps, ["monitoring.web.enabled=false"]) as (run, controller):
+        periods = _measure(run, controller, given.watchers, pairs, seconds, settle)
+        command = _command(run, command_seconds)
+    _tell(periods, command, given)
 
 
-def _measure(run: Path, controller: int, watchers: int, pairs: int, seconds: float) -> list[Period]:
+def _measure(
+    run: Path, controller: int, watchers: int, pairs: int, seconds: float, settle: float
+) -> list[Period]:
     random_ = random.Random(0)
     periods = []
     for _ in range(pairs):
         for count in random_.sample([0, watchers], 2):
             audience = _audience(run, count) if count else None
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(settle)
             periods.append(_period(run, controller, audience, count, seconds))
             if audience is not None:
                 audience.kill()
@@ -105,13 +124,10 @@ def _period(
     run: Path, controller: int, audience: subprocess.Popen[str] | None, count: int, seconds: float
 ) -> Period:
     pids = [controller] if audience is None else [controller, audience.pid]
-    before, began, wall = [cpu_seconds(pid) for pid in pids], time.monotonic(), time.time()
-    time.sleep(seconds)
+    before, began = [cpu_seconds(pid) for pid in pids], time.monotonic()
+    times = watch_for(run, seconds)
     after, took = [cpu_seconds(pid) for pid in pids], time.monotonic() - began
     used = [(new - old) / took for old, new in zip(before, after, strict=True)]
-    times = [one.time for one in read_metrics(run / "metrics.jsonl") if one.time >= wall]
-    if len(times) < 2:
-        raise SystemExit(f"{len(times)} steps in {took:.0f} s: this machine has other work")
     step_seconds = (times[-1] - times[0]) / (len(times) - 1)
     return Period(count, len(times), step_seconds, used[0], used[1] if audience else 0.0)
 
@@ -149,7 +165,7 @@ async def _watch(run: Path, count: int) -> None:
         print("all watch", flush=True)
 
 
-def _command(run: Path) -> Command:
+def _command(run: Path, seconds: float) -> Command:
     """What one `asyncrl watch` in a terminal takes itself."""
     ours, theirs = pty.openpty()
     words = [sys.executable, "-m", "asyncrl", "watch", run.name, "--runs", str(run.parent)]
@@ -172,19 +188,20 @@ def _command(run: Path) -> Command:
                 raise SystemExit("`asyncrl watch` showed no panel")
             time.sleep(0.1)
         start, shown = cpu_seconds(process.pid), written
-        time.sleep(COMMAND_SECONDS)
+        time.sleep(seconds)
         used = cpu_seconds(process.pid) - start
         pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
         resident = pages * os.sysconf("SC_PAGE_SIZE")
-        written_per_second = (written - shown) / COMMAND_SECONDS
-        return Command(used / COMMAND_SECONDS, start, resident, written_per_second)
+        written_per_second = (written - shown) / seconds
+        return Command(used / seconds, start, resident, written_per_second)
     finally:
         process.kill()
         process.wait()
         os.close(ours)
 
 
-def _tell(periods: list[Period], command: Command, watchers: int, path: str | None) -> None:
+def _tell(periods: list[Period], command: Command, given: argparse.Namespace) -> None:
+    watchers = given.watchers
     turns = [periods[i : i + 2] for i in range(0, len(periods), 2)]
     pairs = [sorted(turn, key=lambda one: one.watchers) for turn in turns]
     slower = [with_.step_seconds / without.step_seconds - 1 for without, with_ in pairs]
@@ -201,7 +218,7 @@ def _tell(periods: list[Period], command: Command, watchers: int, path: str | No
         f"{command.resident_bytes / 2**20:.0f} MiB, {command.start_cpu_seconds:.1f} s of CPU to "
         "start"
     )
-    if path:
+    if given.json:
         ratios = {
             "step_seconds_with_over_without": 1 + statistics.mean(slower),
             "standard_error": error,
@@ -210,7 +227,7 @@ def _tell(periods: list[Period], command: Command, watchers: int, path: str | No
             "one_command_cpu": command.cpu,
         }
         raw = {"periods": [asdict(one) for one in periods], "command": asdict(command)}
-        write_json(path, "watchers", raw, ratios)
+        write_json(given.json, "watchers", raw, ratios, smoke=given.smoke)
 
 
 if __name__ == "__main__":

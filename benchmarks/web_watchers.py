@@ -25,12 +25,18 @@ import subprocess
 import sys
 import time
 import urllib.parse
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.report import write_json
-from benchmarks.watched_run import SETTLE_SECONDS, cpu_seconds, watched_run
-from monitoring.metrics_log import read_metrics
+from benchmarks.report import add_smoke, write_json
+from benchmarks.watched_run import (
+    SETTLE_SECONDS,
+    SMOKE_SECONDS,
+    cpu_seconds,
+    watch_for,
+    watched_run,
+)
 
 
 @dataclass(frozen=True)
@@ -49,27 +55,33 @@ class Period:
     received_bytes: int
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--watchers", type=int, default=100)
     parser.add_argument("--json")
-    given = parser.parse_args()
+    add_smoke(parser)
+    given = parser.parse_args(arguments)
     pairs, seconds = (5, 12.0) if given.quick else (20, 30.0)
-    with watched_run(15) as (run, controller):
-        periods = _measure(run, controller, given.watchers, pairs, seconds)
-    _tell(periods, given.watchers, given.json)
+    steps, settle = 15, SETTLE_SECONDS
+    if given.smoke:
+        given.watchers, pairs, seconds, steps, settle = 2, 2, SMOKE_SECONDS, 2, 0.0
+    with watched_run(steps) as (run, controller):
+        periods = _measure(run, controller, given.watchers, pairs, seconds, settle)
+    _tell(periods, given)
 
 
-def _measure(run: Path, controller: int, watchers: int, pairs: int, seconds: float) -> list[Period]:
+def _measure(
+    run: Path, controller: int, watchers: int, pairs: int, seconds: float, settle: float
+) -> list[Period]:
     random_ = random.Random(0)
     url = json.loads((run / "run.json").read_text())["web"]
     periods = []
     for _ in range(pairs):
         for count in random_.sample([0, watchers], 2):
             audience = Audience(url, count) if count else None
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(settle)
             periods.append(_period(run, controller, count, seconds, audience))
             if audience is not None:
                 audience.leave()
@@ -83,9 +95,8 @@ def _period(
     web = _web_process(run)
     mine = None if audience is None else audience.pid
     before, began = [_cpu(pid) for pid in (controller, web, mine)], time.time()
-    time.sleep(seconds)
+    times = watch_for(run, seconds)
     after, ended = [_cpu(pid) for pid in (controller, web, mine)], time.time()
-    times = [one.time for one in read_metrics(run / "metrics.jsonl") if began <= one.time <= ended]
     used = [(new - old) / (ended - began) for old, new in zip(before, after, strict=True)]
     return Period(
         watchers=count,
@@ -209,7 +220,9 @@ def _line(one: Period) -> str:
     )
 
 
-def _tell(periods: list[Period], watchers: int, path: str | None) -> None:
+def _tell(periods: list[Period], given: argparse.Namespace) -> None:
+    watchers = given.watchers
+
     def median(name: str, count: int) -> float:
         return statistics.median(getattr(one, name) for one in periods if one.watchers == count)
 
@@ -224,7 +237,7 @@ def _tell(periods: list[Period], watchers: int, path: str | None) -> None:
         f"{100 * controller:+.2f} % of a core, "
         f"web process {100 * median('web_cpu', watchers):.1f} % of a core at low priority"
     )
-    if path:
+    if given.json:
         ratios = {
             "step_seconds_with_over_without": 1 + statistics.mean(slower),
             "standard_error": spread,
@@ -232,7 +245,8 @@ def _tell(periods: list[Period], watchers: int, path: str | None) -> None:
             "controller_cpu_without": median("controller_cpu", 0),
             "web_cpu_with": median("web_cpu", watchers),
         }
-        write_json(path, "web_watchers", {"periods": [asdict(one) for one in periods]}, ratios)
+        raw = {"periods": [asdict(one) for one in periods]}
+        write_json(given.json, "web_watchers", raw, ratios, smoke=given.smoke)
 
 
 if __name__ == "__main__":

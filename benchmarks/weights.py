@@ -27,7 +27,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from benchmarks import weights_broadcast, weights_chain
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from benchmarks.weights_remote import measure_remote
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.torch.core import CoreSettings, DecodeCore
@@ -57,6 +57,29 @@ _VOCABULARY = 4096
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FEWEST_STEPS = 3
 """Decode steps that are waited for between two measurements."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How large, and how often."""
+
+    repeats: int
+    """Versions of each kind."""
+    chain_repeats: int
+    delta_steps: int
+    broadcast_repeats: int
+    nbytes: int = weights_chain.NBYTES
+    """That chains and broadcasts pass on."""
+    receivers: int = 4
+    """Of which there are several."""
+    hidden: int = 1024
+    layers: int = 8
+    kinds: tuple[str, ...] = ("torch", "vllm")
+    """Engines, unless one is chosen."""
+
+
+QUICK, FULL = Effort(7, 3, 4, 5), Effort(25, 9, 12, 15)
+SMOKE = Effort(1, 1, 1, 1, nbytes=2_000_000, receivers=1, hidden=128, layers=2, kinds=("torch",))
 
 
 @dataclass(slots=True)
@@ -298,7 +321,7 @@ def print_table(raw: dict[str, dict[str, Any]], ratios: dict[str, float]) -> Non
         print(f"{name:28} {value:.2f}")
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="7 versions of each kind, not 25")
     parser.add_argument("--json", help="file to write")
@@ -306,46 +329,48 @@ def main() -> None:
         "--engine", choices=("torch", "vllm", "sglang"), help="only this one; default: torch, vllm"
     )
     parser.add_argument("--part", choices=("engines", "chain", "broadcast"), help="only this one")
-    arguments = parser.parse_args()
-    repeats = 7 if arguments.quick else 25
+    add_smoke(parser)
+    arguments = parser.parse_args(given)
+    effort = SMOKE if arguments.smoke else QUICK if arguments.quick else FULL
     raw: dict[str, Any] = {}
     ratios: dict[str, float] = {}
     if arguments.part in (None, "chain") and arguments.engine is None:
         raw["chain"] = weights_chain.measure(
-            weights_chain.NBYTES,
-            3 if arguments.quick else 9,
-            4 if arguments.quick else 12,
-            lambda folder: make_model(folder, hidden=512, layers=4),
+            effort.nbytes,
+            effort.chain_repeats,
+            effort.delta_steps,
+            effort.receivers,
+            lambda folder: make_model(folder, hidden=effort.hidden // 2, layers=effort.layers // 2),
         )
         ratios |= weights_chain.ratios_of(raw["chain"])
         weights_chain.print_table(raw["chain"], ratios)
     if arguments.part in (None, "broadcast") and arguments.engine is None:
         raw["broadcast"] = weights_broadcast.measure(
-            weights_chain.NBYTES, 5 if arguments.quick else 15
+            effort.nbytes, effort.broadcast_repeats, four=effort.receivers == 4
         )
         of_broadcasts = weights_broadcast.ratios_of(raw["broadcast"])
         ratios |= of_broadcasts
         weights_broadcast.print_table(raw["broadcast"], of_broadcasts)
     if arguments.part in (None, "engines"):
-        _measure_engines(arguments.engine, repeats, raw, ratios)
+        kinds = (arguments.engine,) if arguments.engine else effort.kinds
+        _measure_engines(kinds, effort, raw, ratios)
     if arguments.json:
-        write_json(arguments.json, "weights", raw, ratios)
+        write_json(arguments.json, "weights", raw, ratios, smoke=arguments.smoke)
 
 
 def _measure_engines(
-    engine: str | None, repeats: int, raw: dict[str, Any], ratios: dict[str, float]
+    kinds: Sequence[str], effort: Effort, raw: dict[str, Any], ratios: dict[str, float]
 ) -> None:
-    """Add what one or both engines need."""
+    """Add what these engines need."""
     with TemporaryDirectory() as folder:
-        path = make_model(Path(folder), hidden=1024, layers=8)
-        if engine in (None, "torch"):
-            found = {name: measure(path, dtype, repeats) for name, dtype in _DTYPES.items()}
+        path = make_model(Path(folder), hidden=effort.hidden, layers=effort.layers)
+        if "torch" in kinds:
+            found = {n: measure(path, dtype, effort.repeats) for n, dtype in _DTYPES.items()}
             raw |= found
             ratios |= ratios_of(found)
             print_table(found, ratios_of(found))
-        if engine != "torch":
-            kind = engine or "vllm"
-            raw[kind] = measure_remote(kind, path, torch.float32, repeats)
+        for kind in (one for one in kinds if one != "torch"):
+            raw[kind] = measure_remote(kind, path, torch.float32, effort.repeats)
             of_kind = remote_ratios(kind, raw[kind])
             print_remote_table(kind, raw[kind], of_kind)
             ratios |= of_kind

@@ -28,7 +28,7 @@ from wire.weights.layout import SHARED_MEMORY
 from wire.weights.writer import WeightPublisher
 
 NBYTES = 400_000_000
-PACE = 50_000_000
+PACE = 50_000_000.0
 """Bytes per second of a paced link: 0.4 Gbit/s."""
 _CHANGED = 0.03
 """Share of the elements that differ between the versions of the measured delta."""
@@ -111,25 +111,24 @@ def arithmetic(share: float) -> list[dict[str, float | str]]:
 
 
 def measure(
-    nbytes: int, repeats: int, steps: int, make_random: Callable[[Path], str]
+    nbytes: int, repeats: int, steps: int, several: int, make_random: Callable[[Path], str]
 ) -> dict[str, Any]:
-    """All numbers; seconds and bytes."""
+    """All numbers; seconds and bytes. `several` receivers are four, or fewer in a smoke."""
     run = _Measurement(nbytes, repeats)
-    pace = PACE * nbytes / NBYTES
     raw: dict[str, Any] = {
         "nbytes": nbytes,
         "memcpy_seconds": memcpy_seconds(nbytes, 5),
-        "paced_bytes_per_second": pace,
+        "paced_bytes_per_second": PACE,
     }
     try:
-        with nodes(4, Link()) as chain:
-            raw["four"] = run.seconds(chain, 4)
+        with nodes(several, Link()) as chain:
+            raw["four"] = run.seconds(chain, several)
             raw["one"] = run.seconds(chain, 1)
             raw["one_delta"] = run.seconds(chain, 1, deltas=True)
         with nodes(1, Link(encrypted=False)) as chain:
             raw["one_plain"] = run.seconds(chain, 1)
-        with nodes(4, Link(bytes_per_second=pace)) as chain:
-            raw["four_paced"] = run.seconds(chain, 4, repeats=1)
+        with nodes(several, Link(bytes_per_second=PACE)) as chain:
+            raw["four_paced"] = run.seconds(chain, several, repeats=1)
             raw["one_paced"] = run.seconds(chain, 1, repeats=1)
     finally:
         run.close()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -248,14 +248,24 @@ def _decoded(path: Path, kind: type[T]) -> Iterator[T | RecordError]:
     """What each line holds, or why it cannot be decoded; without an incomplete last line."""
     decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(whole_lines(file), start=1):
             if not line.strip():
                 continue
             try:
                 yield decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                if line.endswith(b"\n"):
-                    yield RecordError(path, number, str(error))
+                yield RecordError(path, number, str(error))
+
+
+def whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines up to the first one without its newline.
+
+    That one is still being written: the next read would return its second half as a line.
+    """
+    for line in file:
+        if not line.endswith(b"\n"):
+            return
+        yield line
 
 
 def read_tail(path: Path, kind: type[T], max_bytes: int) -> list[T]:

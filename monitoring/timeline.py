@@ -34,7 +34,7 @@ class Clock:
 
     monotonic: Callable[[], float] = time.monotonic
     """Monotonic seconds from any origin, as `Timeline.record` takes them."""
-    wall: Callable[[], float] = time.time
+    wall: Callable[[], float] = time.time  # noqa: TID251 - read once, for an origin
     """Unix time in seconds; read once, so that later corrections of the clock do not matter."""
 
 

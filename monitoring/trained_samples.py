@@ -27,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from monitoring.jsonl import JsonlWriter, read_jsonl
+from monitoring.jsonl import JsonlWriter, read_jsonl, whole_lines
 from monitoring.samples import SampleSegment
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ def _bytes_before(path: Path, step: int) -> int:
     """Where the last record before `step` ends."""
     keep = end = 0
     with path.open("rb") as file:
-        for line in file:
+        for line in whole_lines(file):
             end += len(line)
             found = _step_of(line, path)
             if found is not None and found >= step:
@@ -244,9 +244,7 @@ _DECODER = msgspec.json.Decoder(_Step)
 
 
 def _step_of(line: bytes, path: Path) -> int | None:
-    """The step of a line; None if it is incomplete or damaged."""
-    if not line.endswith(b"\n"):
-        return None
+    """The step of a whole line; None if it is damaged."""
     try:
         return _DECODER.decode(line).step
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

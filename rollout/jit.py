@@ -4,8 +4,8 @@ Numba keeps compiled code next to the source file and checks only the age of tha
 of one module are inlined into those of another, so a change to the former would leave the latter
 with an old memory layout. Here the name of the directory contains a digest of all sources of the
 package that have kernels, and of the packages whose kernels it inlines, and of numba's version:
-SGLang's interpreter has another one, and each would delete the other's code. Where nothing can be
-written (a read-only image), each process compiles the code again, which makes the first call
+SGLang's interpreter may have another one, and each would delete the other's code. Where nothing can
+be written (a read-only image), each process compiles the code again, which makes the first call
 seconds slower. `NUMBA_CACHE_DIR` is respected.
 """
 

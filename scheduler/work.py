@@ -24,10 +24,7 @@ from scheduler.verification import Verification
 
 
 class Work:
-    """The groups in flight: starts, verifies, delivers and discards their samples.
-
-    Long because every move between two states of a sample is here.
-    """
+    """The groups in flight: starts, verifies, delivers and discards their samples."""
 
     def __init__(self, state: SchedulerState, verification: Verification) -> None:
         self._state = state

@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 from tiny_models import make_llama, make_qwen3, save
 
-pytest_plugins = ["suite_outcome"]
+pytest_plugins = ["suite_outcome", "bounded_tests"]
 
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
@@ -21,31 +21,22 @@ hypothesis.settings.load_profile("no deadline")
 
 _ENDS_THE_ENGINE = "test_remote_process_death"
 """The module that kills the engine of `served`."""
-_SLOW, _LIGHT = 2, 3
+_SLOW, _LIGHT = 1, 2
 """The weights of files that take a minute, and seconds."""
 _WAITING = {"asyncrl", "engine", "monitoring"}
 """Folders whose light tests wait more than they compute: for processes, and for time limits."""
 
 
 def _engine_of(item: pytest.Item) -> str | None:
-    """The real engine of another process that a test runs."""
-    return next((kind for kind in ("vllm", "sglang") if item.get_closest_marker(kind)), None)
-
-
-def _shared_engine_of(item: pytest.Item) -> str | None:
-    """The real engine of a test if it is one that several modules share."""
-    kind = _engine_of(item)
-    names: list[str] = getattr(item, "fixturenames", [])
-    parameters = getattr(getattr(item, "callspec", None), "params", {})
-    shared = any(name.startswith("served_by_") for name in names)
-    values = [value for value in parameters.values() if isinstance(value, str)]
-    return kind if shared or kind in values else None
+    """The real engine that a test runs, or imports; None for those that run both."""
+    kinds = [kind for kind in ("vllm", "sglang") if item.get_closest_marker(kind)]
+    return kinds[0] if len(kinds) == 1 else None
 
 
 def _weight(item: pytest.Item) -> int:
     """0 for the files that take longest: a worker must not begin one when the others are done."""
     if _engine_of(item) is not None:
-        return 0 if _shared_engine_of(item) is not None else 1
+        return 0
     return _SLOW if item.get_closest_marker("slow") is not None else _LIGHT
 
 
@@ -73,14 +64,14 @@ def _in_order(files: dict[Path, int], tests: Path) -> list[Path]:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
-    """Give pytest-xdist whole files (`_in_order`), and all of a shared engine to one worker.
+    """Give pytest-xdist whole files (`_in_order`), and all of one engine to one worker.
 
     Of those, the one that kills the engine of the others comes last.
 
-    Tests of one file share engines and runs, so they belong to one process; those of
-    tests/engine/remote run on two engines, which are two groups. A file that starts an engine of
-    its own goes to the worker that is free: the shared engines of a kind take less than half of
-    the time, all engines of a kind may take more. No worker starts two of its own at once.
+    Tests of one file share engines and runs, so they belong to one process. Tests of vLLM are one
+    group, those of SGLang another: the two are about as long, and each begins at once. What
+    imports an engine does so once for all of its group, also for the engines that a file has for
+    itself, which are forked from it (`fork_server` of vLLM, `forked_sglang`).
     """
     import torch  # not by pytest-xdist's own process, which collects nothing
 
@@ -92,7 +83,7 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: place[item.path])
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_shared_engine_of(item) or str(item.path)))
+            item.add_marker(pytest.mark.xdist_group(_engine_of(item) or str(item.path)))
     yield
     # pytest has brought together what shares a parameter of a session's fixture.
     items.sort(key=lambda item: item.path.stem == _ENDS_THE_ENGINE)
@@ -112,58 +103,30 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def served_by_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A `served_engine.Served`, started once for all modules that ask for it (half a minute).
+    """A `served_engine.Served`, started once for all modules that ask for it.
 
-    It has KV space for all slots, and takes prompts in whole. `test_remote_process_death` kills it.
+    It is short of KV: 72 blocks of 128 tokens, where 32 responses of 390 tokens would need 128. So
+    vLLM preempts. Prompts longer than 128 tokens are taken in by parts. `test_remote_process_death`
+    kills it.
     """
     from served_vllm import serving
 
-    with serving(tmp_path_factory.mktemp("vllm-model")) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def served_by_vllm_in_small_kv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Another one, with 32 blocks of 128 tokens, where 16 responses of 390 tokens would need 64.
-
-    So vLLM preempts. Prompts longer than 128 tokens are taken in by parts.
-    """
-    from served_vllm import serving
-
-    path = tmp_path_factory.mktemp("vllm-small-kv")
-    with serving(path, kv_cache_gib=0.002, max_prefill_tokens=128) as running:
+    path = tmp_path_factory.mktemp("vllm-model")
+    with serving(path, kv_cache_gib=0.0044, max_prefill_tokens=128) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def served_by_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """As `served_by_vllm`."""
+    """As `served_by_vllm`, with 9,200 tokens, where 32 responses of 390 would need 12,480."""
     from served_sglang import serving
 
-    with serving(tmp_path_factory.mktemp("sglang-model")) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def served_by_sglang_in_small_kv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Another one, with 4,600 tokens, where 16 responses of 390 tokens would need 6,240.
-
-    Prompts longer than 128 tokens are taken in by parts.
-    """
-    from served_sglang import serving
-
-    path = tmp_path_factory.mktemp("sglang-small-kv")
-    with serving(path, kv_cache_gib=0.0022, max_prefill_tokens=128) as running:
+    path = tmp_path_factory.mktemp("sglang-model")
+    with serving(path, kv_cache_gib=0.0044, max_prefill_tokens=128) as running:
         yield running
 
 
 @pytest.fixture
 def served(served_by_vllm: Any) -> Any:
-    """VLLM, with KV space for all slots. Tests of tests/engine/remote get every engine."""
+    """VLLM. Tests of tests/engine/remote get every engine."""
     return served_by_vllm
-
-
-@pytest.fixture
-def served_in_small_kv(served_by_vllm_in_small_kv: Any) -> Any:
-    """VLLM, with less."""
-    return served_by_vllm_in_small_kv

@@ -17,7 +17,7 @@ from trainer.critic_config import CriticConfig
 from trainer.lora.config import LoraConfig, refuse_conflicts
 from trainer.rank_network import LOOPBACK, network_of
 from wire.limits import MAX_STEPS, MAX_THREADS, MAX_TOKENS, WEEK_SECONDS
-from wire.paths import LocalPath
+from wire.paths import FunctionName
 
 
 class TrainerConfig(BaseModel):
@@ -27,13 +27,11 @@ class TrainerConfig(BaseModel):
     `clip_ratio_*` decide what the importance ratio does. docs/algorithms.md has the equations, and
     the defaults of `loss_normalization`, `advantage_normalization`, `proximal_policy`, `correction`
     and `clip_ratio_*` that an algorithm has of its own.
-
-    Long because each setting comes with its meaning.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    algorithm: LocalPath = "grpo"
+    algorithm: FunctionName = "grpo"
     """Registered algorithm: grpo, dr_grpo, dapo, rloo, reinforce (leave-one-out baseline),
     reinforce_plus_plus, reinforce_plus_plus_baseline, gspo, cispo, gpg, ppo (with a critic), or one
     of your own, as path/to/file.py:Class or my.module:Class (docs/algorithms.md)."""

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ValidationInfo
 
 _MAX_NAME = 255
 """Bytes of a file's or folder's name that Linux allows."""
+
+FOLDER = "folder"
+"""Key of the folder of the configuration file, a Path, in the context of a validation."""
+_FUNCTION = re.compile(r"((?:[a-z_]+:)?)([^:]+\.py)(:\w+)")
+"""A function or class in a file: `file.py:name`, also after a kind, as in `agent:file.py:name`."""
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -51,6 +57,20 @@ def _value(match: re.Match[str]) -> str:
     return value
 
 
+def _from_its_folder(path: str, info: ValidationInfo) -> str:
+    """What is not here, but next to the configuration file, by its whole path."""
+    folder = (info.context or {}).get(FOLDER)
+    if folder is None or Path(path).exists() or not (folder / path).exists():
+        return path
+    return str(folder.resolve() / path)
+
+
+def _in_its_folder(name: str, info: ValidationInfo) -> str:
+    """The same for the file of a function."""
+    found = _FUNCTION.fullmatch(name)
+    return name if found is None else found[1] + _from_its_folder(found[2], info) + found[3]
+
+
 def _absolute(path: str) -> str:
     if not path:
         raise ValueError("a path cannot be empty")
@@ -59,6 +79,11 @@ def _absolute(path: str) -> str:
 
 LocalPath = Annotated[str, AfterValidator(expand)]
 """A setting that names a file or folder."""
+InputPath = Annotated[LocalPath, AfterValidator(_from_its_folder)]
+"""One that a run reads. A relative path that is not found at the current directory starts at the
+folder of the configuration file."""
+FunctionName = Annotated[LocalPath, AfterValidator(_in_its_folder)]
+"""A function or class that may be in a file, which is found as an `InputPath` is."""
 AbsolutePath = Annotated[str, AfterValidator(expand), AfterValidator(_absolute)]
 """One that other commands look up too, from wherever they are called: a relative path is that of
 the folder in which the run was started."""

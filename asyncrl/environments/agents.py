@@ -244,9 +244,9 @@ def adapter(rest: str, args: dict[str, Any]) -> Callable[[], AgentEnvironment]:
     """
     args = dict(args)
     ignore = _ignored(args.pop("ignore", []))
-    policy = PolicySettings(**args.pop(POLICY, {}), ignore=ignore)
+    policy = PolicySettings(**args.pop(POLICY, {}))
     program = command_program(**args) if rest == COMMAND else function_program(rest, args)
-    endpoint = Endpoint(policy)
+    endpoint = Endpoint(policy, ignore)
     return lambda: AgentEnvironment(program, endpoint)
 
 

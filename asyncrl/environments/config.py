@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from asyncrl.environments.tool_formats import ToolFormat
 from asyncrl.plain_values import Arguments
 from wire.limits import MAX_TOKENS, WEEK_SECONDS
-from wire.paths import LocalPath
+from wire.paths import FunctionName, LocalPath
 
 
 class EnvironmentConfig(BaseModel):
@@ -17,7 +17,7 @@ class EnvironmentConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    name: LocalPath | None = Field(default=None, min_length=1)
+    name: FunctionName | None = Field(default=None, min_length=1)
     """`calculator`, `guessing`, `code_repair`, a class of your own, given as `my.module:Class` or
     `path/to/file.py:Class`, or an adapter's prefix with what it takes. null: none. With one,
     `rewards.functions` is empty unless it is given."""

@@ -18,7 +18,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from asyncrl.environments.chat_messages import RefusedCallError
@@ -49,11 +49,14 @@ class Endpoint:
 
     Args:
         policy: how the run draws tokens.
+        ignore: parameters of requests whose values are not used where they differ, of `IGNORABLE`.
     """
 
-    def __init__(self, policy: PolicySettings) -> None:
+    def __init__(self, policy: PolicySettings, ignore: Sequence[str] = ()) -> None:
         self.policy = policy
         """How the run draws tokens."""
+        self.ignore = tuple(ignore)
+        """Parameters whose values are not used where they differ."""
         self.ignored: Counter[str] = Counter()
         """Requests with a value that is not used, by parameter."""
         self._sessions: dict[str, Answer] = {}
@@ -120,7 +123,8 @@ class Endpoint:
             await _send_json(send, 200, {"object": "list", "data": [model]})
         elif path == "/v1/chat/completions" and method == "POST":
             again = dict(scope["headers"]).get(b"x-stainless-retry-count", b"0") != b"0"
-            call = read_call(await _json_body(receive), self.policy, is_retry=again)
+            body = await _json_body(receive)
+            call = read_call(body, self.policy, ignore=self.ignore, is_retry=again)
             self._note_ignored(call)
             await self._complete(call, await _unless_gone(answer(call), receive), send)
         else:
@@ -156,7 +160,8 @@ class Endpoint:
     async def _complete(self, call: ChatCall, turn: Turn | None, send: Any) -> None:
         if turn is None:  # the client has gone
             return
-        name, created = f"chatcmpl-{secrets.token_hex(8)}", int(time.time())
+        name = f"chatcmpl-{secrets.token_hex(8)}"
+        created = int(time.time())  # noqa: TID251 - OpenAI's answers say when they were made
         if not call.stream:
             await _send_json(send, 200, completion(name, self.policy.model, created, turn))
             return

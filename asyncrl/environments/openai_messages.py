@@ -32,7 +32,7 @@ IGNORABLE = (
     *("tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "verbosity"),
     *("chat_template_kwargs", "prediction", "modalities"),
 )
-"""What a run may have the endpoint ignore (`PolicySettings.ignore`): the run's own value is used.
+"""What a run may have the endpoint ignore (`environment.args.ignore`): the run's own value is used.
 Not what an answer would have to fit: `n`, `stop`, limits, log-probabilities."""
 
 
@@ -52,8 +52,6 @@ class PolicySettings:
     """Ids that end a turn."""
     max_tokens: int | None = None
     """Of a sample's response; None: not known."""
-    ignore: tuple[str, ...] = ()
-    """Parameters whose values are not used where they differ, of `IGNORABLE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +72,26 @@ class ChatCall:
     """Values that differ from the run's and are not used, by parameter."""
 
 
-def read_call(body: Any, policy: PolicySettings, *, is_retry: bool = False) -> ChatCall:
-    """What a request's JSON asks for. Raises RefusedCallError."""
+def read_call(
+    body: Any, policy: PolicySettings, *, ignore: Sequence[str] = (), is_retry: bool = False
+) -> ChatCall:
+    """What a request's JSON asks for.
+
+    Args:
+        body: of the request.
+        policy: what the values of the request must equal.
+        ignore: parameters of `IGNORABLE` whose values are not used where they differ.
+        is_retry: the client says that it has asked before.
+
+    Raises:
+        RefusedCallError: it asks for turns of another policy, or is malformed.
+    """
     if not isinstance(body, dict):
         raise RefusedCallError("the body is not a JSON object")
     tools = _tools(body.get("tools"))
     ignored = _NO_EFFECT | {"messages", "tools"} | (set() if tools else _ABOUT_TOOLS)
     given = {name: value for name, value in body.items() if name not in ignored}
-    differing = _check_parameters(given, policy)
+    differing = _check_parameters(given, policy, ignore)
     most = _longest(policy)
     limits = [body[name] for name in _LIMITS if (body.get(name) or most) < most]
     said = body.get("messages")
@@ -107,7 +117,9 @@ def read_call(body: Any, policy: PolicySettings, *, is_retry: bool = False) -> C
     )
 
 
-def _check_parameters(given: Mapping[str, Any], policy: PolicySettings) -> dict[str, Any]:
+def _check_parameters(
+    given: Mapping[str, Any], policy: PolicySettings, ignore: Sequence[str]
+) -> dict[str, Any]:
     """The values that differ from the run's and are ignored. Raises RefusedCallError: others."""
     differing = {}
     for name, value in given.items():
@@ -116,7 +128,7 @@ def _check_parameters(given: Mapping[str, Any], policy: PolicySettings) -> dict[
         try:
             _check_parameter(name, value, policy)
         except RefusedCallError as error:
-            if name in policy.ignore:
+            if name in ignore:
                 differing[name] = value
                 continue
             if name not in IGNORABLE:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from wire.evaluations import HELD_OUT
 from wire.limits import MAX_STEPS, WEEK_SECONDS
-from wire.paths import LocalPath
+from wire.paths import FunctionName, InputPath
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -19,7 +19,7 @@ class EvaluationSetConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    path: LocalPath = Field(min_length=1)
+    path: InputPath = Field(min_length=1)
     """A .jsonl or .parquet file, a folder saved by `datasets`, or a hub id."""
     subset: str | None = None
     """Configuration name of a hub dataset."""
@@ -31,7 +31,7 @@ class EvaluationSetConfig(BaseModel):
     """Field with the reference answer; null: `task.answer_field`."""
     id_field: str | None = None
     """Field with a unique id; null: the examples are numbered."""
-    map: LocalPath | None = None
+    map: FunctionName | None = None
     """A function for each example, as `task.map`, which is not applied to these sets."""
     prompts: int | None = Field(default=None, ge=1, le=10**6)
     """Number of prompts, from the start of the set; null: `evaluation.prompts`."""

@@ -141,7 +141,7 @@ class EvaluationRound:
         """What the complete round came to, for the policy of this version."""
         return EvaluationRecord(
             step=step,
-            time=time.time(),
+            time=time.time(),  # noqa: TID251 - for its record
             when=when,
             seconds=time.monotonic() - self._began,
             held_seconds=held_seconds,

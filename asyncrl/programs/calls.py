@@ -33,9 +33,10 @@ _FILE = "solution.py"
 def main() -> None:
     """Read the order and make the calls."""
     order = json.load(sys.stdin)
+    theirs = set(os.listdir(_FOLDER))  # noqa: PTH208 - folders of Python that lie below /tmp
     for number, call in enumerate(order["calls"]):
         if number:
-            _clean()
+            _clean(theirs)
         _write(order["program"])
         said = _one(order["program"], call, order["seconds"])
         print(json.dumps(said), flush=True)
@@ -112,14 +113,27 @@ def _write(program: str) -> None:
         file.write(program)
 
 
-def _clean() -> None:
-    """Remove every file of an earlier call. Raises OSError, which ends this process."""
-    for folder, folders, files in os.walk(_FOLDER, topdown=False):
+def _clean(theirs: set[str]) -> None:
+    """Remove every file of an earlier call. Raises OSError, which ends this process.
+
+    Args:
+        theirs: names that stay.
+    """
+    emptied: list[str] = []
+    for folder, folders, files in os.walk(_FOLDER):
+        if folder == _FOLDER:
+            folders[:] = set(folders) - theirs
+            files[:] = set(files) - theirs
         for name in files:
             os.remove(f"{folder}/{name}")  # noqa: PTH107
         for name in folders:
             path = f"{folder}/{name}"
-            (os.remove if os.path.islink(path) else os.rmdir)(path)  # noqa: PTH114
+            if os.path.islink(path):  # noqa: PTH114
+                os.remove(path)  # noqa: PTH107
+            else:
+                emptied.append(path)
+    for path in reversed(emptied):
+        os.rmdir(path)  # noqa: PTH106
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from asyncrl.plain_values import Arguments
 from asyncrl.rewards.code import TOTAL_SECONDS as CODE_SECONDS
 from wire.limits import WEEK_SECONDS
-from wire.paths import LocalPath
+from wire.paths import FunctionName
 
 
 class RewardFunctionConfig(BaseModel):
@@ -17,7 +17,7 @@ class RewardFunctionConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    name: LocalPath = Field(default="arithmetic", min_length=1)
+    name: FunctionName = Field(default="arithmetic", min_length=1)
     """`exact_match`, `math_verify`, `format`, `arithmetic`, `code` (docs/sandbox.md),
     `reward_model`, `judge` (docs/rewards.md), or a function of your own, given as
     `my.module:function` or `path/to/file.py:function`."""

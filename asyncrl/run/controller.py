@@ -80,10 +80,7 @@ LAST_MESSAGE_SECONDS = 0.2
 
 
 class Controller:
-    """Carries a run from the start of its processes to its last evaluation.
-
-    Long because every part of a run is made here, and given those that it needs.
-    """
+    """Carries a run from the start of its processes to its last evaluation."""
 
     def __init__(
         self,

@@ -318,7 +318,11 @@ def _empty(path: Path) -> None:
 
 
 def _new_state(path: Path, *, resume: bool) -> RunState:
-    state = RunState(os.getpid(), trace_key=secrets.token_hex(8), started=time.time())
+    state = RunState(
+        os.getpid(),
+        trace_key=secrets.token_hex(8),
+        started=time.time(),  # noqa: TID251 - tells which run was started last
+    )
     if not resume:
         return state
     state.start = 1 + secrets.randbits(62)

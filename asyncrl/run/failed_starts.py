@@ -38,7 +38,7 @@ def set_aside(folder: Path) -> Path | None:
     )
     for old in before[: max(0, len(before) - KEPT + 1)]:
         shutil.rmtree(old)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+    stamp = time.strftime("%Y%m%d-%H%M%S")  # noqa: TID251 - the name of a folder
     target = folder.with_name(f"{folder.name}.failed-{stamp}")
     number = 1
     while target.exists():  # two failed starts within a second

@@ -36,8 +36,6 @@ _LATE_SECONDS = 1.0
 class Fleet:
     """The trainer and the generators.
 
-    Long because everything that is asked about the processes of a run is asked here.
-
     Args:
         config: how many generators there are, and how long to wait for what.
         launcher: starts the processes.

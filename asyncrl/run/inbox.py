@@ -51,10 +51,7 @@ _Handlers = dict[type, Callable[[Worker, Any], Awaitable[None]]]
 
 
 class Inbox:
-    """Updates the sender's `Worker` and passes the message on to scheduler and evaluation.
-
-    Long because there is a method for each message.
-    """
+    """Updates the sender's `Worker` and passes the message on to scheduler and evaluation."""
 
     def __init__(
         self,

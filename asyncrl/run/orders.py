@@ -105,7 +105,7 @@ class Orders:
             order=_name_of(type(order)),
             arguments=msgspec.structs.asdict(order),
             step=step,
-            time=time.time(),
+            time=time.time(),  # noqa: TID251 - for people
             effect=done.text,
             before=done.before,
         )

@@ -58,8 +58,6 @@ class _StepWarnings:
 class Progress:
     """Follows a run. Only the controller's event loop calls it.
 
-    Long because each of its four outputs needs the same few numbers.
-
     Args:
         config: of the run.
         view: is shown what happens.
@@ -144,7 +142,7 @@ class Progress:
         self._phase = "training"
         self._step = first_step
         self._metrics.run.of(self._config.run.name).set(1)
-        self._metrics.started.set(time.time())
+        self._metrics.started.set(time.time())  # noqa: TID251 - for people
         self._metrics.steps_planned.set(self._config.run.steps)
         self._metrics.count_on_policy(self._on_policy)
         self._last_step_at = time.monotonic()
@@ -249,7 +247,7 @@ class Progress:
         generators = max(1, len(self._fleet.generators()) if self._fleet is not None else 1)
         return StepMetrics(
             step=message.step,
-            time=time.time(),
+            time=time.time(),  # noqa: TID251 - for the record of the step
             groups=self._groups.of_step(message.step, message.groups, self._end_of(message.step)),
             wall_seconds=self._seconds_before + now - self._totals.began,
             step_seconds=seconds,

@@ -35,8 +35,6 @@ class Training:
 
     The scheduler exists from the start of the training phase on, and also handles events of the
     final evaluation. Events before that are ignored: `run` tells it the state of all processes.
-
-    Long because the phase, the events and the orders of users share one scheduler and its lock.
     """
 
     def __init__(

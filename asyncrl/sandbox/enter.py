@@ -40,6 +40,8 @@ _FIRST_UID = 0x70000000
 """Of users that nobody is: each program has its own, so that limits per user are its own."""
 _NOBODY = 65534
 _INNER_UID = 1000
+_WRITABLE = ("/tmp", "/dev/shm")  # noqa: S108 - inside
+"""Two names of one folder in memory."""
 _DEVICES = ("null", "full", "random", "urandom")
 """Not /dev/zero: a shared mapping of it is memory that no limit counts."""
 _MACHINE = os.uname().machine
@@ -62,7 +64,7 @@ def _prctl(option: int, value: int, what: str) -> None:
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
-    encoded = [None if one is None else one.encode() for one in (source, target, kind)]
+    encoded = [None if one is None else os.fsencode(one) for one in (source, target, kind)]
     result = _libc.mount(*encoded, ctypes.c_ulong(flags), data.encode())
     _call(f"mounting {kind or source} at {target}", result)
 
@@ -71,7 +73,7 @@ def _attributes(target: str, attributes: int, *, recursive: bool) -> None:
     """Set mount attributes (mount_setattr(2)); they cannot be taken back inside."""
     wanted = struct.pack("QQQQ", attributes, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
-    result = _libc.syscall(_MOUNT_SETATTR, -100, target.encode(), flags, wanted, len(wanted))
+    result = _libc.syscall(_MOUNT_SETATTR, -100, os.fsencode(target), flags, wanted, len(wanted))
     _call(f"making {target} read-only (mount_setattr, Linux 5.12)", result)
 
 
@@ -80,6 +82,7 @@ def main() -> None:
     with os.fdopen(int(sys.argv[1]), "rb") as stream:
         order = json.load(stream)
     os.set_inheritable(_ANSWER, False)
+    os.umask(0o022)  # the program is another user, and must get to what is shown
     try:
         _die_with(order["parent"])
         first = _enter(order)
@@ -139,29 +142,24 @@ def _enter(order: dict[str, Any]) -> int:
 
 
 def _make_root(order: dict[str, Any], uid: int) -> None:
-    """A root folder of which the program can write /tmp only."""
+    """A root folder of which the program can write /tmp only.
+
+    It is built on a folder of the machine that holds nothing to be shown. What is to be shown is
+    opened first, so that no mount can hide it.
+    """
     opened = {path: os.open(path, os.O_PATH) for path in order["readable"]}
     devices = {name: os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES}
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
-    new = "/tmp"  # noqa: S108 - covered in this mount namespace only
+    new: str = order["mount_point"]
     _mount("tmpfs", new, "tmpfs", _NO_SUID | _NO_DEVICES, "mode=755,size=1m,nr_inodes=4096")
     for path, descriptor in opened.items():
-        _bind(descriptor, new + path)
-        _attributes(new + path, _ATTR_READ_ONLY | _ATTR_NO_SUID | _ATTR_NO_DEVICES, recursive=True)
+        _show(descriptor, new + path)
     for link, target in order["links"].items():
         Path(new + link).parent.mkdir(parents=True, exist_ok=True)
         Path(new + link).symlink_to(target)
-    Path(new, "dev").mkdir()
     for name, descriptor in devices.items():
         _bind(descriptor, f"{new}/dev/{name}")
-    Path(new, "dev/shm").symlink_to("/tmp")  # noqa: S108
-    Path(new, "tmp").mkdir()
-    options = (
-        f"mode=700,uid={uid},gid={uid},size={order['disk_bytes']},nr_inodes={order['files'] + 16}"
-    )
-    _mount("tmpfs", f"{new}/tmp", "tmpfs", _NO_SUID | _NO_DEVICES, options)  # noqa: S108
-    for name, text in order["contents"].items():
-        _write(Path(new, "tmp", name), text, uid)
+    _make_writable(order, new, uid)
     os.chdir(new)
     _call("pivot_root", _libc.syscall(_PIVOT_ROOT[_MACHINE], b".", b"."))
     _call("leaving the old root", _libc.umount2(b".", _DETACH))
@@ -169,6 +167,34 @@ def _make_root(order: dict[str, Any], uid: int) -> None:
     _attributes("/", _ATTR_READ_ONLY, recursive=False)
     os.chdir("/tmp")  # noqa: S108
     _call("sethostname", _libc.sethostname(b"sandbox", 7))
+
+
+def _make_writable(order: dict[str, Any], new: str, uid: int) -> None:
+    """Cover /tmp and /dev/shm of the new root; what is shown below them is shown again, on top.
+
+    Each name there becomes a mount, which the program can neither rename nor remove.
+    """
+    shown: dict[str, int] = {}
+    for place in _WRITABLE:
+        Path(new + place).mkdir(parents=True, exist_ok=True)
+        for entry in Path(new + place).iterdir():
+            shown[str(entry)] = os.open(entry, os.O_PATH | os.O_NOFOLLOW)
+    first, *others = _WRITABLE
+    inodes = order["files"] + 16 + len(shown)
+    options = f"mode=700,uid={uid},gid={uid},size={order['disk_bytes']},nr_inodes={inodes}"
+    _mount("tmpfs", new + first, "tmpfs", _NO_SUID | _NO_DEVICES, options)
+    made = os.open(new + first, os.O_PATH)
+    for place in others:
+        _bind(made, new + place)
+    for target, descriptor in shown.items():
+        _show(descriptor, target)
+    for name, text in order["contents"].items():
+        _write(Path(new + first, name), text, uid)
+
+
+def _show(descriptor: int, target: str) -> None:
+    _bind(descriptor, target)
+    _attributes(target, _ATTR_READ_ONLY | _ATTR_NO_SUID | _ATTR_NO_DEVICES, recursive=True)
 
 
 def _bind(descriptor: int, target: str) -> None:
@@ -213,6 +239,7 @@ def _first_process(order: dict[str, Any]) -> NoReturn:
             os.setsid()
             os.closerange(3, _ANSWER)
             os.closerange(_ANSWER + 1, 1 << 16)
+            _prctl(_PR_SET_DUMPABLE, 1, "being read by the watcher")  # from the filter on
             _filter(base64.b64decode(order["filter"]))
             os.execve(order["command"][0], order["command"], order["environment"])  # noqa: S606
         except _RefusedError as error:

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-_COUNTED = ("RssAnon:", "RssShmem:", "VmSwap:", "HugetlbPages:")
+_COUNTED = ("RssAnon", "RssShmem", "VmSwap", "HugetlbPages")
 _BUFFERS = {"pipe": 64 << 10, "socket": 320 << 10}
 """Most bytes that one holds: a pipe's 16 pages; a socket's send buffer of 208 KiB, which the last
 message may pass by half of that."""
@@ -28,26 +28,38 @@ def held(below: Sequence[int], open_files: int) -> int:
     """
     buffers: dict[str, int] = {}
     total = 0
+    own_filters = _filters(_status("/proc/self"))
     for pid in below:
         # Each thread is asked: the first one may have ended, and others may have descriptors
         # of their own.
-        threads = _entries(f"/proc/{pid}/task") or []
-        total += max((_pages(f"/proc/{pid}/task/{thread}/status") for thread in threads), default=0)
-        if pid == below[0]:
-            continue
-        for thread in threads:
-            found = _buffers(f"/proc/{pid}/task/{thread}/fd")
-            buffers |= {str(pid): open_files * _BUFFERS["socket"]} if found is None else found
+        tasks = [f"/proc/{pid}/task/{thread}" for thread in _entries(f"/proc/{pid}/task") or []]
+        seen = {task: _status(task) for task in tasks}
+        total += max(map(_pages, seen.values()), default=0)
+        for task, status in seen.items():
+            if pid == below[0] or _filters(status) <= own_filters:
+                continue  # not the program: it has the filter of system calls, to its end
+            found = _buffers(f"{task}/fd")
+            if found is not None:
+                buffers |= found
+            elif "VmSize" in _status(task):  # else it has ended
+                buffers[str(pid)] = open_files * _BUFFERS["socket"]
     return total + sum(buffers.values())
 
 
-def _pages(status: str) -> int:
-    total = 0
+def _status(task: str) -> dict[str, str]:
+    """What /proc says of a process or thread; nothing if it is gone."""
     with contextlib.suppress(OSError):
-        for line in Path(status).read_text().splitlines():
-            if line.startswith(_COUNTED):
-                total += int(line.split()[1]) * 1024
-    return total
+        lines = Path(f"{task}/status").read_text().splitlines()
+        return {name: value for name, _, value in (line.partition(":") for line in lines)}
+    return {}
+
+
+def _pages(status: dict[str, str]) -> int:
+    return sum(int(status[name].split()[0]) * 1024 for name in _COUNTED if name in status)
+
+
+def _filters(status: dict[str, str]) -> int:
+    return int(status.get("Seccomp_filters", 0))
 
 
 def _buffers(folder: str) -> dict[str, int] | None:

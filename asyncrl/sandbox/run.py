@@ -37,6 +37,10 @@ _SYSTEM = (
     "/etc/ld.so.cache",
     "/etc/alternatives",
 )
+_OWN = ("/tmp", "/dev/shm")  # noqa: S108 - inside
+"""Folders that the sandbox has of its own. What is shown may lie below them."""
+_MOUNT_POINTS = ("/tmp", "/mnt", "/var/tmp", "/srv", "/home", "/dev")  # noqa: S108
+"""Folders of the machine; the sandbox is built on one that holds nothing to be shown."""
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",  # noqa: S108 - inside
@@ -142,8 +146,8 @@ def _order(
             f"programs can be contained on Linux on {' and '.join(ARCHITECTURES)} only, "
             f"not on {sys.platform} {machine}"
         )
-    own = (sys.prefix, sys.base_prefix)
-    folders, links = _visible([*_SYSTEM, *own, *map(str, readable)])
+    own = (sys.prefix, sys.base_prefix, sys.executable)
+    folders, links = visible([*_SYSTEM, *own, *map(str, readable)])
     order: dict[str, Any] = {
         "parent": os.getpid(),
         "command": list(command),
@@ -151,6 +155,7 @@ def _order(
         "contents": {name: _valid(text) for name, text in contents.items()},
         "readable": folders,
         "links": links,
+        "mount_point": _mount_point(folders),
         "filter": base64.b64encode(program(machine)).decode(),
     }
     for name in limits.__struct_fields__:
@@ -163,14 +168,58 @@ def _valid(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _visible(paths: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Folders to show, none of them inside another, and links such as /bin -> usr/bin."""
-    links = {path: str(Path(path).readlink()) for path in paths if Path(path).is_symlink()}
+def visible(paths: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Files and folders to show, none of them inside another, and links such as /bin -> usr/bin.
+
+    Links anywhere on the way are shown as such. Only /tmp and /dev/shm, and names directly in them,
+    are folders in the sandbox, so what lies behind a link there is shown under the link's name.
+
+    Raises:
+        SandboxError: one of `paths` holds a folder that the sandbox has of its own.
+    """
+    links: dict[str, str] = {}
+    ends = {_followed(path, links) for path in paths if Path(path).exists()}
     folders: list[str] = []
-    for path in sorted({str(Path(path).resolve()) for path in paths if Path(path).exists()}):
-        if not any(path == one or path.startswith(f"{one}/") for one in folders):
+    for path in sorted(ends):
+        if any(_holds(path, own) for own in _OWN):
+            raise SandboxError(f"{path} cannot be shown: the sandbox has a {_OWN[0]} of its own")
+        if not _inside(folders, path):
             folders.append(path)
-    return folders, links
+    return folders, {link: links[link] for link in links if not _inside(folders, link)}
+
+
+def _followed(path: str, links: dict[str, str]) -> str:
+    """The place that a path leads to; adds the links on the way to `links`."""
+    place, names = "/", list(reversed(Path(path).absolute().parts))
+    while names:
+        name = names.pop()
+        before, place = place, os.path.normpath(Path(place, name))
+        ours = place in _OWN or before in _OWN
+        if name != ".." and not ours and Path(place).is_symlink():
+            links[place] = str(Path(place).readlink())
+            names.extend(reversed(Path(links[place]).parts))
+            place = before
+    return place
+
+
+def _holds(folder: str, path: str) -> bool:
+    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
+
+
+def _inside(folders: Sequence[str], path: str) -> bool:
+    return any(_holds(folder, path) for folder in folders)
+
+
+def _mount_point(shown: Sequence[str]) -> str:
+    """A folder that holds nothing of `shown`, so that building the sandbox hides none of it."""
+    for place in _MOUNT_POINTS:
+        free = not any(_holds(place, path) for path in shown)
+        if free and Path(place).is_dir() and not Path(place).is_symlink():
+            return place
+    raise SandboxError(
+        f"there is nowhere to build it: each of {', '.join(_MOUNT_POINTS)} is missing, a link, or "
+        "holds something that the program may read"
+    )
 
 
 @dataclass(slots=True)

@@ -52,10 +52,7 @@ class GeneratorSetting:
 
 
 class SimGenerator:
-    """Requests that decode, requests that wait for a slot, and finished ones that are held.
-
-    Long because every way into a slot and out of it changes the same few counters.
-    """
+    """Requests that decode, requests that wait for a slot, and finished ones that are held."""
 
     def __init__(
         self,

@@ -34,8 +34,6 @@ DAY_SECONDS = 86400.0
 class World:
     """One simulated run, from the first join to its end. Use once.
 
-    Long because it carries out every command and makes every event.
-
     Raises:
         UserError: from `run`, if the run cannot go on because too much is lost.
     """

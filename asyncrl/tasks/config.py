@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from asyncrl.plain_values import Arguments
 from wire.limits import MAX_TOKENS, WEEK_SECONDS
-from wire.paths import LocalPath
+from wire.paths import FunctionName, InputPath
 
 MAX_DIGITS = 6
 """Most digits of a summand of the built-in task."""
@@ -41,7 +41,7 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    path: LocalPath = Field(default="builtin:arithmetic", min_length=1)
+    path: InputPath = Field(default="builtin:arithmetic", min_length=1)
     """`builtin:arithmetic` or `builtin:agent` (trained on first use), a HF model directory with its
     tokenizer, or a hub id such as `Qwen/Qwen3-0.6B`."""
 
@@ -54,7 +54,7 @@ class TaskConfig(BaseModel):
     kind: Literal["arithmetic", "dataset"] = "arithmetic"
     """`arithmetic`: the built-in addition task. `dataset`: your own examples, see `path`."""
 
-    path: LocalPath | None = None
+    path: InputPath | None = None
     """Dataset only: a .jsonl or .parquet file, a folder saved by `datasets`, or a hub id."""
     subset: str | None = None
     """Dataset only: configuration name of a hub dataset."""
@@ -67,7 +67,7 @@ class TaskConfig(BaseModel):
     id_field: str | None = None
     """Dataset only: field with a unique id; null: the examples are numbered."""
 
-    map: LocalPath | None = None
+    map: FunctionName | None = None
     """Dataset only: a function of your own that is applied to every example before anything else,
     `my.module:function` or `path/to/file.py:function`. It takes the example as a dict and returns a
     dict, or nothing to leave the example out. It must return the same every time, because a resumed
@@ -82,7 +82,7 @@ class TaskConfig(BaseModel):
 
     train_size: int | None = Field(default=None, ge=1, le=10**9)
     """Number of training prompts. null: 2048 for `arithmetic`, every example for `dataset`."""
-    evaluation_path: LocalPath | None = None
+    evaluation_path: InputPath | None = None
     """Dataset only: file or hub id of the held-out examples; null: some of `path` are held out."""
     evaluation_split: str = "test"
     """Dataset only: split of `evaluation_path`, unless that is a file."""

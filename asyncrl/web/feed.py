@@ -109,7 +109,7 @@ class Feed:
 
     async def _publish(self, status: Status | None, error: str | None) -> None:
         snapshot = {
-            "time": round(time.time(), 3),
+            "time": round(time.time(), 3),  # noqa: TID251 - for the reader
             "status": status,
             "error": error,
             "sections": {name: one.version for name, one in self._drawn.items()},

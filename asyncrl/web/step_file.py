@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from monitoring.jsonl import whole_lines
 from wire.records import StepGroups, StepMetrics
 
 MAX_STEPS_IN_MEMORY = 2000
@@ -70,9 +71,7 @@ class StepFile:
 
     def _read_lines(self, file: BinaryIO) -> None:
         file.seek(self._read)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
+        for line in whole_lines(file):
             start, self._read = self._read, self._read + len(line)
             self._before = line
             try:

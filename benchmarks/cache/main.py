@@ -29,7 +29,7 @@ from benchmarks.cache import exchange as cache_exchange
 from benchmarks.cache import memory as cache_memory
 from benchmarks.cache.baselines import OWN_DEPTH, VLLM_DEPTH, ArcticDrafter, NaiveDrafter, arctic
 from benchmarks.cache.work import BUDGET, insert_speed, replay, rollouts, step_speed
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from cache.config import CacheConfig
 from cache.tree import RolloutCache, warm_up
 from rollout.trajectory import IntArray
@@ -59,10 +59,13 @@ class Plan:
     """Prompts that are replayed to measure the quality of drafts."""
     memory: tuple[int, int, int]
     """Prompts, epochs and length of the rollouts whose memory is measured."""
+    compiles: bool = True
+    """Whether the kernels are compiled once more, to see how long that takes."""
 
 
 QUICK = Plan(prompts=32, length=400, steps=40, repeats=3, replayed=4, memory=(64, 2, 1000))
 FULL = Plan(prompts=32, length=1000, steps=100, repeats=5, replayed=8, memory=(64, 4, 1000))
+SMOKE = Plan(2, length=60, steps=5, repeats=1, replayed=1, memory=(2, 1, 50), compiles=False)
 
 Make = Callable[[], Any]
 
@@ -135,9 +138,10 @@ def load_seconds(directory: str) -> float:
 def measure(plan: Plan) -> tuple[dict[str, Any], dict[str, float]]:
     """Run everything; returns the raw numbers and the ratios."""
     raw: dict[str, Any] = {"load_average_before": os.getloadavg()}
-    with tempfile.TemporaryDirectory() as directory:
-        raw["cold_start_s"] = load_seconds(directory)
-        raw["warm_start_s"] = load_seconds(directory)
+    if plan.compiles:
+        with tempfile.TemporaryDirectory() as directory:
+            raw["cold_start_s"] = load_seconds(directory)
+            raw["warm_start_s"] = load_seconds(directory)
     warm_up()
     makers = drafters()
     batch = rollouts(plan.prompts, 2, plan.length)
@@ -216,17 +220,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.cache", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="less of everything: about a minute")
     parser.add_argument("--json", metavar="FILE", help="write the numbers here")
+    add_smoke(parser)
     options = parser.parse_args(arguments)
-    raw, ratios = measure(QUICK if options.quick else FULL)
+    raw, ratios = measure(SMOKE if options.smoke else QUICK if options.quick else FULL)
     console = Console()
     for table in tables(raw, ratios):
         console.print(table)
+    if "cold_start_s" in raw:
+        cold, warm = raw["cold_start_s"], raw["warm_start_s"]
+        console.print(f"kernels compiled in {cold:.1f} s, loaded in {warm:.1f} s")
     console.print(
-        f"kernels compiled in {raw['cold_start_s']:.1f} s, loaded in {raw['warm_start_s']:.1f} s; "
         f"load average {raw['load_average_before'][0]:.1f} before, "
         f"{raw['load_average_after'][0]:.1f} after"
     )
     if "not_measured" in raw:
         console.print(f"[bold red]{MISSING}[/]")
     if options.json:
-        write_json(options.json, "cache", raw, ratios)
+        write_json(options.json, "cache", raw, ratios, smoke=options.smoke)

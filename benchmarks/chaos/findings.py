@@ -91,6 +91,8 @@ class Findings:
             "failure": outcome.failure,
             "exit_code": outcome.exit_code,
             "steps": len(outcome.steps),
+            "steps_in_order": [one.step for one in outcome.steps]
+            == list(range(len(outcome.steps))),
             "groups_trained": outcome.account.trained,
             "groups_failed": len(outcome.account.failed),
             "groups_lost": len(outcome.account.lost),

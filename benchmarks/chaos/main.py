@@ -54,9 +54,10 @@ from benchmarks.chaos.victims import (
     REWARD,
     TRAINER,
     VICTIMS,
+    Victim,
 )
 from benchmarks.machines.namespaces import why_not
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "examples" / "arithmetic.yaml"
@@ -69,22 +70,35 @@ PRINTED_WIDTH = 150
 """Characters per line if the output goes to a file."""
 MAX_STEPS_ALONE = 400
 """The run left alone has at most this many steps."""
+SMOKE = {"each": (GENERATOR, REWARD, CONTROLLER)}
+SMOKE_STEPS_ALONE = 8
 
 
-def measure(setup: Setup, victims: Mapping[str, int], wanted: int, seed: int) -> Findings:
-    """All runs with kills, then one left alone. Raises ChaosError if that one fails."""
+def measure(
+    setup: Setup, runs: Mapping[str, Sequence[Victim]], wanted: int, seed: int, alone_steps: int
+) -> Findings:
+    """All runs with kills, then one left alone. Raises ChaosError if that one fails.
+
+    Args:
+        setup: of all runs.
+        runs: whom to kill, by the name of the run.
+        wanted: kills of each run.
+        seed: of the moments.
+        alone_steps: most of the run left alone.
+    """
     outcomes = {}
-    for number, (name, kills) in enumerate(victims.items()):
-        victim = VICTIMS[name]
-        more = f"engine.kind={victim.engine}", f"trainer.ranks={victim.ranks}"
+    for number, (name, victims) in enumerate(runs.items()):
+        more = f"engine.kind={victims[0].engine}", f"trainer.ranks={victims[0].ranks}"
         own = Setup(setup.config, setup.folder, (*setup.settings, *more), setup.timeout_seconds)
-        outcome = kill_one_after_the_other(own, name, [victim] * kills, seed=seed + number)
+        outcome = kill_one_after_the_other(own, name, victims, seed=seed + number)
         outcomes[name] = outcome
         print(
-            f"{name}: {len(outcome.kills)} of {kills} recovered", outcome.failure or "", flush=True
+            f"{name}: {len(outcome.kills)} of {len(victims)} recovered",
+            outcome.failure or "",
+            flush=True,
         )
     most = max((len(outcome.steps) for outcome in outcomes.values()), default=0)
-    alone = carry_out(setup, "left-alone", min(MAX_STEPS_ALONE, max(1, most)))
+    alone = carry_out(setup, "left-alone", min(alone_steps, max(1, most)))
     return Findings(wanted, outcomes, alone.records())
 
 
@@ -99,18 +113,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setup = Setup(CONFIG, folder, SETTINGS)
         if options.cluster:
             for findings in measure_cluster(setup, options.types, options.kills, options.seed):
-                _write(options.json, findings, load)  # it takes long: what is known is kept
+                _write(options, findings, load)  # it takes long: what is known is kept
+        elif options.smoke:
+            findings = measure(setup, SMOKE, len(SMOKE["each"]), options.seed, SMOKE_STEPS_ALONE)
         else:
-            findings = measure(setup, options.types, options.kills, options.seed)
+            runs = {name: [VICTIMS[name]] * kills for name, kills in options.types.items()}
+            findings = measure(setup, runs, options.kills, options.seed, MAX_STEPS_ALONE)
     console.print(findings.table())
-    _write(options.json, findings, load)
+    _write(options, findings, load)
     return 1 if findings.failed else 0
 
 
-def _write(path: str | None, findings: Findings, load: float) -> None:
-    if path:
+def _write(options: argparse.Namespace, findings: Findings, load: float) -> None:
+    if options.json:
         raw = {"load_before": load, "load_after": os.getloadavg()[0], **findings.raw()}
-        write_json(path, "chaos", raw, findings.ratios())
+        write_json(options.json, "chaos", raw, findings.ratios(), smoke=options.smoke)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -129,6 +146,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     parser.add_argument("--keep", metavar="FOLDER", help="keep the runs in this folder")
+    add_smoke(parser)
     options = parser.parse_args(arguments)
     options.kills = options.kills or (20 if options.quick else 60)
     known: Collection[str] = FAULTS if options.cluster else VICTIMS

@@ -25,15 +25,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.controller.measured import Cost, Load, measure
 from benchmarks.controller.peers import SLOTS
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 
 GENERATORS = 2
 TARGET = 25_000
@@ -44,16 +45,33 @@ PACED_TICK = 0.1
 Measured = tuple[list[Table], list[Cost], dict[str, float]]
 
 
-def samples_part(*, quick: bool) -> Measured:
+class Effort(NamedTuple):
+    """How much is measured."""
+
+    samples: tuple[int, int]
+    """Steps and repeats of this part."""
+    relays: tuple[int, int]
+    rows: int = SLOTS
+    many: int = 64
+    """Generators, and rows of each, of the part with relays."""
+
+
+QUICK, FULL = Effort((4, 1), (2, 1)), Effort((10, 3), (4, 3))
+SMOKE = Effort((1, 1), (1, 1), rows=32, many=8)
+
+
+def samples_part(effort: Effort) -> Measured:
     """Two generators, in frames of one message and of several."""
-    steps, repeats = (4, 1) if quick else (10, 3)
+    steps, repeats = effort.samples
     costs = [
-        measure(Load(GENERATORS, SLOTS, together, batched=batched), steps=steps)
+        measure(Load(GENERATORS, effort.rows, together, batched=batched), steps=steps)
         for _ in range(repeats)
         for together in (1, 8, 32)
         for batched in (False, True)
     ]
-    table = Table(title=f"controller: {GENERATORS} generators of {SLOTS} rows, µs of CPU / sample")
+    table = Table(
+        title=f"controller: {GENERATORS} generators of {effort.rows} rows, µs of CPU / sample"
+    )
     for title in ("ending together", "alone", "in frames of several", "samples/s measured at"):
         table.add_column(title, justify="right")
     ratios: dict[str, float] = {}
@@ -69,18 +87,18 @@ def samples_part(*, quick: bool) -> Measured:
     return [table], costs, ratios
 
 
-def relays_part(*, quick: bool) -> Measured:
+def relays_part(effort: Effort) -> Measured:
     """Many generators, connected themselves and through relays."""
-    steps, repeats = (2, 1) if quick else (4, 3)
+    (steps, repeats), many = effort.relays, effort.many
     fast = {
-        (relayed, curve): Load(64, 64, per_relay=8 if relayed else 0, tcp=True, curve=curve)
+        (relayed, curve): Load(many, many, per_relay=8 if relayed else 0, tcp=True, curve=curve)
         for relayed in (False, True)
         for curve in (True, False)
     }
     paced = [replace(fast[relayed, True], tick=PACED_TICK) for relayed in (False, True)]
     costs = [measure(load, steps=steps) for _ in range(repeats) for load in fast.values()]
     costs += [measure(load, steps=1) for load in paced]
-    table = Table(title="controller: 64 generators of 64 rows over TCP, µs of CPU / event")
+    table = Table(title=f"controller: {many} generators of {many} rows over TCP, µs of CPU / event")
     for title in ("connected", "CURVE", "all", "main thread", "events/s on one core",
                   "events/s measured at"):  # fmt: skip
         table.add_column(title, justify="right")
@@ -105,15 +123,17 @@ def relays_part(*, quick: bool) -> Measured:
 PARTS = {"samples": samples_part, "relays": relays_part}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps and repeats")
     parser.add_argument("--part", choices=PARTS, help="only this part")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    args = parser.parse_args()
+    add_smoke(parser)
+    args = parser.parse_args(arguments)
+    effort = SMOKE if args.smoke else QUICK if args.quick else FULL
     console, runs, ratios = Console(), [], {}
     for part in (args.part,) if args.part else PARTS:
-        tables, costs, found = PARTS[part](quick=args.quick)
+        tables, costs, found = PARTS[part](effort)
         for table in tables:
             console.print(table)
         runs += costs
@@ -121,4 +141,4 @@ def main() -> None:
     console.print({name: round(value, 2) for name, value in ratios.items()})
     if args.json:
         raw: dict[str, Any] = {"runs": [cost.record() for cost in runs], "target": TARGET}
-        write_json(args.json, "controller", raw, ratios)
+        write_json(args.json, "controller", raw, ratios, smoke=args.smoke)

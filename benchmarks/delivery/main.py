@@ -38,7 +38,7 @@ from rich.table import Table
 from benchmarks.delivery.ends import GROUP, delivery_of, trajectory_of
 from benchmarks.delivery.paths import PATHS, compare_paths, floor, stages
 from benchmarks.delivery.rank import Rank, Way, take_in
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 
 TOKENS = (64, 1_000, 8_000, 32_000)
 NEEDED_PER_S = 12_800
@@ -51,9 +51,10 @@ class Effort(NamedTuple):
     rounds: int
     megabytes: float
     """That each path delivers in each round, but at most 400 trajectories."""
+    lengths: tuple[int, ...] = TOKENS
 
 
-QUICK, FULL = Effort(12, 3.0), Effort(40, 20.0)
+QUICK, FULL, SMOKE = Effort(12, 3.0), Effort(40, 20.0), Effort(1, 0.001, TOKENS[:1])
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def intake(effort: Effort) -> tuple[Table, list[dict[str, float | str]], dict[st
     )
     rows: list[dict[str, float | str]] = []
     ratios: dict[str, float] = {}
-    for tokens in TOKENS:
+    for tokens in effort.lengths:
         for name, way in WAYS.items():
             size = 9 * tokens + 1000
             count = GROUP * max(8, min(500, int(effort.megabytes * effort.rounds * 1e6 / size / 8)))
@@ -196,16 +197,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     parser.add_argument("--part", choices=("paths", "intake"), help="only this part")
+    add_smoke(parser)
     args = parser.parse_args(arguments)
-    effort = QUICK if args.quick else FULL
+    effort = SMOKE if args.smoke else QUICK if args.quick else FULL
     if args.part == "intake":
         table, rows, found = intake(effort)
         Console(width=140).print(table)
         Console().print(found)
         if args.json:
-            write_json(args.json, "delivery", {"intake": rows}, found)
+            write_json(args.json, "delivery", {"intake": rows}, found, smoke=args.smoke)
         return
-    results = [measure(tokens, effort) for tokens in TOKENS]
+    results = [measure(tokens, effort) for tokens in effort.lengths]
     ratios = ratios_of(results)
     console = Console(width=160)
     for table in tables(results):
@@ -217,4 +219,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ratios |= found
     console.print(ratios)
     if args.json:
-        write_json(args.json, "delivery", raw, ratios)
+        write_json(args.json, "delivery", raw, ratios, smoke=args.smoke)

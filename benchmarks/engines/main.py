@@ -31,7 +31,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.engines.measure import Sizes
 
 KINDS = ("torch", "vllm", "sglang")
 MODELS = ("4M", "host")
@@ -44,39 +47,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
     from rich.console import Console
 
-    from benchmarks.report import write_json
+    from benchmarks.engines.measure import Sizes
+    from benchmarks.report import add_smoke, write_json
 
     parser = argparse.ArgumentParser(description="torch, vLLM and SGLang side by side")
     parser.add_argument("--quick", action="store_true", help="3 rounds, not 9")
     parser.add_argument("--engine", default=",".join(KINDS), help="some of them, with commas")
     parser.add_argument("--json", metavar="FILE", help="write the numbers here")
+    add_smoke(parser)
     options = parser.parse_args(arguments)
     kinds = options.engine.split(",")
     if not set(kinds) <= set(KINDS):
         parser.error(f"--engine {options.engine}: some of {', '.join(KINDS)}")
     torch.set_num_threads(1)
-    found, missing = _measure_all(kinds, rounds=3 if options.quick else 9)
+    sizes, names = Sizes(rounds=3 if options.quick else 9), MODELS
+    if options.smoke:
+        sizes, names = Sizes(rows=2, length=8, rounds=1), MODELS[1:]
+    found, missing = _measure_all(kinds, sizes, names)
     ratios = ratios_of(found)
     console = Console(width=None if sys.stdout.isatty() else 150)
-    for model in MODELS:
+    for model in names:
         console.print(table_of(found, model))
     for kind, why in missing.items():
         print(f"MISSING: {kind} was not measured: {why}", file=sys.stderr)
     if options.json:
-        write_json(options.json, "engines", {"engines": found, "missing": missing}, ratios)
+        write_json(
+            options.json,
+            "engines",
+            {"engines": found, "missing": missing},
+            ratios,
+            smoke=options.smoke,
+        )
     return 0
 
 
-def _measure_all(kinds: Sequence[str], rounds: int) -> tuple[Found, dict[str, str]]:
+def _measure_all(
+    kinds: Sequence[str], sizes: Sizes, names: Sequence[str]
+) -> tuple[Found, dict[str, str]]:
     """One engine and one model after the other; and why engines are missing."""
-    from benchmarks.engines.measure import Sizes, measure
+    from benchmarks.engines.measure import measure
     from engine.errors import EngineError
 
     found: Found = {}
     missing: dict[str, str] = {}
-    sizes = Sizes(rounds=rounds)
     with TemporaryDirectory() as folder:
-        models = _make_models(Path(folder), 2 * (16 + 8 * sizes.length))
+        models = _make_models(Path(folder), 2 * (16 + 8 * sizes.length), names)
         for kind in kinds:
             try:
                 of_kind = {
@@ -90,17 +105,21 @@ def _measure_all(kinds: Sequence[str], rounds: int) -> tuple[Found, dict[str, st
     return found, missing
 
 
-def _make_models(folder: Path, max_length: int) -> dict[str, tuple[str, dict[str, Any]]]:
+def _make_models(
+    folder: Path, max_length: int, names: Sequence[str]
+) -> dict[str, tuple[str, dict[str, Any]]]:
     """The directory and the weights of each model."""
     from transformers import AutoModelForCausalLM
 
     from benchmarks.vllm_host.models import tiny_model
     from benchmarks.weights import make_model
 
-    make_model(folder / "4M", hidden=256, layers=4)
-    tiny_model(folder / "host", max_length)
     models = {}
-    for name in MODELS:
+    for name in names:
+        if name == "host":
+            tiny_model(folder / name, max_length)
+        else:
+            make_model(folder / name, hidden=256, layers=4)
         path = str(folder / name)
         models[name] = path, dict(AutoModelForCausalLM.from_pretrained(path).state_dict())
     return models

@@ -80,7 +80,7 @@ def measure(noise: float, length: int, top_k: int, rows: int, seed: int = 0) -> 
     )
 
 
-def table(quick: bool) -> list[Shares]:
+def table(*, quick: bool) -> list[Shares]:
     """Measure all settings that are printed."""
     tokens = 20_000 if quick else 200_000
     grid = [(noise, length, 8) for noise in (0.01, 0.03, 0.1) for length in (64, 256, 1024)]

@@ -54,8 +54,6 @@ DEADLINE_SECONDS = 600.0
 class Harness:
     """Runs the loop. Use once: `await Harness(...).run()`.
 
-    Long because there is a case for each message and each command, as in the controller.
-
     Args:
         engines: started, with the weights of version 0 (`policies[0]`), by generator.
         policies: state dicts that take turns: version v has `policies[v % len(policies)]`.

@@ -1,7 +1,7 @@
 """Whether the whole loop delivers what it promises: scheduler, generator and engine together.
 
-    python -m benchmarks.exactness_loop [--samples N] [--engine torch|vllm|sglang] [--modes "a;b"]
-                                        [--seed S] [--json FILE]
+    python -m benchmarks.exactness_loop [--quick] [--samples N] [--engine torch|vllm|sglang]
+                                        [--modes "a;b"] [--seed S] [--json FILE]
 
 `--engine torch,vllm,sglang` runs a mixed fleet: one generator on each engine. In the mode "verify,
 run resumed" samples that one of them wrote ahead are verified and continued by another; they are
@@ -34,6 +34,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+QUICK, FULL = 5_000, 50_000
+SMOKE_SAMPLES = 60
+"""Of the first mode."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the modes, print and write what was found."""
@@ -42,16 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from benchmarks.exactness_loop.engines import ENGINES
     from benchmarks.exactness_loop.modes import MODES
-    from benchmarks.report import write_json
+    from benchmarks.report import add_smoke, write_json
 
     parser = argparse.ArgumentParser(description="what the whole loop delivers to the trainer")
-    parser.add_argument("--samples", type=int, default=50_000, help="for each mode")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK:,} samples for each mode")
+    parser.add_argument("--samples", type=int, help=f"for each mode; default {FULL:,}")
     parser.add_argument("--engine", default="torch", help=f"one or more of {', '.join(ENGINES)}")
     parser.add_argument("--modes", help=f"some of: {'; '.join(MODES)} (separated by ;)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write the numbers here")
+    add_smoke(parser)
     options = parser.parse_args(arguments)
+    options.samples = options.samples or (QUICK if options.quick else FULL)
     names = options.modes.split(";") if options.modes else list(MODES)
+    if options.smoke:
+        names, options.samples = names[:1], SMOKE_SAMPLES
     unknown = [name for name in names if name not in MODES]
     if unknown:
         parser.error(f"no mode {unknown[0]!r}; the modes are {'; '.join(MODES)}")
@@ -62,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     raw = {name: _measure(name, kinds, options.samples, options.seed) for name in names}
     Console(width=None if sys.stdout.isatty() else 150).print(_table(options.engine, raw))
     if options.json:
-        write_json(options.json, "exactness_loop", raw, {})
-    return 0 if all(found["fine"] for found in raw.values()) else 1
+        write_json(options.json, "exactness_loop", raw, {}, smoke=options.smoke)
+    return 0 if options.smoke or all(found["fine"] for found in raw.values()) else 1
 
 
 def _measure(name: str, kinds: Sequence[str], samples: int, seed: int) -> dict[str, Any]:

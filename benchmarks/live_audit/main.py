@@ -27,6 +27,10 @@ from tempfile import mkdtemp
 from typing import Any
 
 QUICK = ("arithmetic", "fixed", "guessing", "killed", "resumed")
+SMOKE = (
+    *("scheduler.groups_per_step=4", "scheduler.group_size=4", "engine.slots=16"),
+    *("evaluation.prompts=4", "evaluation.every=null"),
+)
 MUTATED = {
     "accept-too-often": "arithmetic",
     "accept-all": "arithmetic",
@@ -47,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.chaos.live_run import ChaosError
     from benchmarks.live_audit.audit import NotAuditableError
     from benchmarks.live_audit.runs import SCENARIOS
-    from benchmarks.report import write_json
+    from benchmarks.report import add_smoke, write_json
 
     torch.set_num_threads(1)
     logging.disable_progress_bar()
@@ -65,7 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs there")
     parser.add_argument("--json", metavar="FILE", help="write the numbers here")
+    add_smoke(parser)
     options = parser.parse_args(arguments)
+    if options.smoke:
+        options.runs = options.runs or QUICK[0]
+        options.steps, options.settings = options.steps or 3, [*SMOKE, *options.settings]
     names = options.runs.split(";") if options.runs else list(QUICK if options.quick else SCENARIOS)
     if unknown := [name for name in names if name not in SCENARIOS]:
         parser.error(f"no run {unknown[0]!r}; the runs are {'; '.join(SCENARIOS)}")
@@ -88,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shutil.rmtree(folder, ignore_errors=True)
     if options.json:
         least = {name: found["p_value"] for name, found in raw.items()}
-        write_json(options.json, "live_audit", raw, least)
+        write_json(options.json, "live_audit", raw, least, smoke=options.smoke)
     return 0 if all(found["as it should be"] for found in raw.values()) else 1
 
 

@@ -21,6 +21,8 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from typing import IO, Any
 _TOOLS = ("ip", "bridge", "unshare", "nsenter")
 NETWORK = "192.0.2."
 """Addresses that RFC 5737 keeps for examples; they exist inside the namespaces only."""
-_TEMPORARY = "/var/tmp"  # noqa: S108 - each machine has its own
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - each machine has its own
 _KINDS = {"pid": 0x20000000, "net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
 _PR_SET_PDEATHSIG = 1
 _SECONDS = 30.0
@@ -233,13 +235,22 @@ def machines(
         raise NoMachinesError(reason)
     switch = Machine("switch", "", 0, _switch(), {})
     made = [switch]
+    # Each machine has temporary files of its own on this folder, which hides nothing. Sockets of
+    # Ray lie in it, so its name must be short.
+    temporary = tempfile.mkdtemp(prefix="m-", dir="/tmp")
     try:
         switch.power_on()
         for number, name in enumerate(names, start=1):
             logs = folder / name / "ray"
             logs.mkdir(parents=True, exist_ok=True)
-            script = _script(name, logs, shared_memory, (hidden or {}).get(name, ()))
-            variables = {"TMPDIR": _TEMPORARY, "HOSTNAME": name}
+            lines = _temporary_files(temporary, logs)
+            if not shared_memory:
+                lines += _own_memory(temporary, [Path.cwd(), folder.resolve()])
+            lines += [
+                f"mount -t tmpfs tmpfs {_quoted(path)}" for path in (hidden or {}).get(name, ())
+            ]
+            script = "; ".join(["set -e", f"hostname {name}", "ip link set lo up", *lines, _SLEEP])
+            variables = {"TMPDIR": temporary, "HOSTNAME": name}
             machine = Machine(name, f"{NETWORK}{number}", switch.first, script, variables)
             made.append(machine)
             machine.power_on()
@@ -247,6 +258,7 @@ def machines(
     finally:
         for machine in reversed(made):
             machine.power_off()
+        os.rmdir(temporary)  # noqa: PTH106
 
 
 def _switch() -> str:
@@ -257,18 +269,29 @@ _SLEEP = "echo ready; exec env --ignore-signal=CHLD sleep infinity"
 """What ends on the machine is reaped by the kernel, since nobody asks for it."""
 
 
-def _script(name: str, logs: Path, shared_memory: bool, hidden: Sequence[Path]) -> str:
-    own_memory = [] if shared_memory else ["mount -t tmpfs tmpfs /dev/shm"]
-    lines = [
-        f"hostname {name}",
-        "ip link set lo up",
-        f"mount -t tmpfs tmpfs {_TEMPORARY}",
-        f"mkdir {_TEMPORARY}/ray",
-        f"mount --bind {shlex.quote(str(logs.resolve()))} {_TEMPORARY}/ray",
-        *own_memory,
-        *(f"mount -t tmpfs tmpfs {shlex.quote(str(path.resolve()))}" for path in hidden),
+def _temporary_files(place: str, logs: Path) -> list[str]:
+    return [
+        f"mount -t tmpfs tmpfs {place}",
+        f"mkdir {place}/ray",
+        f"mount --bind {_quoted(logs)} {place}/ray",
     ]
-    return "set -e; " + "; ".join(lines) + "; " + _SLEEP
+
+
+def _own_memory(temporary: str, needed: Sequence[Path]) -> list[str]:
+    """Cover /dev/shm; folders there that processes need, such as Python's, are shown again."""
+    places = [*needed, Path(sys.prefix), Path(sys.base_prefix), Path(tempfile.gettempdir())]
+    below = [one.resolve() for one in places if one.resolve().is_relative_to(_SHARED_MEMORY)]
+    names = sorted({one.relative_to(_SHARED_MEMORY).parts[0] for one in below})
+    kept = [(_quoted(Path(temporary, name)), _quoted(Path(_SHARED_MEMORY, name))) for name in names]
+    return [
+        *(f"mkdir {aside}; mount --bind {shown} {aside}" for aside, shown in kept),
+        f"mount -t tmpfs tmpfs {_SHARED_MEMORY}",
+        *(f"mkdir {shown}; mount --move {aside} {shown}; rmdir {aside}" for aside, shown in kept),
+    ]
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path.resolve()))
 
 
 def _environment() -> dict[str, str]:

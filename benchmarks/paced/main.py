@@ -34,12 +34,12 @@ from asyncrl.simulation.study import as_json
 from asyncrl.simulation.world import Outcome
 from benchmarks.paced.findings import Findings, Result, label
 from benchmarks.paced.model import make_model
-from benchmarks.paced.plan import full, quick
+from benchmarks.paced.plan import full, quick, smoke
 from benchmarks.paced.run import RunError, carry_out
 from benchmarks.paced.setting import MODES, VERIFY, Paced
 from benchmarks.paced.simulated import fitted_drift, simulate, simulate_device
 from benchmarks.paced.tables import large_table, tables
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 
 PRINTED_WIDTH = 150
 """Characters per line if the output goes to a file."""
@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print the tables, write the file. Returns 1 if a run failed."""
     options = _options(arguments)
     console = Console(width=None if sys.stdout.isatty() else PRINTED_WIDTH)
-    runs = [one for one in (quick() if options.quick else full()) if _chosen(one, options)]
+    planned = smoke() if options.smoke else quick() if options.quick else full()
+    runs = [one for one in planned if _chosen(one, options)]
     load = os.getloadavg()[0]
     if load > 0.5:
         console.print(f"[yellow]the machine is busy (load {load:.1f}): timings are unreliable[/]")
@@ -82,13 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         findings = measure(runs, folder, console)
     for table in tables(findings):
         console.print(table)
-    large = simulate_large(findings, (1, 8) if options.quick else (1, 8, 64, 256))
+    large = simulate_large(
+        findings, (1,) if options.smoke else (1, 8) if options.quick else (1, 8, 64, 256)
+    )
     if large:
         console.print(large_table(large, findings.results[0].paced.machine))
     if options.json:
         raw = {"load_before": load, "load_after": os.getloadavg()[0], **findings.raw()}
         raw["simulated"] = {generators: as_json(modes) for generators, modes in large.items()}
-        write_json(options.json, "paced", raw, findings.ratios())
+        write_json(options.json, "paced", raw, findings.ratios(), smoke=options.smoke)
     return 1 if findings.failed else 0
 
 
@@ -114,6 +117,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--generators", metavar="N,M", default="1,2,4", help="only these numbers of generators"
     )
+    add_smoke(parser)
     options = parser.parse_args(arguments)
     options.modes = [name.strip() for name in options.modes.split(",")]
     options.generators = [int(number) for number in options.generators.split(",")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.paced.pace import Scale
 from benchmarks.paced.setting import KEEP_4, MODES, SYNC, VERIFY, Machine, Paced
 
 GENERATORS = (1, 2, 4)
@@ -16,6 +17,12 @@ def quick() -> list[Paced]:
     return runs + [
         Paced(mode, generators) for generators in GENERATORS[1:] for mode in (SYNC, KEEP_4, VERIFY)
     ]
+
+
+def smoke() -> list[Paced]:
+    """One short run of few tokens."""
+    scale = Scale(250.0, 2.0, 1.0)
+    return [Paced(VERIFY, scale=scale, slots=8, fills=2, steps=6, first=2, last=1)]
 
 
 def full() -> list[Paced]:

@@ -32,13 +32,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.peers.contestants import ESSENTIAL, Contestant, contestants
+from benchmarks.peers.contestants import ESSENTIAL, SYNC, Contestant, contestants
 from benchmarks.peers.findings import Findings, Run
 from benchmarks.peers.measured_run import RunError, run_measured
 from benchmarks.peers.tables import tables
 from benchmarks.peers.trl_environment import TrlMissingError
-from benchmarks.peers.workloads import WORKLOADS, Workload, make_model
-from benchmarks.report import write_json
+from benchmarks.peers.workloads import SMOKE, WORKLOADS, Workload, make_model
+from benchmarks.report import add_smoke, write_json
 
 SEEDS = (0, 1, 2)
 """In full; --quick uses the first."""
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(table)
     if options.json:
         raw = {"load_before": load, "load_after": os.getloadavg()[0], **findings.raw()}
-        write_json(options.json, "peers", raw, findings.ratios())
+        write_json(options.json, "peers", raw, findings.ratios(), smoke=options.smoke)
     failed = {key.split(", ", 1)[1] for key in findings.missing}
     return 1 if failed & set(ESSENTIAL) else 0
 
@@ -134,11 +134,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contestants", metavar="A,B", help="only these; default: all")
     parser.add_argument("--repeats", type=int, help="seeds per contestant")
     parser.add_argument("--steps", type=int, help="optimizer steps of every run")
+    add_smoke(parser)
     options = parser.parse_args(arguments)
+    if options.smoke:
+        options.contestants, options.repeats, options.workloads = SYNC, 1, SMOKE.name
+        names = [SMOKE.name]
     asked = options.contestants or ",".join(ESSENTIAL if options.quick else known)
     options.contestants = [known[name] for name in _chosen(parser, asked, list(known))]
     chosen = _chosen(parser, options.workloads, names)
-    options.workloads = [one for one in WORKLOADS if one.name in chosen]
+    options.workloads = [one for one in (*WORKLOADS, SMOKE) if one.name in chosen]
     if options.quick:
         options.workloads = [one.shortened() for one in options.workloads]
     if options.steps is not None:

@@ -69,6 +69,13 @@ EPOCHS = Workload(
     accuracy=0.77,
     quick=(20, ("task.train_size=40",)),
 )
+SMOKE = Workload(
+    name="smoke",
+    title="two steps of the built-in model in miniature",
+    settings=("scheduler.group_size=4", "scheduler.groups_per_step=4", "engine.slots=16"),
+    steps=2,
+    accuracy=0.9,
+)
 WORKLOADS = (EXAMPLE, UNEVEN, EPOCHS)
 UNEVEN_WIDTH = 4000
 """`intermediate_size` of (b), a third of that in benchmarks.pipeline to save time."""
@@ -82,6 +89,7 @@ def make_model(workload: Workload, folder: Path) -> Path:
         "example": _example,
         "uneven": _uneven,
         "epochs": _epochs,
+        "smoke": _smoke,
     }
     return makers[workload.name](folder)
 
@@ -91,6 +99,13 @@ def _example(folder: Path) -> Path:
 
     del folder
     return ensure_builtin_model(default_cache_dir())
+
+
+def _smoke(folder: Path) -> Path:
+    from asyncrl.tasks.model import ensure_builtin_model
+    from benchmarks.tiny_models import SMOKE_START
+
+    return ensure_builtin_model(folder, None, SMOKE_START)
 
 
 def _uneven(folder: Path) -> Path:

@@ -26,7 +26,6 @@ import numpy as np
 
 from benchmarks.pipeline.modes import CONFIG
 
-PROMPTS = 24
 GROUP = 4
 """Samples of each prompt."""
 SECONDS = 300.0
@@ -58,13 +57,14 @@ class Costs:
         return self.scored / self.decoded_with_cache
 
 
-def measure_costs(model: Path) -> Costs:
+def measure_costs(model: Path, prompts: int, more: Sequence[str] = ()) -> Costs:
     """Measure in a child process that is pinned to one core.
 
     Raises:
         RuntimeError: the measurement failed; the message quotes the end of its output.
     """
-    command = [sys.executable, "-m", "benchmarks.pipeline.costs", str(model)]
+    command = [sys.executable, "-m", "benchmarks.pipeline.costs", str(model), str(prompts)]
+    command += more
     done = subprocess.run(
         command,
         capture_output=True,
@@ -82,11 +82,11 @@ def measure_costs(model: Path) -> Costs:
     return Costs(**{**found, "lengths": tuple(found["lengths"])})
 
 
-async def _measure(model: str) -> Costs:
+async def _measure(model: str, prompts: int, more: Sequence[str]) -> Costs:
     from asyncrl.config import load_config
     from asyncrl.tasks.loading import load_task
 
-    config = load_config(CONFIG, (f"model.path={model}", f"task.train_size={PROMPTS}"))
+    config = load_config(CONFIG, (f"model.path={model}", f"task.train_size={prompts}", *more))
     task = load_task(config.task, model, 0)
     off, on = (config.cache.model_copy(update={"enabled": enabled}) for enabled in (False, True))
     _, decoded, scored = await _passes(config, task, model, off)
@@ -135,7 +135,7 @@ async def _passes(config: Any, task: Any, model: str, cache: Any) -> tuple[list[
         made = await asyncio.gather(*(generate(s, k) for s, k in zip(samples, kept, strict=True)))
         return list(made), time.perf_counter() - began
 
-    samples = [SampleId(g, s) for g in range(1, PROMPTS) for s in range(GROUP)]
+    samples = [SampleId(g, s) for g in range(1, len(task.train)) for s in range(GROUP)]
     await engine.start()
     try:
         await timed([SampleId(0, s) for s in range(GROUP)], [None] * GROUP)  # warms up
@@ -151,11 +151,13 @@ def main() -> None:
     """Measure on the first core that this process may use."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
+    parser.add_argument("prompts", type=int)
+    parser.add_argument("more", nargs="*")
     args = parser.parse_args()
     from asyncrl.cores import stay_on
 
     stay_on(sorted(os.sched_getaffinity(0))[:1])
-    costs = asyncio.run(_measure(args.model))
+    costs = asyncio.run(_measure(args.model, args.prompts, args.more))
     print(json.dumps(vars(costs)))
 
 

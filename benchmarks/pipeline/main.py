@@ -35,15 +35,16 @@ from rich.console import Console
 
 from benchmarks.pipeline.costs import measure_costs
 from benchmarks.pipeline.findings import Findings
-from benchmarks.pipeline.model import ModelRecipe, ensure_model
-from benchmarks.pipeline.modes import CONFIG, FULL, QUICK, Effort, Mode, modes
+from benchmarks.pipeline.model import SMOKE_MODEL, ModelRecipe, ensure_model
+from benchmarks.pipeline.modes import CONFIG, FULL, QUICK, SMOKE, VERIFY, Effort, Mode, modes
 from benchmarks.pipeline.overlap import measure_slowdown
 from benchmarks.pipeline.plot import write_plot
 from benchmarks.pipeline.run import RunError, RunNumbers, carry_out, read_run
 from benchmarks.pipeline.tables import tables
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from benchmarks.widen import widen
 from trainer.checkpoint_files import path_of
+from wire.evaluations import accuracy_of
 
 PRINTED_WIDTH = 132
 """Characters per line if the output goes to a file."""
@@ -55,9 +56,9 @@ def measure(
     """All runs. A mode that fails or is not supported is recorded, and the others continue."""
     wide = folder / "model"
     parameters = widen(str(model), wide, effort.intermediate_size)
-    findings = Findings(effort, measure_costs(wide), parameters)
-    findings.slowdown = measure_slowdown()
-    findings.accuracy_before = accuracy_of(wide, effort)
+    findings = Findings(effort, measure_costs(wide, effort.prompts, effort.more), parameters)
+    findings.slowdown = measure_slowdown(effort.turn_seconds)
+    findings.accuracy_before = held_out_accuracy(wide, effort)
     # Seed by seed, so that a machine that slows down over time affects all modes alike.
     for seed in effort.seeds:
         for mode in chosen:
@@ -94,11 +95,15 @@ def run_and_evaluate(
     from asyncrl.run.exporting import model_of  # late: torch
 
     model = model_of(path_of(run / "checkpoints", effort.steps), print)
-    return replace(numbers, accuracy=accuracy_of(model, effort))
+    return replace(numbers, accuracy=held_out_accuracy(model, effort))
 
 
-def accuracy_of(model: Path, effort: Effort) -> float:
-    """Held-out accuracy as `asyncrl eval` measures it: many rows, all cores, a fixed seed."""
+def held_out_accuracy(model: Path, effort: Effort) -> float:
+    """Held-out accuracy as `asyncrl eval` measures it: many rows, all cores, a fixed seed.
+
+    Raises:
+        RunError: too many samples are unscored.
+    """
     from asyncrl.config import load_config
     from asyncrl.evaluation.command import evaluate_model
 
@@ -109,23 +114,28 @@ def accuracy_of(model: Path, effort: Effort) -> float:
             *("engine.slots=64", f"engine.threads={cores}", "run.seed=0", "cache.enabled=false"),
             f"evaluation.prompts={effort.evaluated}",
             f"task.evaluation_size={effort.evaluated}",
+            *effort.more,
         ),
     )
-    return evaluate_model(config, str(model), Console(quiet=True)).value
+    accuracy = accuracy_of(evaluate_model(config, str(model), Console(quiet=True)))
+    if accuracy is None:
+        raise RunError(f"the evaluation of {model} is incomplete: too many samples are unscored")
+    return accuracy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print the tables, write the files. Returns 1 if a run failed."""
     options = _options(arguments)
     console = Console(width=None if sys.stdout.isatty() else PRINTED_WIDTH)
-    effort = QUICK if options.quick else FULL
+    effort = SMOKE if options.smoke else QUICK if options.quick else FULL
     if options.steps:
         effort = replace(effort, steps=options.steps)
     load = os.getloadavg()[0]
     if load > 0.5:
         console.print(f"[yellow]the machine is busy (load {load:.1f}): timings are unreliable[/]")
-    model = ensure_model(ModelRecipe())
     with tempfile.TemporaryDirectory() as made:
+        recipe, cache = (SMOKE_MODEL, Path(made)) if options.smoke else (ModelRecipe(), None)
+        model = ensure_model(recipe, cache)
         folder = Path(options.keep or made)
         folder.mkdir(parents=True, exist_ok=True)
         findings = measure(effort, options.modes, folder, console, model)
@@ -135,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_plot(Path(options.plot), findings.runs)
     if options.json:
         raw = {"load_before": load, "load_after": os.getloadavg()[0], **findings.raw()}
-        write_json(options.json, "pipeline", raw, findings.ratios())
+        write_json(options.json, "pipeline", raw, findings.ratios(), smoke=options.smoke)
     return 1 if findings.failed else 0
 
 
@@ -156,7 +166,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=",".join(known),
         help="only these modes",
     )
+    add_smoke(parser)
     options = parser.parse_args(arguments)
+    if options.smoke:
+        options.modes = VERIFY
     names = [name.strip() for name in options.modes.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown:

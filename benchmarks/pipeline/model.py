@@ -29,6 +29,7 @@ from asyncrl.tasks.arithmetic import Problem, working
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.warm_start_recipe import RECIPE, WarmStart
 from benchmarks.policies_variety import Variety, teach
+from benchmarks.tiny_models import SMOKE_START
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ class ModelRecipe:
         """A hash of everything that determines the model."""
         content = json.dumps(asdict(self), sort_keys=True) + metadata.version("asyncrl")
         return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+SMOKE_MODEL = ModelRecipe(SMOKE_START, Muser(steps=2))
 
 
 def ensure_model(recipe: ModelRecipe, cache_dir: Path | None = None) -> Path:

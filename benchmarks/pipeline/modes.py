@@ -70,6 +70,12 @@ class Effort:
     """Steps at the start that are not timed, while the pipeline and the caches fill."""
     left_out_last: int = 5
     """Steps at the end that are not timed: nothing runs ahead for steps that do not exist."""
+    more: tuple[str, ...] = ()
+    """Further settings of all runs."""
+    prompts: int = 24
+    """With whose samples the costs of decoding and scoring are measured."""
+    turn_seconds: float = 0.5
+    """Of a turn in which two processes slow each other down."""
     timeout_seconds: float = 1800.0
     """Longest time of one run."""
 
@@ -79,5 +85,10 @@ class Effort:
         return self.left_out_first, self.steps - self.left_out_last
 
 
+SMOKE = Effort(
+    steps=3, seeds=(0,), intermediate_size=320, evaluated=4, left_out_first=1, left_out_last=1,
+    prompts=2, turn_seconds=0.01,
+    more=("sampling.max_tokens=8", "scheduler.groups_per_step=2", "scheduler.group_size=4"),
+)  # fmt: skip
 QUICK = Effort(steps=50, seeds=(0,), intermediate_size=12_000, evaluated=256)
 FULL = Effort(steps=160, seeds=(0, 1, 2), intermediate_size=12_000, evaluated=512)

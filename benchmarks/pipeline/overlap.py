@@ -18,13 +18,15 @@ import time
 
 from asyncrl.cores import stay_on
 
-_SECONDS = 0.5
 _TURNS = 5
 _SIZE = 384
 
 
-def measure_slowdown() -> float:
+def measure_slowdown(seconds: float = 0.5) -> float:
     """Seconds of a product next to a busy process over those alone; at least 1 but for noise.
+
+    Args:
+        seconds: of each turn.
 
     Raises:
         RuntimeError: this process may use one core only, or a child failed.
@@ -35,11 +37,11 @@ def measure_slowdown() -> float:
     children = [_start(core) for core in (cores[0], cores[-1])]
     try:
         for child in children:
-            _rates([child])  # warms up
+            _rates([child], seconds)  # warms up
         ratios = []
         for _ in range(_TURNS):
-            alone = sum(_rates([child])[0] for child in children)
-            ratios.append(alone / sum(_rates(children)))
+            alone = sum(_rates([child], seconds)[0] for child in children)
+            ratios.append(alone / sum(_rates(children, seconds)))
         return statistics.median(ratios)
     finally:
         for child in children:
@@ -70,11 +72,11 @@ def _start(core: int) -> subprocess.Popen[str]:
     )
 
 
-def _rates(children: list[subprocess.Popen[str]]) -> list[float]:
+def _rates(children: list[subprocess.Popen[str]], seconds: float) -> list[float]:
     """Products per second of children that work at the same time."""
     for child in children:
         if child.stdin is not None:
-            print(_SECONDS, file=child.stdin, flush=True)
+            print(seconds, file=child.stdin, flush=True)
     found = []
     for child in children:
         line = child.stdout.readline() if child.stdout is not None else ""

@@ -82,6 +82,7 @@ def carry_out(mode: Mode, seed: int, *, model: Path, effort: Effort, folder: Pat
         *(f"run.name={name}", f"run.directory={folder}", f"run.steps={effort.steps}"),
         *(f"run.seed={seed}", f"model.path={model}"),
         *mode.settings,
+        *effort.more,
     )
     command = run_command(CONFIG, settings)
     try:

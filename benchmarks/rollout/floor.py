@@ -21,19 +21,28 @@ _STREAM = 1 << 27
 """How many float32 numbers are read: 512 MB."""
 _SQUARE = 2048
 """Rows and columns of the square matrices."""
+_ROWS = (1, 2, 8, 16, 32, 64, 128)
 
 
 def measure(
-    hidden: int, intermediate: int, layers: int, rows: tuple[int, ...] = (1, 2, 8, 16, 32, 64, 128)
+    hidden: int, intermediate: int, layers: int, *, least: bool = False
 ) -> dict[str, float]:
-    """Bandwidth, arithmetic and T(n) of a gated MLP, on the CPU in float32."""
+    """Bandwidth, arithmetic and T(n) of a gated MLP, on the CPU in float32.
+
+    Args:
+        hidden: size of the MLP's input.
+        intermediate: size between its matrices.
+        layers: how many there are.
+        least: small tensors, which say nothing.
+    """
+    numbers, side, rows = (1 << 10, 16, (1, 2)) if least else (_STREAM, _SQUARE, _ROWS)
     weights = 3 * hidden * intermediate * layers
     found = {"weights": float(weights), "bytes_per_step": 4.0 * weights}
-    stream = torch.ones(_STREAM)
-    found["gigabytes_per_second"] = 4 * _STREAM / _seconds(stream.sum) / 1e9
+    stream = torch.ones(numbers)
+    found["gigabytes_per_second"] = 4 * numbers / _seconds(stream.sum) / 1e9
     del stream
-    square = torch.randn(_SQUARE, _SQUARE)
-    found["gigaflops_per_second"] = 2 * _SQUARE**3 / _seconds(lambda: square @ square) / 1e9
+    square = torch.randn(side, side)
+    found["gigaflops_per_second"] = 2 * side**3 / _seconds(lambda: square @ square) / 1e9
     gate, up = torch.randn(intermediate, hidden), torch.randn(intermediate, hidden)
     down = torch.randn(hidden, intermediate)
     for n in rows:

@@ -92,6 +92,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="SIZE",
         help="intermediate_size of the model that is timed; default %(default)s",
     )
+    from benchmarks.report import add_smoke
+
+    add_smoke(parser)
     return parser.parse_args(arguments)
 
 
@@ -102,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from asyncrl.tasks.loading import load_task
-    from benchmarks.policies import drift_table, ensure_policies
+    from benchmarks.policies import SMOKE, drift_table, ensure_policies
     from benchmarks.report import write_json
     from benchmarks.rollout import floor as rollout_floor
     from benchmarks.rollout.passes import GROUP, Workload
@@ -113,13 +116,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     raw: dict[str, Any] = {"load_before": os.getloadavg()[0]}
     disable_progress_bar()
     console = Console(width=120)
-    policies = ensure_policies()
-    console.print(drift_table(policies))
-    effort = Effort.of(quick=options.quick, rows=options.rows)
-    earlier, later = (policies.paths[version] for version in options.versions)
-    recipe = policies.recipe
-    task = load_task(recipe.task(recipe.prompts + SPARE_PROMPTS), str(earlier), 0)
     with tempfile.TemporaryDirectory() as folder:
+        if options.smoke:
+            options.engines, options.versions, options.widened = ["torch"], SMOKE.keep, 128
+            policies, effort = ensure_policies(SMOKE, Path(folder)), Effort.of_smoke()
+        else:
+            policies = ensure_policies()
+            effort = Effort.of(quick=options.quick, rows=options.rows)
+        console.print(drift_table(policies))
+        earlier, later = (policies.paths[version] for version in options.versions)
+        recipe = policies.recipe
+        task = load_task(recipe.task(recipe.prompts + SPARE_PROMPTS), str(earlier), 0)
         wide = [Path(folder) / side for side in ("earlier", "later")]
         for source, target in zip((earlier, later), wide, strict=True):
             raw["parameters"] = widen(str(source), target, options.widened)
@@ -132,7 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         findings = measurement.run()
     shape = recipe.warm_start
-    findings.machine = rollout_floor.measure(shape.hidden_size, options.widened, shape.layers)
+    findings.machine = rollout_floor.measure(
+        shape.hidden_size, options.widened, shape.layers, least=options.smoke
+    )
     for table in tables(findings):
         console.print(table)
     for part, reason in findings.missing.items():
@@ -148,7 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "device": _device(),
             "load_after": os.getloadavg()[0],
         }
-        write_json(options.json, "rollout", raw | findings.raw(), findings.ratios())
+        write_json(
+            options.json, "rollout", raw | findings.raw(), findings.ratios(), smoke=options.smoke
+        )
     return 1 if findings.failed else 0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.policies import Policies
 from benchmarks.rollout import trees as rollout_trees
 from benchmarks.rollout.contestants import contestants
-from benchmarks.rollout.findings import LEFT_OUT, Findings
+from benchmarks.rollout.findings import LEFT_OUT, TREE_NODES, Findings
 from benchmarks.rollout.kept import kept_tokens
 from benchmarks.rollout.passes import OVERHEAD_ROWS, Bench, Plan, Workload
 from benchmarks.sglang_interpreter import sglang_python
@@ -37,6 +37,13 @@ class Effort:
     """Repeats of the comparison of trees with chains."""
     kept_prompts: int
     """Prompts for the comparison of verification rules."""
+    tree_budgets: tuple[int, ...] = rollout_trees.BUDGETS
+
+    @classmethod
+    def of_smoke(cls) -> Effort:
+        """As little as possible, of the torch engine only."""
+        plans = {"torch": _sparse((2,), 1)}
+        return cls(plans, tree_repeats=1, kept_prompts=2, tree_budgets=(TREE_NODES,))
 
     @classmethod
     def of(cls, *, quick: bool, rows: tuple[int, ...] | None) -> Effort:
@@ -102,7 +109,7 @@ class Measurement:
 
     def _trees(self) -> None:
         config = self._config("torch", rollout_trees.ROWS)
-        for nodes in rollout_trees.BUDGETS:
+        for nodes in self.effort.tree_budgets:
             self.findings.trees[nodes] = rollout_trees.tree_and_chain(
                 self.narrow, config, self.effort.tree_repeats, nodes
             )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,9 +24,9 @@ from rich.table import Table
 
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.model import resolve_model
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from benchmarks.run_command import run_command
-from benchmarks.step_audit.cases import ALL, COMMON, QUICK, Case
+from benchmarks.step_audit.cases import ALL, COMMON, QUICK, SMOKE, Case
 from benchmarks.step_audit.compare import differences
 from benchmarks.step_audit.folder import Folder
 from benchmarks.step_audit.model import Model
@@ -36,15 +37,16 @@ _ROOT = Path(__file__).parents[2]
 _SECONDS = 900.0
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the audit; 1 if a quantity is beyond its tolerance."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_audit")
     parser.add_argument("--quick", action="store_true", help="what most people run, and no more")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--runs", nargs="*", choices=ALL, help="only these")
     parser.add_argument("--folder", type=Path, help="of runs; those there are not run again")
-    given = parser.parse_args()
-    names = given.runs or list(QUICK if given.quick else ALL)
+    add_smoke(parser)
+    given = parser.parse_args(arguments)
+    names = given.runs or list(SMOKE if given.smoke else QUICK if given.quick else ALL)
     found: dict[str, dict[str, float]] = {}
     console = Console()
     with TemporaryDirectory(prefix="step-audit-") as temporary:
@@ -60,7 +62,13 @@ def main() -> int:
     for what, gap in beyond.items():
         console.print(f"[red]{what}: {gap:.2g} is above {TOLERANCE}")
     if given.json:
-        write_json(given.json, "step_audit", {"differences": found}, {"beyond": len(beyond)})
+        write_json(
+            given.json,
+            "step_audit",
+            {"differences": found},
+            {"beyond": len(beyond)},
+            smoke=given.smoke,
+        )
     return 1 if beyond else 0
 
 

@@ -57,6 +57,7 @@ QUICK = {
         "algorithms/grpo", (*_LOOSE, "trainer.reference_refresh_steps=2"), 4, resume_after=2
     ),
 }
+SMOKE = ("grpo",)
 ALL = {
     **QUICK,
     "nucleus": _of(

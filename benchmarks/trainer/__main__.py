@@ -31,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,7 +40,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.peers.trl_environment import TrlMissingError, ensure_trl
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from benchmarks.targets import targets_table
 from benchmarks.trainer.workloads import GROUP_SIZE, Costs, Workload, costs_of
 from trainer.cpu_layers import onednn_is_faster, product
@@ -49,9 +50,12 @@ WORKLOADS = (
     Workload("small", 64, hidden=256, layers=4, prompt=16, longest=192, tokens=8_000),
     Workload("vocabulary", 151_936, hidden=256, layers=4, prompt=64, longest=960, tokens=100),
 )
+SMOKE = Workload("small", 64, hidden=64, layers=1, prompt=8, longest=24, tokens=200)
 TARGETS = {"vs_transformers": 2.0, "mfu_vs_peak": 0.6, "peak_memory_vs_plain": 0.35}
 FLOORS = ("vs_transformers", "mfu_vs_peak")
 CONTENDERS = ("asyncrl", "plain", "trl")
+PRODUCT, SMALL_PRODUCT = 2048, 64
+"""Rows and columns of the matrices whose product is the peak."""
 _COPIES = 3.3
 """Of all logits of a padded group that plain transformers holds at a time (measured: 3.1)."""
 _SECONDS = 900.0
@@ -59,7 +63,7 @@ _SECONDS = 900.0
 _ROOT = Path(__file__).parents[2]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="2 steps after the first, not 5")
     parser.add_argument("--json", help="file to write")
@@ -71,13 +75,18 @@ def main() -> None:
         "--set", action="append", default=[], dest="settings", metavar="KEY=VALUE",
         help="a setting of asyncrl's trainer, as compile=true",
     )  # fmt: skip
-    options = parser.parse_args()
-    steps = 3 if options.quick else 6
+    add_smoke(parser)
+    options = parser.parse_args(arguments)
+    steps = 2 if options.smoke else 3 if options.quick else 6
+    size = SMALL_PRODUCT if options.smoke else PRODUCT
     raw: dict[str, Any] = {"threads": options.threads, "settings": options.settings}
-    peaks = [peak_flops(options.threads)]
+    peaks = [peak_flops(options.threads, size)]
     chosen = [one for one in WORKLOADS if one.name in options.workloads]
+    if options.smoke:
+        chosen, options.contenders = [SMOKE], list(CONTENDERS[:2])
+        print("TRL is left out of a smoke")
     for workload in chosen:
-        raw[workload.name] = measure(workload, steps, options, peaks)
+        raw[workload.name] = measure(workload, steps, options, peaks, size)
     raw["peak_flops"], peak = peaks, max(peaks)
     print(
         f"best float32 matrix products: {', '.join(f'{one / 1e9:.0f}' for one in peaks)} GFLOP/s "
@@ -90,11 +99,11 @@ def main() -> None:
     ratios |= of_targets(ratios)
     Console().print(targets_table(ratios, TARGETS, FLOORS, reached))
     if options.json:
-        write_json(options.json, "trainer", raw, ratios)
+        write_json(options.json, "trainer", raw, ratios, smoke=options.smoke)
 
 
 def measure(
-    workload: Workload, steps: int, options: argparse.Namespace, peaks: list[float]
+    workload: Workload, steps: int, options: argparse.Namespace, peaks: list[float], size: int
 ) -> dict[str, Any]:
     """Seconds of each step and bytes, by contender; what the step costs by arithmetic.
 
@@ -116,7 +125,7 @@ def measure(
             result = run_child(contender, Path(folder), steps, options.threads, settings)
             if result is not None:
                 found[contender] = result
-            peaks.append(peak_flops(options.threads))
+            peaks.append(peak_flops(options.threads, size))
     return found
 
 
@@ -153,7 +162,7 @@ def run_child(
     return result
 
 
-def peak_flops(threads: int, size: int = 2048, repeats: int = 5) -> float:
+def peak_flops(threads: int, size: int, repeats: int = 5) -> float:
     """The most float32 operations a second of a square matrix product, by MKL or oneDNN."""
     torch.set_num_threads(threads)
     a, b = torch.randn(size, size), torch.randn(size, size)

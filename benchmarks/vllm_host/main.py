@@ -53,7 +53,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from benchmarks.vllm_host.clocks import DRAW
 from benchmarks.vllm_host.models import tiny_model, wide_model
 from benchmarks.vllm_host.sides import PROMPT, Ours, Plain, Side, Spent, config_of, timed
@@ -73,6 +73,7 @@ class Effort(NamedTuple):
 
 
 QUICK, FULL = Effort(3, 96, 512), Effort(8, 256, 1024)
+SMOKE = Effort(1, 8, 8, topk_rows=4, host_rows=4)
 HOST_K = 8
 
 
@@ -185,8 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="some minutes")
     parser.add_argument("--json", metavar="FILE", help="write the result")
     parser.add_argument("--part", choices=("topk", "host"), help="only this one")
+    add_smoke(parser)
     options = parser.parse_args(arguments)
-    effort, console = (QUICK if options.quick else FULL), Console()
+    effort, console = (SMOKE if options.smoke else QUICK if options.quick else FULL), Console()
     raw: dict[str, Any] = {"effort": effort._asdict()}
     ratios: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -206,4 +208,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
             console.print(host_table(costs, host))
     console.print({name: round(value, 3) for name, value in ratios.items()})
     if options.json:
-        write_json(options.json, "vllm_host", raw, ratios)
+        write_json(options.json, "vllm_host", raw, ratios, smoke=options.smoke)

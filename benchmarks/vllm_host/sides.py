@@ -229,7 +229,7 @@ def _launch(config: EngineConfig, path: str) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 
-    from engine.vllm.client.launch import engine_args, without_compilers
+    from engine.vllm.client.launch import core_processes, engine_args
 
     class NullProcessor(OutputProcessor):  # type: ignore[misc]
         """Looks for the end of requests, and at nothing else."""
@@ -245,7 +245,7 @@ def _launch(config: EngineConfig, path: str) -> Any:
     given = engine_args(config, path, CacheConfig(enabled=False), 1, CachePlace())
     del given["scheduler_cls"]
     args = AsyncEngineArgs(**given | {"worker_extension_cls": PLAIN})
-    with without_compilers(args):
+    with core_processes(config):
         llm = AsyncLLM.from_engine_args(args)
     llm.output_processor = NullProcessor(None, log_stats=False)
     return llm

@@ -25,6 +25,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -32,15 +34,17 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.report import write_json
+from benchmarks.report import add_smoke, write_json
 from benchmarks.vocabulary import cost, markov
+from benchmarks.vocabulary.corpus import CorpusShape
 from benchmarks.vocabulary.engine_share import Job, measure
 from benchmarks.vocabulary.expected import expected
 from benchmarks.vocabulary.findings import Findings, Pair
-from benchmarks.vocabulary.language_model import model_record
-from benchmarks.vocabulary.policies import FLAT, LANGUAGE, PolicyVersions, ensure_versions
+from benchmarks.vocabulary.language_model import LanguageModel, model_record
+from benchmarks.vocabulary.policies import FLAT, LANGUAGE, PolicyVersions, Steps, ensure_versions
 from benchmarks.vocabulary.rules import kept_shares
 from benchmarks.vocabulary.tables import tables
+from benchmarks.vocabulary.training import TrainingRecipe
 from rollout.trajectory import IntArray
 
 KS = (4, 8, 16, 64)
@@ -59,9 +63,42 @@ class Effort(NamedTuple):
     chain_texts: int
     rounds: int
     """Of the costs."""
+    language: Steps = LANGUAGE
+    flat: Steps = FLAT
+    flat_texts: int = FLAT_TEXTS
+    flat_length: int = FLAT_LENGTH
+    lengths: tuple[int, ...] = LENGTHS
+    chains: tuple[markov.Chain, ...] = markov.CHAINS
+    vocabularies: tuple[int, ...] = cost.VOCABULARIES
+    """Of the costs."""
+    cached: bool = True
+    """Whether the models are kept."""
 
 
 QUICK, FULL = Effort(32, 128, 9), Effort(256, 512, 31)
+_SMALL = LanguageModel(
+    corpus=CorpusShape(docstrings=150_000, manuals=0, documents=0, minimum=100_000),
+    training=TrainingRecipe(32, 64, layers=1, heads=2, steps=2, rows=4, sequence=32),
+    vocabulary=600,
+    reads=20_000,
+    prompts=8,
+)
+_FEW = ("scheduler.groups_per_step=2", "sampling.max_tokens=8", "engine.slots=16",
+        "task.evaluation_size=1", "evaluation.prompts=1")  # fmt: skip
+_TWO = Steps(_SMALL, (1, 2), 0.9, _FEW)
+SMOKE = Effort(
+    2,
+    2,
+    1,
+    _TWO,
+    _TWO,
+    flat_texts=2,
+    flat_length=8,
+    lengths=(8,),
+    chains=markov.CHAINS[2:3],
+    vocabularies=(600,),
+    cached=False,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,34 +107,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--quick", action="store_true", help="3 minutes on two cores; in full some 20"
     )
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    add_smoke(parser)
     options = parser.parse_args(arguments)
-    effort = QUICK if options.quick else FULL
+    effort = SMOKE if options.smoke else QUICK if options.quick else FULL
     console = Console(width=120)
     disable_progress_bar()
     load_before = os.getloadavg()[0]
-    language, flat = ensure_versions(LANGUAGE), ensure_versions(FLAT)
-    began = time.monotonic()
-    findings = Findings(
-        model=model_record(language.paths[0]),
-        rewards=language.record,
-        language=[
-            measure_pair(
-                language, versions, Job(effort.texts, max(LENGTHS), K, temperature), LENGTHS
-            )
-            for versions, temperature in (
-                ((4, 5), LANGUAGE.temperature),
-                ((4, 8), LANGUAGE.temperature),
-                ((4, 5), 1.0),
-            )
-        ],
-        flat=measure_pair(flat, (4, 5), Job(FLAT_TEXTS, FLAT_LENGTH, K), (FLAT_LENGTH,)),
-        chains=[measure_chain(chain, effort.chain_texts) for chain in markov.CHAINS],
-        costs=[
-            cost.measure(vocabulary, k, effort.rounds)
-            for vocabulary in cost.VOCABULARIES
-            for k in (8, K)
-        ],
-    )
+    with TemporaryDirectory() as folder:
+        models = None if effort.cached else Path(folder)
+        made = [ensure_versions(steps, models) for steps in (effort.language, effort.flat)]
+        began = time.monotonic()
+        findings = find(effort, *made)
     for table in tables(findings):
         console.print(table)
     if options.json:
@@ -107,8 +127,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "load_before": load_before,
             "load_after": os.getloadavg()[0],
         }
-        write_json(options.json, "vocabulary", raw, findings.ratios())
+        write_json(options.json, "vocabulary", raw, findings.ratios(), smoke=options.smoke)
     return 0
+
+
+def find(effort: Effort, language: PolicyVersions, flat: PolicyVersions) -> Findings:
+    """All parts."""
+    first, second, *others = effort.language.keep
+    last = others[-1] if others else second
+    earlier, later = effort.flat.keep
+    lengths = effort.lengths
+    return Findings(
+        model=model_record(language.paths[0]),
+        rewards=language.record,
+        language=[
+            measure_pair(
+                language, versions, Job(effort.texts, max(lengths), K, temperature), lengths
+            )
+            for versions, temperature in (
+                ((first, second), effort.language.temperature),
+                ((first, last), effort.language.temperature),
+                ((first, second), 1.0),
+            )
+        ],
+        flat=measure_pair(
+            flat,
+            (earlier, later),
+            Job(effort.flat_texts, effort.flat_length, K),
+            (effort.flat_length,),
+        ),
+        chains=[measure_chain(chain, effort.chain_texts) for chain in effort.chains],
+        costs=[
+            cost.measure(vocabulary, k, effort.rounds)
+            for vocabulary in effort.vocabularies
+            for k in (8, K)
+        ],
+    )
 
 
 def measure_pair(

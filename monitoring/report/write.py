@@ -32,7 +32,7 @@ def write_report(run_dir: Path) -> Path:
         ReportError: `run_dir` is not the directory of a run.
         OSError: `run_dir` cannot be written to.
     """
-    text = render(load_run(run_dir), written=datetime.now(UTC))
+    text = render(load_run(run_dir), written=datetime.now(UTC))  # noqa: TID251 - for the reader
     path = run_dir / FILE_NAME
     write_atomically(path, text)
     return path

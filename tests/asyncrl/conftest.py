@@ -6,8 +6,9 @@ import os
 import runpy
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from asyncrl_runs import OWN, CommandLine
@@ -39,3 +40,14 @@ def command_line(
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left, "processes of the run are still alive"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, Any, Any]:
+    """Add the phase and the folder of its logs to the error of a test with a run."""
+    command = getattr(item, "funcargs", {}).get("command_line")
+    if call.excinfo is not None and isinstance(command, CommandLine):
+        call.excinfo.value.add_note(command.where())
+    return (yield)

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
 from asyncrl.config import dump_config, load_config, parse_config
+from asyncrl.config_by_step import ConfigByStep
 from asyncrl.errors import ConfigError
 from trainer.algorithms.registry import known_algorithms
 
@@ -162,3 +163,14 @@ def test_the_engines_of_a_mixed_fleet_follow_the_number_of_the_generator() -> No
     alone = load_config(None, ["engine.kind=vllm"])
     assert (alone.engine_kinds, alone.engine.of_generator(4)) == ("vllm", alone.engine)
     assert load_config(None, ["engine.kinds=[torch, vllm]"]).engine_kinds == "torch"
+
+
+def test_each_step_has_the_changes_up_to_it() -> None:
+    changes = {5: {"trainer.learning_rate": 5e-6}, 3: {"trainer.learning_rate": 3e-6}}
+    values = {"run": {"changes": changes}, "trainer": {"learning_rate": 1e-6}}
+    config = parse_config(values, source="a test")
+    by_step = ConfigByStep(config)
+    rates = {step: by_step.at(step).trainer.learning_rate for step in (0, 2, 3, 4, 5, 99)}
+    assert rates == {0: 1e-6, 2: 1e-6, 3: 3e-6, 4: 3e-6, 5: 5e-6, 99: 5e-6}
+    assert rates == {step: config.at(step).trainer.learning_rate for step in rates}
+    assert by_step.peak_rates == {3: 3e-6, 5: 5e-6}

@@ -55,3 +55,34 @@ def test_files_that_other_commands_look_up_are_saved_with_their_folder(
     assert config.launcher.agents.key_file == str(tmp_path / "k")
     with pytest.raises(ConfigError, match="cannot be empty"):
         load_config(None, ["monitoring.web.token_file=''"])
+
+
+def test_what_is_not_here_is_found_next_to_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's saved configuration has the whole path, so that other commands find the file too."""
+    folder, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
+    for place in (folder, folder / "runs", elsewhere):
+        place.mkdir()
+    for name in ("rows.jsonl", "play.py", "here.py"):
+        (folder / name).touch()
+    (elsewhere / "here.py").touch()
+    (folder / "run.yaml").write_text(
+        "task: {kind: dataset, path: rows.jsonl, map: 'gone.py:f'}\n"
+        "environment: {name: 'agent:play.py:solve'}\n"
+        "rewards: {functions: [{name: 'here.py:score'}, {name: 'exact_match'}]}\n"
+        "model: {path: org/name}\n"
+        "trainer: {algorithm: 'play.py:Mine'}\n"
+    )
+    monkeypatch.chdir(elsewhere)
+    config = load_config(Path("../mine/run.yaml"))
+    assert config.task.path == str(folder / "rows.jsonl")
+    assert config.environment.name == f"agent:{folder}/play.py:solve"
+    assert config.trainer.algorithm == f"{folder}/play.py:Mine"
+    names = [one.name for one in config.rewards.functions]
+    assert names == ["here.py:score", "exact_match"], "what is here is not looked for there"
+    unknown = (config.task.map, config.model.path, config.run.directory)
+    assert unknown == ("gone.py:f", "org/name", "runs")
+    assert parse_config(yaml.safe_load(dump_config(config)), source="the dump") == config
+    monkeypatch.chdir(folder)
+    assert load_config(Path("run.yaml")).task.path == "rows.jsonl"

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_warm_start import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.tasks.model import ensure_builtin_model
-from benchmarks.policies import Policies, Recipe
-from benchmarks.policies_variety import Variety
+from benchmarks.policies import SMOKE, Policies
 
 
 @pytest.fixture(scope="session")
-def recipe() -> Recipe:
-    return Recipe(
-        warm_start=TINY,
-        variety=Variety(steps=2),
-        overrides=("scheduler.groups_per_step=2", "evaluation.prompts=4"),
-        prompts=8,
-        keep=(0, 1, 2),
-        max_tokens=8,
-    )
-
-
-@pytest.fixture(scope="session")
-def policies(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Policies:
+def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
     """The tiny model and another one close to it, as after an optimizer step."""
-    model = ensure_builtin_model(tmp_path_factory.mktemp("cache"), None, TINY)
+    model = ensure_builtin_model(tmp_path_factory.mktemp("cache"), None, SMOKE.warm_start)
     later = tmp_path_factory.mktemp("later")
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     noise = torch.Generator().manual_seed(0)
@@ -37,5 +23,5 @@ def policies(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Polici
     network.save_pretrained(later)
     AutoTokenizer.from_pretrained(model).save_pretrained(later)
     return Policies(
-        {0: model, 1: later}, {"0-1": 0.1}, {"0": 0.9}, {"before": 0.5, "after": 0.6}, recipe
+        {0: model, 1: later}, {"0-1": 0.1}, {"0": 0.9}, {"before": 0.5, "after": 0.6}, SMOKE
     )

@@ -15,8 +15,8 @@ from wire.parts import PART_BYTES
 def test_it_measures_every_path_and_writes_the_ratios(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "TOKENS", (24_000, 3000))
-    monkeypatch.setattr(main, "QUICK", main.Effort(rounds=2, megabytes=0.5))
+    effort = main.Effort(rounds=2, megabytes=0.5, lengths=(24_000, 3000))
+    monkeypatch.setattr(main, "QUICK", effort)
     file = tmp_path / "delivery.json"
     main.main(["--quick", "--part", "paths", "--json", str(file)])
     written = json.loads(file.read_text(encoding="utf-8"))
@@ -34,8 +34,7 @@ def test_it_measures_every_path_and_writes_the_ratios(
 
 
 def test_it_measures_an_intake_over_tcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "TOKENS", (3000,))
-    monkeypatch.setattr(main, "QUICK", main.Effort(rounds=1, megabytes=0.1))
+    monkeypatch.setattr(main, "QUICK", main.Effort(rounds=1, megabytes=0.1, lengths=(3000,)))
     monkeypatch.setattr(main, "WAYS", {"groups, plain": main.WAYS["groups, plain"]})
     file = tmp_path / "delivery.json"
     main.main(["--quick", "--part", "intake", "--json", str(file)])

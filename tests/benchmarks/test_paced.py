@@ -26,7 +26,7 @@ from benchmarks.paced.model import Lengths, make_model
 from benchmarks.paced.pace import PacedDevice, Scale, Work, cost_of_environment, pace_variable
 from benchmarks.paced.plan import full, quick
 from benchmarks.paced.reward import rarer_letters
-from benchmarks.paced.run import Numbers, RunError, carry_out, read_run
+from benchmarks.paced.run import Numbers, RunError, read_run
 from benchmarks.paced.setting import (
     CONFIG,
     KEEP_4,
@@ -383,16 +383,3 @@ def test_whole_answers_in_the_simulator() -> None:
     printed = Console(width=150, record=True, file=io.StringIO())
     printed.print(large_table({1: found}, Machine("h100", "1.5b")))
     assert "H100, 1.5B" in printed.export_text()
-
-
-@pytest.mark.slow
-def test_a_paced_run(tmp_path: Path) -> None:
-    paced = Paced(VERIFY, scale=Scale(250.0, 2.0, 1.0), slots=8, fills=2, steps=6, first=2, last=1)
-    model = tmp_path / "model"
-    make_model(model, paced.lengths)
-    found = carry_out(paced, model, tmp_path)
-    assert found.staleness_max == 0
-    assert found.step_seconds > 0.5 * simulate(paced, found).step_seconds
-    assert len(found.lengths) == 6 * paced.groups_per_step * 8
-    assert found.generator_busy["step"] > 0
-    assert found.generator_busy["install"] > 0.5 * paced.cost().swap_seconds

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_warm_start import TINY
 
 from asyncrl.config import load_config
 from asyncrl.tasks.model import ensure_builtin_model
@@ -36,6 +35,7 @@ from benchmarks.peers.shared_data import (
 from benchmarks.peers.trl_arguments import NotComparableError, grpo_arguments
 from benchmarks.peers.trl_environment import TrlMissingError, ensure_trl
 from benchmarks.peers.workloads import EPOCHS, EXAMPLE, WORKLOADS, Workload
+from benchmarks.tiny_models import SMOKE_START
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda one: one.name)
@@ -104,7 +104,7 @@ def test_prompts_come_in_the_order_of_a_real_run(tmp_path: Path) -> None:
     from asyncrl.run.sample_requests import SampleRequests
     from trainer.learner import Learner
 
-    model = ensure_builtin_model(tmp_path, None, TINY)
+    model = ensure_builtin_model(tmp_path, None, SMOKE_START)
     config = load_config(CONFIG, (f"model.path={model}", "run.steps=3", "task.train_size=20"))
     task = task_of(config)
     learner = Learner(config.trainer, str(model), group_size=8, seed=0)
@@ -119,7 +119,7 @@ def test_prompts_come_in_the_order_of_a_real_run(tmp_path: Path) -> None:
 
 
 def test_rewards_are_the_runs(tmp_path: Path) -> None:
-    model = ensure_builtin_model(tmp_path, None, TINY)
+    model = ensure_builtin_model(tmp_path, None, SMOKE_START)
     terms = "[{name: arithmetic, weight: 2.0}, {name: format, weight: 0.5, args: {pattern: '.*'}}]"
     config = load_config(CONFIG, (f"model.path={model}", f"rewards.functions={terms}"))
     prompt = task_of(config).train[0]

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny_warm_start import TINY
 
 from asyncrl.config import load_config
 from asyncrl.rewards.functions import arithmetic
@@ -44,6 +43,7 @@ from benchmarks.pipeline.plot import curves, draw, write_plot
 from benchmarks.pipeline.run import GENERATOR, TRAINER, RunError, RunNumbers, read_run
 from benchmarks.pipeline.tables import tables
 from benchmarks.policies_variety import Variety
+from benchmarks.tiny_models import SMOKE_START
 from wire.records import BatchMetrics, LearningMetrics, StalenessMetrics, StepMetrics, TokenCounts
 
 COSTS = Costs(4, 100.0, 150.0, 450.0, (30.0, 60.0, 140.0))
@@ -217,9 +217,9 @@ def test_failed_and_unsupported_modes_are_reported_and_the_others_run(
 
     monkeypatch.setattr(pipeline, "run_and_evaluate", fake)
     monkeypatch.setattr(pipeline, "widen", lambda *_: 1000)
-    monkeypatch.setattr(pipeline, "measure_costs", lambda _: COSTS)
-    monkeypatch.setattr(pipeline, "measure_slowdown", lambda: 1.5)
-    monkeypatch.setattr(pipeline, "accuracy_of", lambda *_: 0.5)
+    monkeypatch.setattr(pipeline, "measure_costs", lambda *_: COSTS)
+    monkeypatch.setattr(pipeline, "measure_slowdown", lambda _: 1.5)
+    monkeypatch.setattr(pipeline, "held_out_accuracy", lambda *_: 0.5)
     impossible = Mode("mixed", ("scheduler.on_update=both",))
     chosen = (impossible, *modes())
     console = pipeline.Console(width=300)
@@ -289,7 +289,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-RECIPE = ModelRecipe(TINY, Muser(steps=2))
+RECIPE = ModelRecipe(SMOKE_START, Muser(steps=2))
 
 
 def test_the_model_is_made_once(cache_dir: Path) -> None:
@@ -303,10 +303,18 @@ def test_the_model_is_made_once(cache_dir: Path) -> None:
     assert (start / "model.safetensors").read_bytes() != (made / "model.safetensors").read_bytes()
 
 
-def test_costs_are_of_the_same_tokens_decoded_and_scored(
+def test_the_accuracy_is_that_of_an_evaluation(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline_costs, "PROMPTS", 4)
+    effort = replace(EFFORT, evaluated=8)
+    model = ensure_model(RECIPE, cache_dir)
+    assert 0 <= pipeline.held_out_accuracy(model, effort) <= 1
+    monkeypatch.setattr(pipeline, "accuracy_of", lambda _: None)
+    with pytest.raises(RunError, match="is incomplete"):
+        pipeline.held_out_accuracy(model, effort)
+
+
+def test_costs_are_of_the_same_tokens_decoded_and_scored(cache_dir: Path) -> None:
     model = str(ensure_model(RECIPE, cache_dir))
     config = load_config(CONFIG, ("task.train_size=4", "sampling.max_tokens=12"))
     task = load_task(config.task, model, 0)
@@ -353,6 +361,5 @@ def test_what_overlapping_can_bring_on_cores_that_slow_each_other_down() -> None
     assert "1.50 times" in console.export_text()
 
 
-def test_the_slowdown_of_two_processes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "_SECONDS", 0.05)
-    assert 0.3 < overlap.measure_slowdown() < 6.0
+def test_the_slowdown_of_two_processes_is_measured() -> None:
+    assert 0.3 < overlap.measure_slowdown(0.05) < 6.0

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from asyncrl_runs import ROOT
-from run_in_threads import ThreadLauncher, as_command
 from transformers import AutoModelForCausalLM
 
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.loading import load_task
 from benchmarks.policies import (
     Policies,
-    Recipe,
     distributions,
-    ensure_policies,
     generate,
     total_variation,
 )
@@ -75,25 +69,3 @@ def test_the_distance_of_policies_is_exact(policies: Policies) -> None:
     found = total_variation(own, other)
     assert found == pytest.approx(np.mean(distances), rel=1e-4)
     assert found > 1e-3
-
-
-@pytest.mark.slow
-def test_policies_are_trained_once_and_made_again_when_missing(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In threads of this process; `test_vocabulary` takes steps by the command."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("asyncrl.run.launching.LocalLauncher", ThreadLauncher)
-    monkeypatch.setattr("benchmarks.policies.subprocess", SimpleNamespace(run=as_command))
-    made = ensure_policies(recipe, tmp_path)
-    assert sorted(made.paths) == [0, 1, 2]
-    assert made.drift.keys() == {"0-1", "0-2", "1-2"}
-    # A model that was hardly trained earns nothing, so nothing moves it.
-    assert all(0 <= distance < 0.1 for distance in made.drift.values())
-    assert made.certainty.keys() == {"0", "1", "2"}
-    record = made.paths[0].parent / "policies.json"
-    stamp = record.stat().st_mtime_ns
-    assert ensure_policies(recipe, tmp_path) == made
-    assert record.stat().st_mtime_ns == stamp
-    assert replace(recipe, version=2).digest() != recipe.digest()
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".making")]

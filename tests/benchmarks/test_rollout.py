@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +15,8 @@ from served_sglang import sglang_python
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.loading import load_task
 from benchmarks.policies import Policies
-from benchmarks.report import write_json
 from benchmarks.rollout import main as rollout
-from benchmarks.rollout import passes as rollout_passes
 from benchmarks.rollout import run as rollout_run
-from benchmarks.rollout import trees as rollout_trees
 from benchmarks.rollout.contestants import contestants
 from benchmarks.rollout.findings import TARGETS, Findings, Kind, Pass, RepeatedPasses
 from benchmarks.rollout.ngram import NgramEngine
@@ -32,40 +28,6 @@ from engine.protocol import GenerateRequest, SamplingParams
 from engine.sglang.config import SglangConfig
 
 pytestmark = pytest.mark.slow
-
-
-def test_the_json_has_every_ratio_that_torch_gives(
-    policies: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollout_passes, "SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(rollout_trees, "BUDGETS", (32,))
-    monkeypatch.setattr(rollout_passes, "OVERHEAD_ROWS", 8)
-    monkeypatch.setattr(rollout_passes, "STEP_LENGTHS", (4, 8))
-    plan = Plan((8,), repeats=2, step_rows=(1,), overhead_repeats=1)
-    effort = rollout_run.Effort({"torch": plan, "vllm": plan}, tree_repeats=1, kept_prompts=2)
-    task = load_task(TaskConfig(train_size=256), str(policies.paths[0]), 0)
-    work = Workload(task, 44, policies.paths[0], policies.paths[1])
-    findings = rollout_run.Measurement(["torch"], policies, work, work, effort).run()
-    assert findings.missing == dict.fromkeys(("vllm", "sglang"), "left out by --engines")
-    assert not findings.failed
-    file = tmp_path / "new" / "rollout.json"
-    write_json(file, "rollout", findings.raw(), findings.ratios())
-    read = json.loads(file.read_text())
-    assert {"name", "date", "machine", "versions", "raw", "ratios"} <= read.keys()
-    wanted = {"tree_vs_chain", "verify_kept_vs_specrl", "overhead_b64", "torch_b8_vs_plain"}
-    assert wanted <= read["ratios"].keys()
-    assert not any(name.startswith("vllm") for name in read["ratios"])
-    passes = findings.measured["torch"].rows[8].passes
-    assert {name: len(found) for name, found in passes.items()} == dict.fromkeys(
-        ("plain", "chain", "ours"), 2
-    )
-    for plain, *others in zip(passes["plain"], passes["chain"], passes["ours"], strict=True):
-        assert plain.drafted == plain.accepted == 0
-        assert all(other.drafted >= other.accepted for other in others)
-        # In the torch engine the same seeds generate the same texts, with drafts or without. So
-        # all contestants run under the same weights, those of the later version.
-        assert {other.tokens for other in others} == {plain.tokens}
-    assert sum(len(list(table.columns)) > 0 for table in tables(findings)) == 5
 
 
 def test_a_part_that_fails_is_reported_and_the_others_run(policies: Policies) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.vocabulary import corpus, cost, markov
@@ -23,7 +22,6 @@ from benchmarks.vocabulary.language_model import (
     ensure_language_model,
     model_record,
 )
-from benchmarks.vocabulary.policies import Steps, ensure_versions
 from benchmarks.vocabulary.reward import plain_words
 from benchmarks.vocabulary.rules import TextRatios, block_weights, kept_shares
 from benchmarks.vocabulary.tables import tables
@@ -229,23 +227,6 @@ def test_costs_and_findings_are_reported(versions: list[Path]) -> None:
     assert ratios_["kept_tail_vs_all"] == pytest.approx(shares["tail"] / shares["all"])
     assert ratios_["engine_vs_expected"] == pytest.approx(0.5 / shares["tail"])
     assert [table.row_count for table in tables(findings)][:4] == [4, 4, 1, 1]
-
-
-@pytest.mark.slow
-def test_policy_steps_are_taken_once(models: Path) -> None:
-    settings = ("scheduler.groups_per_step=2", "sampling.max_tokens=8", "engine.slots=16")
-    steps = Steps(TINY, (0, 1), 0.9, (*settings, "task.evaluation_size=1", "evaluation.prompts=1"))
-    made = ensure_versions(steps, models)
-    old, new = (load_file(made.paths[version] / "model.safetensors") for version in (0, 1))
-    assert old.keys() == new.keys()
-    assert not all(torch.equal(old[name], new[name]) for name in old)
-    assert 0 <= made.record["reward_1"] <= 1
-    weights = made.paths[1] / "model.safetensors"
-    before = weights.stat().st_mtime_ns
-    assert ensure_versions(steps, models).paths == made.paths
-    assert weights.stat().st_mtime_ns == before
-    with pytest.raises(RuntimeError, match=r"(?s)taking policy steps failed.*unknown_key"):
-        ensure_versions(replace(steps, overrides=("unknown_key=1",)), models)
 
 
 def test_plain_words_are_counted() -> None:

@@ -68,5 +68,10 @@ def test_sglangs_environment_has_what_asyncrls_part_in_it_needs() -> None:
     assert set(ours.group(1).split()) <= {one.name for one in of_sglang()}
 
 
+def test_both_environments_share_compiled_kernels() -> None:
+    """Those of one version of numba (`rollout.jit`)."""
+    assert pinned("sglang")["numba"] == pinned("setup")["numba"]
+
+
 def test_torch_is_installed_before_and_pinned_by_the_makefile_alone() -> None:
     assert not {"torch", "torchvision"} & (pinned("setup").keys() | pinned("sglang").keys())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,10 +17,14 @@ import second_try
 SUPPORT = Path(second_try.__file__).parent
 TESTS = """
 import pytest
-from suite_outcome import not_run
+from suite_outcome import not_judged, not_run
 
 def test_passes(request):
     not_run(request.node, "no browser")
+    not_judged(request.node, "7 rejected, 100 wanted")
+
+def test_says_more(request):
+    not_judged(request.node, "8 rejected, 100 wanted")
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_is_skipped(n):
@@ -62,6 +68,10 @@ def test_what_was_not_run_is_counted_by_reason_and_failures_are_written(
         "NOT RUN 2: no GPU",
         "NOT RUN 1: no browser",
     ]
+    assert re.findall(r"^NOT JUDGED .*", text, re.MULTILINE) == [
+        "NOT JUDGED 1: test_some.py::test_passes: 7 rejected, 100 wanted",
+        "NOT JUDGED 2: test_some.py::test_says_more: 8 rejected, 100 wanted",
+    ]
     assert json.loads((tmp_path / "o.json").read_text()) == {
         "exit_status": 1,
         "failed": {
@@ -69,6 +79,34 @@ def test_what_was_not_run_is_counted_by_reason_and_failures_are_written(
             "test_some.py::test_has_no_start": "setup: OSError: no port",
         },
     }
+
+
+BLOCKED = """
+import subprocess
+
+def test_waits_for_a_child_that_does_not_end():
+    with subprocess.Popen(["sleep", "300"]) as child:
+        try:
+            child.wait()
+        finally:
+            print(child.pid)
+
+def test_passes():
+    pass
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["one process", "a worker"])
+def test_a_test_that_waits_for_ever_fails_and_the_next_one_runs(
+    tmp_path: Path, workers: Sequence[str]
+) -> None:
+    (tmp_path / "test_some.py").write_text(BLOCKED)
+    bound = ("-p", "bounded_tests", "--longest", "2")
+    code, text = run(tmp_path, *bound, *workers, "test_some.py")
+    assert code == 1
+    assert "it has not ended within 2 s" in text
+    assert "1 failed, 1 passed" in text
+    os.kill(int(re.findall(r"^\d+$", text, re.MULTILINE)[0]), signal.SIGKILL)
 
 
 def test_a_file_that_cannot_be_read_is_no_failed_test(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """Two turns of one token with a random answer between them, judged by the rule that engines share.
 
 The policies are tables, and hardly differ but after one of the two answers. All V * 2 * V responses
-are compared with their probabilities by chi-square. The comparison fails right code with
-probability ALARM = 1e-5 if seeds were random; there are two. Mutants are at p < ALARM / 1000.
+are compared with their probabilities by chi-square (`false_alarms`). Seeds are fixed.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from false_alarms import Claims, is_caught
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
@@ -20,7 +20,7 @@ from engine.turns import turn_end, turn_start
 from engine.verification import KeptBatch, Reading, judge, name_tokens, read
 from rollout.trajectory import IntArray, KeptTokens
 
-ALARM = 1e-5
+CLAIMS = Claims(__file__)
 V, K, N = 6, 2, 20_000
 START = V
 """Row of a table that the first turn is drawn from; the second one is from that of the answer."""
@@ -114,7 +114,7 @@ def p_value(responses: IntArray, table: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_verified_turns_follow_the_policy_that_judged_them(seed: int) -> None:
-    assert p_value(verified(policy(seed), policy(9)), policy(9)) > ALARM
+    assert CLAIMS.fit(p_value(verified(policy(seed), policy(9)), policy(9)))
 
 
 @pytest.mark.parametrize("mutant", ["asked again", "restarted", "answer kept"])
@@ -122,12 +122,12 @@ def test_wrong_generators_are_detected(mutant: str) -> None:
     """They ask again for an accepted turn, or start over, only after a rejection; or never ask."""
     p = p_value(verified(policy(1), policy(9), mutant), policy(9))
     print(f"{mutant}: p = {p:.3g}")
-    assert p < ALARM / 1000
+    assert is_caught(p)
 
 
 def test_a_rule_that_judges_observations_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reading, "given", lambda reading, _: reading)
-    assert p_value(verified(policy(1), policy(9), "judged"), policy(9)) < ALARM / 1000
+    assert is_caught(p_value(verified(policy(1), policy(9), "judged"), policy(9)))
 
 
 def test_turns_begin_after_the_last_observed_token_and_end_before_the_next() -> None:

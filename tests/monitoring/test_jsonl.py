@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 from small_disks import SmallDisk, small_disk
 
 from monitoring import jsonl
-from monitoring.jsonl import RetryingJsonlWriter, read_jsonl
+from monitoring.jsonl import RetryingJsonlWriter, read_jsonl, read_undamaged
 
 
 class Line(msgspec.Struct):
@@ -120,3 +121,34 @@ def test_a_disk_that_never_answers_does_not_hold_up_the_end(
     never.set()
     for one in set(threading.enumerate()) - before:
         one.join(60)
+
+
+class Growing(io.RawIOBase):
+    """A file in which each read finds what its writer has written by then."""
+
+    def __init__(self, *parts: bytes) -> None:
+        super().__init__()
+        self.parts = list(parts)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray) -> int:
+        part = self.parts.pop(0) if self.parts else b""
+        buffer[: len(part)] = part
+        return len(part)
+
+
+@pytest.mark.parametrize("half", [b'{"number":1,"te', b'{"number":1}', b" ", b"\xff"])
+def test_reading_ends_at_a_line_whose_writer_has_not_come_to_its_end(
+    half: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of the line comes when the reader has already seen the end of the file."""
+    first, nothing_yet, rest = b'{"number":0}\n', b"", b'xt":""}\n{"number":2}\n'
+
+    def grown(*_: object) -> io.BufferedReader:
+        return io.BufferedReader(Growing(first + half, nothing_yet, rest))
+
+    monkeypatch.setattr(Path, "open", grown)
+    assert numbers(Path("metrics.jsonl")) == [0]
+    assert read_undamaged(Path("metrics.jsonl"), Line) == ([Line(0)], [])

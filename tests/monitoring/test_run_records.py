@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from step_records import full_step
 
 from monitoring.errors import RecordError
-from monitoring.jsonl import JsonlWriter, read_jsonl
+from monitoring.jsonl import JsonlWriter, read_jsonl, read_tail
 from monitoring.metrics_log import MetricsLog, drop_superseded, read_metrics
 from monitoring.sample_text import sample_text
 from monitoring.samples import SampleLog, SampleRecord, SampleSegment, choose_samples, read_samples
@@ -131,6 +131,14 @@ def test_a_long_cut_line_is_removed(tmp_path):
     path.write_text('{"a":1}\n' + "x" * 200_000)
     JsonlWriter(path).close()
     assert read_jsonl(path, dict) == [{"a": 1}]
+
+
+def test_the_tail_of_a_file_has_its_last_whole_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a":1}\n{"a":2}\n{"a":')
+    assert read_tail(path, dict, 1000) == [{"a": 1}, {"a": 2}]
+    assert read_tail(path, dict, 15) == [{"a": 2}]
+    assert read_tail(tmp_path / "none.jsonl", dict, 15) == []
 
 
 def record(step, tokens=("a", "b")):

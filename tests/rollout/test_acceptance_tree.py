@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from false_alarms import Claims, is_caught
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,8 +13,7 @@ from benchmarks.exactness.pure import PolicyPair, default_pair, tree
 from benchmarks.exactness.stats import distance
 from rollout.acceptance import accept_chain, accept_tree
 
-FALSE_ALARM = 1e-5
-"""False-alarm rate of each chi-square test for a new seed; two must pass."""
+CLAIMS = Claims(__file__)
 
 
 def walk(samples: list[int], tokens: list[int], parents: list[int]) -> list[int]:
@@ -92,7 +92,7 @@ def test_samples_drafted_by_trees_follow_the_policy(top_p: float) -> None:
     cells, notes = tree(pair, np.random.default_rng(0), 60_000)
     halves = np.stack([np.bincount(cells[i::2], minlength=len(probabilities)) for i in (0, 1)])
     assert notes["accepted"] > 10_000
-    assert distance(halves, probabilities).p_value > FALSE_ALARM
+    assert CLAIMS.fit(distance(halves, probabilities).p_value)
 
 
 def test_reusing_the_draw_that_was_no_child_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,13 +108,13 @@ def test_reusing_the_draw_that_was_no_child_is_detected(monkeypatch: pytest.Monk
     out = np.where(draws[:, 0] == children[0], children[0], draws[:, 1])
     out = np.where((out != children[0]) & (draws[:, 2] == children[1]), children[1], out)
     counts = np.stack([np.bincount(out[i::2], minlength=4) for i in (0, 1)])
-    assert distance(counts, p).p_value < FALSE_ALARM / 1000
+    assert is_caught(distance(counts, p).p_value)
     right = accept_tree(
         draws.ravel(), np.tile(children, 20_000), np.full(40_000, -1), np.arange(20_001) * 2
     ).emitted
     first = right[np.cumsum(np.concatenate([[0], 1 + (np.isin(draws[:-1, 0], children))]))]
     counts = np.stack([np.bincount(first[i::2], minlength=4) for i in (0, 1)])
-    assert distance(counts, p).p_value > FALSE_ALARM
+    assert CLAIMS.fit(distance(counts, p).p_value)
 
 
 def test_the_policy_pair_has_impossible_sequences_on_both_sides() -> None:

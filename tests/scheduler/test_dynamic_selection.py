@@ -8,7 +8,7 @@ Each version's policy is a function of the tokens that were trained on.
 Given the policy of a step, a synchronous trainer would look at group after group, independent draws
 of that policy. So over all groups that steps looked at, signal has the probability that the policy
 says, and so has the slow token in those that were trained on. Both sums of differences are
-martingales; |z| above 4.5 is a false alarm in 7 of a million seeds, and the seeds are fixed.
+martingales, whose z `false_alarms` judges; the seeds are fixed.
 """
 
 import math
@@ -16,6 +16,7 @@ import random
 
 import pytest
 from dynamic_world import DynamicWorld
+from false_alarms import SIGMAS, Claims
 from scheduled_world import run_clocked
 
 from rollout.trajectory import SampleId
@@ -28,7 +29,7 @@ from scheduler.records import HELD
 from scheduler.signal import Verdict, has_signal
 
 WRONG, RIGHT, SLOW = range(3)
-LIMIT = 4.5
+CLAIMS = Claims(__file__)
 STEPS, RUNS = 8, 70
 
 
@@ -173,8 +174,8 @@ def test_the_groups_trained_on_follow_the_policy_that_trains_on_them(mode):
     signal, slow = sums_of(mode)
     assert slow.count == RUNS * STEPS * 2
     assert signal.count > 1.5 * slow.count
-    assert abs(signal.z) < LIMIT
-    assert abs(slow.z) < LIMIT
+    assert abs(signal.z) < CLAIMS.sigmas()
+    assert abs(slow.z) < CLAIMS.sigmas()
 
 
 class FirstToFinish(DynamicLedger):
@@ -213,8 +214,8 @@ def test_taking_what_finishes_first_is_detected(monkeypatch):
     monkeypatch.setattr(state, "DynamicLedger", FirstToFinish)
     monkeypatch.setattr(dynamic_sampling, "DynamicLedger", FirstToFinish)
     monkeypatch.setattr(DynamicSampling, "_reached", judged)
-    _, slow = sums_of("verify", 120)
-    assert slow.z < -LIMIT
+    _, slow = sums_of("verify", 160)
+    assert slow.z < -SIGMAS
 
 
 def test_leaving_groups_out_by_the_verdict_of_another_policy_is_detected(monkeypatch):
@@ -233,4 +234,4 @@ def test_leaving_groups_out_by_the_verdict_of_another_policy_is_detected(monkeyp
 
     monkeypatch.setattr(DynamicSampling, "_reached", too_early)
     signal, _ = sums_of("verify", 80)
-    assert signal.z < -LIMIT
+    assert signal.z < -SIGMAS

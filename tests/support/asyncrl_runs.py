@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import pty
 import subprocess
@@ -15,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 
+from asyncrl.cli.entry import main
 from monitoring.metrics_log import read_metrics
 from wire.records import RunResult, StepMetrics
 
@@ -37,6 +40,16 @@ class CommandLine:
     started: list[subprocess.Popen[str]] = field(default_factory=list)
     name: str = "your-own"
     """Of the run."""
+    _phase: str = ""
+
+    def phase(self, name: str) -> None:
+        """Begin a phase of the test. If it fails, the test's error names it and the run's logs."""
+        self._phase = name
+
+    def where(self) -> str:
+        """What a failed test says."""
+        phase = f"It failed in the phase: {self._phase}. " if self._phase else ""
+        return f"{phase}The run's logs are in {self.folder / 'logs'}"
 
     @property
     def folder(self) -> Path:
@@ -154,6 +167,29 @@ def call(arguments: list[str], timeout: float = 240) -> subprocess.CompletedProc
         timeout=timeout,
         check=False,
     )
+
+
+def call_here(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command of asyncrl to its end in this process, which has imported its libraries.
+
+    An error that would be a traceback is raised.
+
+    Args:
+        arguments: as for `call`: the interpreter, `-m`, `asyncrl`, and the rest.
+    """
+    assert arguments[1:3] == ["-m", "asyncrl"]
+    output, code = io.StringIO(), 0
+    with (
+        mock.patch.multiple(sys, argv=["asyncrl", *arguments[3:]], path=list(sys.path)),
+        contextlib.chdir(ROOT),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return subprocess.CompletedProcess(arguments, code, output.getvalue())
 
 
 def until(condition: Callable[[], Any], *, seconds: float, what: str) -> None:

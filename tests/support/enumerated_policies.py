@@ -1,7 +1,7 @@
 """Tiny policies of which every response can be enumerated, and comparisons of samples with them.
 
-Used by the exactness tests of the torch engine. A comparison fails when its p-value is below the
-false-alarm rate that its file states; seeds are fixed, so it always passes or always fails.
+Used by the exactness tests of the torch engine. `false_alarms` says which p-value fails; seeds are
+fixed, so a comparison always passes or always fails.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch_cores
+from false_alarms import is_caught
 from numpy.typing import NDArray
 from scipy import stats
 from tiny_models import STOP, make_qwen3
@@ -176,8 +177,8 @@ def p_value(responses: Sequence[tuple[int, ...]], distribution: Distribution) ->
 
 
 def is_detected(responses: Sequence[tuple[int, ...]], wrong: Distribution) -> bool:
-    """Whether responses are clearly not of a distribution: impossible there, or p below 1e-7."""
-    return not set(responses) <= set(wrong) or p_value(responses, wrong) < 1e-7
+    """Return True if responses are not of a distribution: impossible there, or `is_caught`."""
+    return not set(responses) <= set(wrong) or is_caught(p_value(responses, wrong))
 
 
 def total_variation(responses: Sequence[tuple[int, ...]], distribution: Distribution) -> float:

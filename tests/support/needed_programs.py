@@ -1,12 +1,16 @@
-"""Programs of other packages that tests run for real: Prometheus and Chromium.
+"""What tests need of the machine: Prometheus, Chromium, and a kernel that makes namespaces.
 
-`make test` installs them where it may. A test that lacks one fails there, and is skipped elsewhere.
+`make test` installs the programs where it may. A test that lacks one fails there, and is skipped
+elsewhere.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -34,6 +38,22 @@ def needs(program: str) -> pytest.MarkDecorator:
         not any(map(shutil.which, names)) and not _may_install(),
         reason=f"{program} is not installed (Debian: apt-get install {package})",
     )
+
+
+def needs_namespaces() -> pytest.MarkDecorator:
+    """A mark for tests of the sandbox: where the kernel makes namespaces, the sandbox must work."""
+    return pytest.mark.skipif(
+        not _makes_namespaces(), reason="this kernel or container lets this user unshare nothing"
+    )
+
+
+@functools.cache
+def _makes_namespaces() -> bool:
+    """Whether this user may make mount, process and network namespaces, seen by one plain call."""
+    flags = 0x00020000 | 0x20000000 | 0x40000000 | (0x10000000 if os.geteuid() else 0)
+    code = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare({flags}) != 0)"
+    command = [sys.executable, "-I", "-S", "-c", code]
+    return subprocess.run(command, check=False, timeout=100).returncode == 0
 
 
 def _may_install() -> bool:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import forked_sglang
 import msgspec
 import numpy as np
 import zmq
@@ -93,7 +93,7 @@ class Reports:
 class RawSglang:
     """A running worker and what it has reported."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, push: Any, pull: Any) -> None:
+    def __init__(self, process: forked_sglang.Popen, log: Path, push: Any, pull: Any) -> None:
         self.reports = Reports()
         self._process, self._log = process, log
         self._push, self._pull = push, pull
@@ -201,7 +201,7 @@ def serving(
     }
     log = folder / "log"
     with log.open("wb") as written:
-        process = subprocess.Popen(
+        process = forked_sglang.Popen(
             [
                 sglang_python(),
                 "-W",
@@ -214,7 +214,7 @@ def serving(
             ],
             env=variables | environment,
             stdout=written,
-            stderr=subprocess.STDOUT,
+            stderr=forked_sglang.STDOUT,
             start_new_session=True,
         )
     try:

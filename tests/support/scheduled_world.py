@@ -16,8 +16,6 @@ class World(Orders):
     """Fake generators and a fake trainer that carry out commands and assert that each is allowed.
 
     A test chooses what happens next from `enabled`, so it decides the order of all events.
-
-    Long because there is a method for each command and for each happening.
     """
 
     def __init__(self, config, *, first_step=0, total_steps=4, group_key=None, sessions=0):

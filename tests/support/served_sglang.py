@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import forked_sglang
 import pytest
 from served_engine import MAX_LEN, SLOTS, START_DEADLINE, TOP_K, Served, make_model
 
@@ -48,8 +49,13 @@ def faults_possible(**variables: str) -> Iterator[None]:
     """
     paths = os.pathsep.join(filter(None, [SUPPORT, os.environ.get("PYTHONPATH", "")]))
     changed = variables | {"PYTHONPATH": paths}
-    with patch.object(process, "MODULE", FAULTY), patch.dict(os.environ, changed):
+    with patch.object(process, "MODULE", FAULTY), forked(), patch.dict(os.environ, changed):
         yield
+
+
+def forked() -> AbstractContextManager[Any]:
+    """Engines that start meanwhile are forked from one process that has imported SGLang."""
+    return patch.object(process, "subprocess", forked_sglang)
 
 
 @contextmanager
@@ -81,9 +87,7 @@ async def ask_worker(core: Any, method: str, *arguments: Any) -> Any:
 
 
 @contextmanager
-def serving(
-    path: Path, *, kv_cache_gib: float = 0.01, max_prefill_tokens: int = 512
-) -> Iterator[Served]:
+def serving(path: Path, *, kv_cache_gib: float, max_prefill_tokens: int) -> Iterator[Served]:
     """An engine that starts with the first of two policies; drafts of at most 4 tokens."""
     old, new = make_model(1), make_model(2)
     old.save_pretrained(path)
@@ -98,7 +102,7 @@ def serving(
             python=sglang_python(),
             chunk_tokens=64,  # the tests' responses have several
             kv_cache_gib=kv_cache_gib,
-            max_step_tokens=64,
+            max_step_tokens=96,
             max_prefill_tokens=max_prefill_tokens,
         ),
     )
@@ -111,16 +115,6 @@ def serving(
             yield served
         finally:
             served.call(engine.close())
-
-
-@contextmanager
-def steadily_timed() -> Iterator[None]:
-    """Engines that start in it time their steps with a clock of `steady_clock/sitecustomize.py`."""
-    ours = str(Path(__file__).parent / "steady_clock")
-    before = os.environ.get("PYTHONPATH")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([ours, *([before] if before else [])]))
-        yield
 
 
 def core_of(engine: SglangEngine) -> int:

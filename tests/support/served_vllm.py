@@ -58,7 +58,7 @@ def serving(
         vllm=VllmConfig(
             chunk_tokens=64,  # the tests' responses have several
             kv_cache_gib=kv_cache_gib,
-            max_step_tokens=64,
+            max_step_tokens=96,
             max_prefill_tokens=max_prefill_tokens,
             tensor_parallel_size=tensor_parallel_size,
             lora_rank=lora_rank,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,12 @@ from engine.sglang.worker.verify_step import Feed, roots
 
 OVERLAP_VARIABLE = "ASYNCRL_TEST_OVERLAP"
 """In the environment: steps with drafts overlap on a CPU too, as on GPUs."""
+STEADY_VARIABLE = "ASYNCRL_TEST_STEADY_CLOCK"
+"""In the environment: steps are timed with a clock that moves by the same time at each look.
+
+So every step seems to take about as long as any other, whatever it drafts and however busy the
+machine is: the planner learns that drafts are free."""
+_TICK = 0.01
 
 _PLANT, _STREAMS = drafting.plant, drawing.Streams
 _CLIENT = scheduler.ClientScheduler
@@ -180,5 +188,9 @@ def add_switch() -> None:
         (_CLIENT, "_forget_drafts", _forget_drafts),
         (speculation.Algorithm, "handle_server_args", _handle_server_args),
     ]
+    if STEADY_VARIABLE in os.environ:
+        ticks = itertools.count(1)
+        timer = partial(drafting.StepTimer, clock=lambda: _TICK * next(ticks))
+        changes.append((drafting, "StepTimer", timer))
     for owner, name, ours in changes:
         setattr(owner, name, ours)

@@ -1,4 +1,4 @@
-"""The last lines of a run of the suite: minutes by kind of test, and what was not run and why.
+"""The last lines of a run of the suite: minutes by kind of test, and what was not run or judged.
 
 A plugin of pytest (tests/conftest.py). `--outcome FILE` writes what `second_try` needs.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 _NOT_RUN = "not run"
+_NOT_JUDGED = "not judged"
 _KIND = "kind"
 _CPU = "cpu seconds"
 _BEFORE = pytest.StashKey[float]()
@@ -39,6 +40,18 @@ def not_run(item: pytest.Item, why: str) -> None:
         why: one reason; tests with the same one are counted together.
     """
     item.user_properties.append((_NOT_RUN, why))
+
+
+def not_judged(item: pytest.Item, why: str) -> None:
+    """Note that a test could not judge a statement within its bound. It does not fail for that.
+
+    Only a check of power may say so: that a mutant is caught, or that a sample has enough cases.
+
+    Args:
+        item: the test (`request.node`).
+        why: what the test had when it gave up, and what it would have needed.
+    """
+    item.user_properties.append((_NOT_JUDGED, why))
 
 
 def kind_of(item: pytest.Item) -> str:
@@ -85,6 +98,8 @@ class _Outcome:
         self._file = file
         self._failed = dict[str, str]()
         self._not_run = Counter[str]()
+        self._not_judged = list[tuple[str, str]]()
+        """Tests, and why."""
         self._minutes = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
         """By kind: tests, minutes of a worker, minutes of CPU."""
         self._seconds = Counter[str]()
@@ -105,6 +120,11 @@ class _Outcome:
             self._not_run.update(
                 str(why) for name, why in report.user_properties if name == _NOT_RUN
             )
+            self._not_judged += [
+                (report.nodeid, str(why))
+                for name, why in report.user_properties
+                if name == _NOT_JUDGED
+            ]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -129,6 +149,8 @@ class _Outcome:
                 terminalreporter.line(f"{kind:18}{tests:7.0f}{worker:9.2f}{cpu:9.2f}")
         for why, count in sorted(self._not_run.items()):
             terminalreporter.line(f"NOT RUN {count}: {why}")
+        for number, (test, why) in enumerate(sorted(self._not_judged), start=1):
+            terminalreporter.line(f"NOT JUDGED {number}: {test}: {why}")
 
 
 def _last_line(report: pytest.TestReport) -> str:

@@ -1,16 +1,20 @@
-"""The built-in model in miniature: trained in a moment, and wrong about everything."""
+"""A built-in model that costs no training, and is wrong about everything."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from asyncrl.tasks import model
+from asyncrl.tasks.builtin_tokenizer import make_tokenizer, vocabulary_of
+from asyncrl.tasks.warm_start import new_model
 from asyncrl.tasks.warm_start_recipe import WarmStart
 
-TINY = WarmStart(
-    hidden_size=32,
-    intermediate_size=32,
-    heads=1,
-    head_dim=32,
-    steps=4,
-    batch_size=4,
-    dev_problems=8,
-    expected=(0.0, 1.0),
-)
+
+def place_untrained(cache_home: Path, recipe: WarmStart) -> None:
+    """Put the model of a recipe, untrained, where runs with this `XDG_CACHE_HOME` look for it."""
+    folder = cache_home / "asyncrl"
+    place = folder / f"{recipe.task}-{model._recipe_hash(recipe)}"
+    tokenizer = make_tokenizer(vocabulary_of(recipe.task))
+    new_model(tokenizer, recipe).save_pretrained(folder / "made")
+    tokenizer.save_pretrained(folder / "made")
+    (folder / "made").rename(place)

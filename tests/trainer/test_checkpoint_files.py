@@ -8,14 +8,24 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from whole_checkpoints import TRAINING, WEIGHTS, flip, truncate, write_whole
 
+from rollout.truncation import Truncation
 from trainer import checkpoint_files
 from trainer.checkpoint_files import choose, path_of, prune, remove_remains, set_aside
-from trainer.checkpoint_manifest import FileDigest, read_manifest
+from trainer.checkpoint_manifest import (
+    FORMAT,
+    FileDigest,
+    Manifest,
+    check_settings,
+    read_manifest,
+    settings_of,
+)
+from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -195,3 +205,28 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     remove_remains(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("seed", 2, "seed: 1 -> 2"),
+        ("group_size", 4, "group_size: 2 -> 4"),
+        ("temperature", 0.5, "temperature: 1.0 -> 0.5"),
+        ("truncation", Truncation(top_p=0.9), "top_p: 1.0 -> 0.9"),
+        ("truncation", Truncation(top_k=5), "top_k: None -> 5"),
+        ("truncation", Truncation(min_p=0.1), "min_p: None -> 0.1"),
+    ],
+)
+def test_a_run_of_another_seed_or_sampling_is_another_run(
+    name: str, value: object, said: str
+) -> None:
+    asked: dict[str, Any] = {
+        "group_size": 2, "seed": 1, "temperature": 1.0, "truncation": Truncation(),
+    }  # fmt: skip
+    written = settings_of(TrainerConfig(), **asked)
+    manifest = Manifest(format=FORMAT, policy_version=1, settings=written, files={})
+    check_settings(Path("step-000001"), manifest, written)
+    changed = settings_of(TrainerConfig(), **{**asked, name: value})
+    with pytest.raises(CheckpointError, match=re.escape(f"other settings ({said})")):
+        check_settings(Path("step-000001"), manifest, changed)

@@ -83,6 +83,15 @@ def test_weights_and_their_numbers(name: str) -> None:
     assert float(sums.sums["chi_squared"]) == pytest.approx((ratios**2 - 1).sum())
 
 
+def test_a_long_sample_is_rejected_by_its_mean_ratio_not_by_its_length() -> None:
+    """Twenty tokens of e^0.2: together e^4, far outside the band."""
+    gaps, owners = torch.full((20,), 0.2), torch.zeros(20, dtype=torch.int64)
+    found = corrections.make(config_of("sequence_rejected"))(gaps, owners)
+    np.testing.assert_allclose(found.importance, math.exp(0.2), rtol=1e-6)
+    masked = corrections.make(config_of("sequence_masked"))(gaps, owners)
+    assert not masked.importance.any()
+
+
 def test_a_ratio_in_the_loss_is_not_weighed_again_but_left_out() -> None:
     """cispo has no clip below 5 here: its weight is the ratio."""
     ratios = np.exp(np.array(flat(GAPS)))

@@ -19,6 +19,7 @@ from enumerated_policies import (
     p_value,
     sample,
 )
+from false_alarms import Claims
 from lora_learners import LORA, Groups, learner_of, trained
 from policy_loop import PolicyLoop
 from tiny_models import make_qwen3, save
@@ -40,6 +41,7 @@ from wire.weights.fingerprint import fingerprint
 from wire.weights.layout import LoraSpec
 from wire.weights.writer import WeightPublisher
 
+CLAIMS = Claims(__file__)
 ModelPath = Callable[[str], str]
 
 
@@ -141,7 +143,7 @@ def test_logits_of_other_sequences_are_no_rounding() -> None:
 
 
 def test_an_engine_samples_from_the_merged_model(tmp_path: Path) -> None:
-    """Chi-square over all responses of at most four tokens; one run in 10,000 would fail."""
+    """Chi-square over all responses of at most four tokens (`false_alarms`)."""
     case, base = Case(), make_qwen3(seed=3)
     core = core_of(torch_cores.load(save(base, tmp_path), slots=64, max_len=16), None)
     pairs: dict[str, Pair] = {}
@@ -165,7 +167,7 @@ def test_an_engine_samples_from_the_merged_model(tmp_path: Path) -> None:
             if name in pairs:
                 weight.add_(1.5 * pairs[name].b @ pairs[name].a)
     responses = sample(core, case, 4000, 0)
-    assert p_value(responses, enumerate_distribution(base, case)) > 1e-4
+    assert CLAIMS.fit(p_value(responses, enumerate_distribution(base, case)))
     assert is_detected(responses, before), "of the model without adapter"
 
 

@@ -38,7 +38,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, model_path: Callable[[str], st
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, model_path("qwen3")], env=environment, capture_output=True, timeout=600
+        [*command, model_path("qwen3")], env=environment, capture_output=True, timeout=400
     )
     assert done.returncode == 0, done.stderr.decode()[-4000:]
     return folder

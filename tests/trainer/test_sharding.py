@@ -36,7 +36,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, model_path: Callable[[str], st
     models = [model_path(name) for name in ("qwen3", "llama", "qwen3_moe")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", "-m", "sharded_learner", str(folder), *models]
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=400)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
     return folder
 

@@ -9,6 +9,7 @@ import pytest
 from rollout.trajectory import (
     Provenance,
     SampleId,
+    Segment,
     Trajectory,
     TrajectoryBuilder,
     VerifiableTrajectory,
@@ -130,6 +131,7 @@ def test_tokens_are_little_endian_int32() -> None:
         ("provenance", b"\0", r"3\.1 has 3 tokens, but .* 3, 1 and 3"),
         ("tokens", b"\0", "multiple of element size"),
         ("segments", (), r"3\.1 has no segments"),
+        ("segments", (Segment(2, 0, 2),), r"3\.1 has 3 tokens, but .* 3, 3 and 2"),
     ],
 )
 def test_wrong_lengths_are_refused(field: str, value: object, message: str) -> None:

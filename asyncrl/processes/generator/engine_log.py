@@ -42,8 +42,9 @@ class EngineLog:
 
     def append(self, report: GeneratorReport) -> None:
         """Write a line with the counters of this report."""
+        now = time.time()  # noqa: TID251 - for its record
         self._writer.append(
-            [EngineRecord(time.time(), report.engine, report.rewards_waiting, self._lengths)]
+            [EngineRecord(now, report.engine, report.rewards_waiting, self._lengths)]
         )
         self._lengths = []
 

@@ -53,10 +53,7 @@ class PendingVerification(NamedTuple):
 
 @dataclass(slots=True)
 class SampleGeneration:
-    """The state of one sample in generation; see the diagram of this module. It does no I/O.
-
-    Long because every event of a sample reads and changes the same fields.
-    """
+    """The state of one sample in generation; see the diagram of this module. It does no I/O."""
 
     sample: SampleId
     prompt: PromptPayload

@@ -50,5 +50,5 @@ def retry_after(header: str | None, now: datetime | None = None) -> float | None
             return None
         if date.tzinfo is None:
             date = date.replace(tzinfo=UTC)
-        seconds = (date - (now or datetime.now(UTC))).total_seconds()
+        seconds = (date - (now or datetime.now(UTC))).total_seconds()  # noqa: TID251 - given a date
     return max(0.0, seconds) if math.isfinite(seconds) else None

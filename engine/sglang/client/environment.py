@@ -14,7 +14,7 @@ from engine.sglang.worker.plugin import MARK_VARIABLE
 
 _QUOTED_LINES = 15
 _LONGEST_FOLDER = 80
-"""Characters. A socket's path may have 107."""
+"""Bytes. A socket's path may have 107."""
 _PACKAGES = Path(__file__).resolve().parents[3]
 """The directory that this package was imported from."""
 
@@ -24,7 +24,7 @@ class SglangFolder:
 
     def __init__(self, level: str) -> None:
         path = tempfile.mkdtemp(prefix="asyncrl-sglang-")
-        if len(path) > _LONGEST_FOLDER:
+        if len(os.fsencode(path)) > _LONGEST_FOLDER:
             Path(path).rmdir()
             path = tempfile.mkdtemp(prefix="asyncrl-sglang-", dir="/tmp")
         self.path = Path(path)

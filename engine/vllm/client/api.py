@@ -12,6 +12,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
@@ -28,5 +29,6 @@ __all__ = [
     "SamplingParams",
     "StatLoggerBase",
     "current_platform",
+    "engine_utils",
     "tokens_input",
 ]

@@ -19,6 +19,8 @@ from pathlib import Path
 from engine.config import EngineConfig
 
 _QUOTED_LINES = 15
+_LONGEST_FOLDER = 70
+"""Bytes. A socket's path may have 107, and vLLM names its sockets with 36."""
 
 
 class VllmLog:
@@ -55,6 +57,13 @@ def process_log(level: str) -> VllmLog:
     return log
 
 
+def folder_for_sockets() -> dict[str, str]:
+    """The variable that keeps vLLM's sockets out of a TMPDIR whose path is too long for them."""
+    if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER:
+        return {}
+    return {"VLLM_RPC_BASE_PATH": "/tmp"}  # noqa: S108
+
+
 def prepare(config: EngineConfig, log: VllmLog) -> None:
     """Set the environment variables that vLLM reads here and, inherited, in its core process."""
     threads = config.threads or os.cpu_count() or 1
@@ -79,6 +88,7 @@ def prepare(config: EngineConfig, log: VllmLog) -> None:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
         }
+        | folder_for_sockets()
     )
     # vLLM configures its logging when it is started, but it logs when it is imported.
     logging.config.dictConfig(json.loads(log.config_path.read_text()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,14 @@ from engine.config import EngineConfig
 from engine.errors import EngineStartError
 from engine.remote.client.responses import Responses
 from engine.remote.extras import DrafterSettings
-from engine.vllm.client.api import AsyncEngineArgs, AsyncLLM, PrometheusStatLogger, current_platform
+from engine.vllm.client.api import (
+    AsyncEngineArgs,
+    AsyncLLM,
+    PrometheusStatLogger,
+    current_platform,
+    engine_utils,
+)
+from engine.vllm.client.fork_server import ForkContext, forks, without_compilers
 from engine.vllm.client.graphs import graph_config
 from engine.vllm.client.meter import VllmMeter
 from engine.vllm.client.outputs import StepProcessor
@@ -57,7 +63,7 @@ def launch(
     _check_device(config)
     meter = VllmMeter()
     args = AsyncEngineArgs(**engine_args(config, model_path, cache_config, seed, place))
-    with without_compilers(args):
+    with core_processes(config):
         llm = AsyncLLM.from_engine_args(args, stat_loggers=[meter.logger])
     # The output task starts with the first request and uses the processor that it finds then.
     if llm.output_handler is not None:
@@ -151,22 +157,19 @@ def engine_args(
 
 
 @contextmanager
-def without_compilers(args: AsyncEngineArgs) -> Iterator[None]:
-    """Keep vLLM from compiling with `enforce_eager` on a CPU.
-
-    It would still compile a few helpers of its sampler, which takes longer than the whole start and
-    makes them slower. The core process inherits the environment variable.
-    """
-    name = "TORCH_COMPILE_DISABLE"
-    before = os.environ.get(name)
-    if args.enforce_eager and current_platform.is_cpu():
-        os.environ[name] = "1"
-    try:
+def core_processes(config: EngineConfig) -> Iterator[None]:
+    """Have vLLM start its core as `fork_server` says."""
+    if not current_platform.is_cpu() or config.vllm.enforce_eager is False:
         yield
+        return
+    spawn = engine_utils.get_mp_context
+    if forks(config):
+        engine_utils.get_mp_context = ForkContext
+    try:
+        with without_compilers():
+            yield
     finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
+        engine_utils.get_mp_context = spawn
 
 
 def _check_device(config: EngineConfig) -> None:

@@ -19,6 +19,7 @@ from cache.place import CachePlace
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
 from engine.vllm.client.environment import prepare, process_log
+from engine.vllm.client.fork_server import forks, start_server
 
 if TYPE_CHECKING:
     from engine.vllm.client.api import AsyncLLM
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_STATUS_SECONDS = 0.2
+_STATUS_SECONDS = 1.0
 """Longest wait for the exit status of a dead core: one of vLLM's threads may be just reading it."""
 _SHUTDOWN_SECONDS = 10.0
 """Then the process is killed. It needs 2 to 4, and logs what it left open when it is killed."""
@@ -60,6 +61,8 @@ class VllmProcess:
     ) -> None:
         """Start vLLM with policy version 0. Raises EngineStartError, quoting vLLM's log."""
         prepare(self._config, self._log)
+        if forks(self._config):
+            start_server()  # which imports vLLM while this process does
         await asyncio.to_thread(self._launch, model_path, cache_config, seed, place)
         self._watch()
 

@@ -348,4 +348,4 @@ def test_an_unchanged_client_speaks_with_the_policy_of_a_real_engine(
             await endpoint.stop()
             await engine.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 600))
+    asyncio.run(asyncio.wait_for(scenario(), 400))

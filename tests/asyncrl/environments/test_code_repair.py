@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from needed_programs import needs_namespaces
 
 from asyncrl.environments.code_repair import CodeRepair
 from asyncrl.environments.protocol import Action, checked_step
 from asyncrl.programs import asking
-from asyncrl.sandbox.check import why_not
 from asyncrl.sandbox.run import Outcome
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no sandbox here: {why_not()}")
+pytestmark = needs_namespaces()
 WRONG = "def f(a, b): return a-b+3"
 TESTS = [{"call": "f", "args": [2, 5], "returns": 10}, {"call": "f", "args": [7, 3], "returns": 13}]
 

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from asyncrl.environments import endpoint as module
+from asyncrl.environments.agent_policy import with_policy
 from asyncrl.environments.agents import adapter
+from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.endpoint import MAX_BODY_BYTES, Endpoint
 from asyncrl.environments.openai_messages import ChatCall, PolicySettings, Turn
 from asyncrl.errors import RewardError
+from engine.config import SamplingConfig
 
 ASKED = json.dumps({"messages": [{"role": "user", "content": "?"}]}).encode()
 
@@ -109,7 +112,7 @@ def test_parameters_may_be_ignored_and_that_is_counted(caplog: pytest.LogCapture
     body = {"messages": [{"role": "user", "content": "?"}], "temperature": 0.2, "seed": 3}
 
     async def scenario() -> None:
-        endpoint = Endpoint(PolicySettings(ignore=("temperature", "seed")))
+        endpoint = Endpoint(PolicySettings(), ignore=("temperature", "seed"))
         key = endpoint.open(answer)
         for one in (body, {**body, "seed": None}, {**body, "temperature": 1.0}):
             status, _, _ = await asked(endpoint, key, [json.dumps(one).encode()], whole=True)
@@ -130,4 +133,17 @@ def test_parameters_may_be_ignored_and_that_is_counted(caplog: pytest.LogCapture
     with pytest.raises(RewardError, match="cannot be ignored"):
         adapter("command", {"command": ["true"], "ignore": ["n"]})
     made = adapter("command", {"command": ["true"], "ignore": ["seed"]})()
-    assert made._endpoint.policy.ignore == ("seed",)
+    assert made._endpoint.ignore == ("seed",)
+
+
+def test_the_settings_of_the_run_reach_the_endpoint_of_its_agents() -> None:
+    args = {"command": ["true"], "ignore": ["seed"]}
+    written = EnvironmentConfig(name="agent:command", args=args)
+    sampling = SamplingConfig(temperature=0.7, top_k=5, stop=["END"], max_tokens=32)
+    given = with_policy(written, sampling, "models/mine", (3, 9))
+    assert written.args == args, "the configuration of the run is as written"
+    endpoint = adapter("command", given.args)()._endpoint
+    assert endpoint.ignore == ("seed",)
+    assert endpoint.policy == PolicySettings(
+        model="mine", temperature=0.7, top_k=5, stop=("END",), stop_tokens=(3, 9), max_tokens=32
+    )

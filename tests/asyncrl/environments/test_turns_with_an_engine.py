@@ -85,4 +85,4 @@ def test_trained_tokens_are_those_of_the_engine_for_every_template(model: str) -
         finally:
             await engine.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 600))
+    asyncio.run(asyncio.wait_for(scenario(), 400))

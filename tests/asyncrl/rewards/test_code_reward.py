@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from needed_programs import needs_namespaces
 
 from asyncrl.errors import RewardError
 from asyncrl.rewards.code import code
 from asyncrl.rewards.config import RewardConfig, RewardFunctionConfig
 from asyncrl.rewards.loading import load_function
 from asyncrl.rewards.values import NoRewardError
-from asyncrl.sandbox import check
 from asyncrl.sandbox.run import Outcome, run
 
-contained = pytest.mark.skipif(check.why_not() is not None, reason=str(check.why_not()))
+contained = needs_namespaces()
 SUM = [{"input": "3 4\n", "output": "7"}, {"input": "1 1", "output": "2\n"}]
 CALLS = [
     {"call": "add", "args": [3, 4], "returns": 7},
@@ -93,7 +93,8 @@ def add(a, b):
     for n in range(1, 64):
         try: os.write(n, b'')
         except OSError: pass
-    return a + b + len(seen) + len(os.listdir()) - 2
+    left = [name for name in os.listdir() if not os.path.ismount(name)]  # Python's own are mounts
+    return a + b + len(seen) + len(left) - 2
 """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("asyncrl.programs.asking.run", counted)

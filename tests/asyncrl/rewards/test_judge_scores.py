@@ -10,7 +10,7 @@ from asyncrl.rewards.values import NoRewardError
 
 def test_the_score_of_a_judge() -> None:
     read = judging.score_in
-    assert read("Score: 3. No.\nScore: 7.5", r"Score: ([\d.]+\d)", None) == 7.5
+    assert read("Score: 3. No.\nScore: 7.5", r"Score: ([\d.]*\d)", None) == 7.5
     assert read('```json\n{"a": {"score": 4}}\n```', None, "a.score") == 4.0
     assert read('{"score": "-2"}', None, "score") == -2.0
     for said, pattern, field in (

@@ -33,6 +33,8 @@ def test_arithmetic(response: str, value: float) -> None:
 def test_exact_match_and_format() -> None:
     assert exact_match("", " Paris\n", {"answer": "Paris"}) == 1.0
     assert exact_match("", "paris", {"answer": "Paris"}) == 0.0
+    assert exact_match("", "Paris, France", {"answer": "Paris"}) == 0.0
+    assert exact_match("", "In Paris", {"answer": "Paris"}) == 0.0
     assert exact_match("", "paris", {"answer": "Paris"}, ignore_case=True) == 1.0
     with pytest.raises(ValueError, match=r"set task\.answer_field"):
         exact_match("", "x", {"answer": None})

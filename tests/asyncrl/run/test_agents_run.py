@@ -38,8 +38,8 @@ def the_run_is_exact(command: CommandLine) -> None:
     assert worst_mismatch(steps) < 1e-3
 
 
-def test_a_run_whose_agents_come_and_go(tmp_path: Path, own_model: Path, agents: Agents) -> None:
-    command = CommandLine(tmp_path / "runs", own_model)
+def test_a_run_whose_agents_come_and_go(command_line: CommandLine, agents: Agents) -> None:
+    command = command_line
     assert CliRunner().invoke(app, ["agent-key", str(agents.key_file)]).exit_code == 0
     settings = {
         "launcher__agents__relays": "always",
@@ -51,19 +51,23 @@ def test_a_run_whose_agents_come_and_go(tmp_path: Path, own_model: Path, agents:
         before = command.steps() if (command.folder / "metrics.jsonl").exists() else 0
         until(lambda: command.steps() >= before + count, seconds=240, what=what)
 
+    command.phase("it begins on two agents")
     trainer = agents.start("t", "trainer", "--once")
     first = agents.start("g", "generator", "--ports", f"{agents.port + 2}-{agents.port + 9}")
     try:
         run = command.start("--continue", *agents.settings, **settings)
         until(lambda: (command.folder / "metrics.jsonl").exists(), seconds=240, what="training")
         steps_more(1, "the first step")
+        command.phase("a generator joins")
         second = agents.start("h", "generator", "--once")
         log = command.folder / "logs" / "generator-1.log"
         until(lambda: log.exists() and "forward" in log.read_text(), seconds=240, what="a joiner")
+        command.phase("a generator leaves")
         first.send_signal(signal.SIGTERM)
         assert first.wait(timeout=240) == 0, agents.said("g")
         assert "left run your-own" in agents.said("g")
         steps_more(2, "steps of the one that joined")
+        command.phase("it is stopped")
         assert CliRunner().invoke(app, ["stop", str(command.folder)]).exit_code == 0
         said = run.communicate(timeout=240)[0]
         assert run.returncode == 0, said

@@ -1,21 +1,28 @@
-"""Mistakes of a user: one paragraph about what to change, exit code 2, and no run folder."""
+"""Mistakes of a user: one paragraph about what to change, exit code 2, and no run folder.
+
+One is made in a process. The others are made in this one: a traceback there fails the test itself.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from asyncrl_runs import OWN, CommandLine, call
+from asyncrl_runs import OWN, CommandLine, call, call_here
 
 pytestmark = pytest.mark.slow
 
 
 def refused(command_line: CommandLine, *expected: str, **settings: object) -> str:
-    done = command_line.run(**settings)
+    return refusal(call_here(command_line.arguments(**settings)), *expected)
+
+
+def refusal(done: subprocess.CompletedProcess[str], *expected: str) -> str:
     assert done.returncode == 2, done.stdout
     ours = [name for name in ("asyncrl/cli/", "asyncrl/run/") if name in done.stdout]
     assert not ours, f"a traceback of asyncrl's own: {done.stdout}"
@@ -26,9 +33,9 @@ def refused(command_line: CommandLine, *expected: str, **settings: object) -> st
 
 
 def test_a_missing_configuration() -> None:
-    done = call([sys.executable, "-m", "asyncrl", "run", "examples/aritmetic.yaml"])
-    assert done.returncode == 2
-    assert "no configuration file at examples/aritmetic.yaml" in " ".join(done.stdout.split())
+    arguments = [sys.executable, "-m", "asyncrl", "run", "examples/aritmetic.yaml"]
+    said = refusal(call(arguments), "no configuration file at examples/aritmetic.yaml")
+    assert refusal(call_here(arguments)) == said, "in this process it is the same"
 
 
 def test_a_misspelled_key(command_line: CommandLine) -> None:
@@ -103,7 +110,14 @@ def test_a_run_name_in_use(command_line: CommandLine) -> None:
 
 
 def test_a_dry_run_creates_nothing(command_line: CommandLine) -> None:
-    done = command_line.run("--dry-run", engine__kind="vllm")
+    done = call_here(command_line.arguments("--dry-run", engine__kind="vllm"))
     assert done.returncode == 0
     assert "kind: vllm" in done.stdout
     assert not command_line.runs.exists()
+
+
+def test_an_algorithm_that_cannot_be_imported(command_line: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nowhere")
+    mine = f"{tmp_path / 'broken.py'}:Mine"
+    refused(command_line, "No module named 'nowhere'", trainer__algorithm=mine)
+    assert not command_line.folder.exists()

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 import urllib.request
@@ -15,32 +14,49 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asyncrl_runs import UNHURRIED, CommandLine, Terminal, call, until, worst_mismatch
+from asyncrl_runs import (
+    ROOT,
+    UNHURRIED,
+    CommandLine,
+    Terminal,
+    call,
+    call_here,
+    until,
+    worst_mismatch,
+)
 from hostile_frames import attack_without_a_key
+from needed_programs import path_of
 from served_sglang import sglang_python
-from trace_collector import Collector, collecting
-from whole_checkpoints import truncate
+from suite_outcome import not_run
+from tiny_warm_start import place_untrained
+from watched_page import (
+    RunPage,
+    is_steered,
+    is_watched,
+    survives_kills_of_its_page,
+    the_page_has_ended,
+)
 
 from asyncrl.config import load_config
 from asyncrl.launch.identity import status_of
-from asyncrl.run.control import ask
 from asyncrl.run.directory import RunDirectory, read_state
+from asyncrl.tasks.warm_start_recipe import AGENT_RECIPE
 from benchmarks.watching_prometheus import Prometheus, watching
 from monitoring.dashboards.panels import ROWS
 from monitoring.discovery import targets_file
 from monitoring.evaluations_log import read_evaluations
 from monitoring.group_account import read_account
 from monitoring.trained_samples import read_trained_samples
-from wire.messages import control
-from wire.unfinished import read_index
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def prometheus(command_line: CommandLine, tmp_path: Path) -> Iterator[Prometheus | None]:
+def prometheus(
+    command_line: CommandLine, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Prometheus | None]:
     """Watches the runs of `command_line`; None where Prometheus is not installed."""
-    if shutil.which("prometheus") is None:
+    if not is_there("prometheus", request):
         yield None
         return
     command_line.runs.mkdir()
@@ -48,23 +64,34 @@ def prometheus(command_line: CommandLine, tmp_path: Path) -> Iterator[Prometheus
         yield started
 
 
-def traced(collector: Collector, rate: float) -> dict[str, object]:
-    """Settings of a run that this collector traces."""
-    return {
-        "monitoring__tracing__enabled": True,
-        "monitoring__tracing__endpoint": collector.endpoint,
-        "monitoring__tracing__sample_rate": rate,
-    }
+def is_there(program: str, request: pytest.FixtureRequest) -> bool:
+    """Whether a part of a test can run; if it cannot, it is counted as not run."""
+    if path_of(program) is not None:
+        return True
+    not_run(request.node, f"{program} is not installed (Debian: apt-get install {program})")
+    return False
 
 
-def test_two_ranks_train_every_group_once_one_is_killed_and_ctrl_c_twice_ends_the_run_at_once(
-    command_line: CommandLine,
+def test_two_ranks_one_of_which_is_killed_train_each_group_once_and_ctrl_c_twice_ends_them(
+    command_line: CommandLine, tmp_path: Path
 ) -> None:
-    """Ctrl-C ends it also when a trainer does not answer; it leaves nothing but a run to resume."""
+    """Ctrl-C ends it also when a trainer does not answer; it leaves nothing but a run to resume.
+
+    The algorithm is the example of the page. Responses end at their stop string.
+    """
+    algorithm = tmp_path / "my_algorithm.py"
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    algorithm.write_text(example)
+    command_line.phase("two ranks train")
     terminal = command_line.start_in_terminal(
-        run__steps=500, trainer__ranks=2, trainer__checkpoint_every=2, run__log_samples="jsonl"
-    )
+        run__steps=500, trainer__ranks=2, trainer__checkpoint_every=2, run__log_samples="jsonl",
+        trainer__algorithm=f"{algorithm}:AboveMean",
+        sampling__stop='["e"]', sampling__top_k=20,
+    )  # fmt: skip
     until(lambda: command_line.steps() >= 3, seconds=200, what="three steps")
+    assert "AboveMean: an algorithm of your own" in terminal.text
+    command_line.phase("a rank is killed")
     (last,) = [pid for pid in command_line.children("trainer") if _rank(pid) == 1]
     os.kill(last, signal.SIGKILL)
     before = command_line.steps()
@@ -72,6 +99,7 @@ def test_two_ranks_train_every_group_once_one_is_killed_and_ctrl_c_twice_ends_th
     assert "trainer-1 was killed by SIGKILL" in terminal.text
     said = "started trainer.1 and trainer-1.1 in place of trainer and trainer-1, from"
     assert said in terminal.text
+    command_line.phase("Ctrl-C is pressed twice while a rank does not answer")
     state = json.loads((command_line.folder / "run.json").read_text())
     (first,) = [pid for pid in command_line.children("trainer") if _rank(pid) == 0]
     os.kill(first, signal.SIGSTOP)
@@ -81,10 +109,12 @@ def test_two_ranks_train_every_group_once_one_is_killed_and_ctrl_c_twice_ends_th
     assert terminal.process.wait(timeout=60) == 130, terminal.text[-2000:]
     _ended_at_once(command_line, terminal, Path(state["control_address"].removeprefix("ipc://")))
 
+    command_line.phase("what was trained")
     steps = command_line.metrics()
     assert [step.step for step in steps] == list(range(len(steps)))
     assert {step.staleness.max for step in steps} == {0}
     assert worst_mismatch(steps) < 1e-3
+    assert {step.algorithm["clip_ratio"] for step in steps} == {0}
     account = read_account(command_line.folder)
     assert account.is_exact
     assert account.trained == 4 * len(steps)
@@ -98,6 +128,10 @@ def test_two_ranks_train_every_group_once_one_is_killed_and_ctrl_c_twice_ends_th
     expected = [(at // 4, at) for at in range(4 * len(steps)) for _ in range(size)]
     assert sorted(logged) == expected
     assert 0 < len(both[1]) < len(both[0]), "both ranks had groups"
+    ended = [one for one in both[0] if "e" in one.response]
+    assert ended, "no response has the stop string"
+    assert all(one.response.index("e") == len(one.response) - 1 for one in ended)
+    assert {one.finish_reason for one in ended} == {"stop"}
 
 
 def _ended_at_once(command_line: CommandLine, terminal: Terminal, control_socket: Path) -> None:
@@ -122,111 +156,27 @@ def _rank(pid: int) -> int:
     return rank
 
 
-def test_a_killed_trainer_and_a_killed_run_continue_from_whole_checkpoints(
-    command_line: CommandLine,
-) -> None:
-    """A collector of traces answers nothing and is then killed: nobody waits for it.
-
-    A stopped generator remains when its run is killed; the resumed run ends it. An order holds from
-    its step again.
-    """
-    sets: dict[str, object] = {"trainer__checkpoint_every": 2, "run__log_samples": "jsonl"}
-    sets |= {"sampling__stop": '["e"]', "sampling__top_k": 20}
-    with collecting() as collector:
-        collector.hold()
-        process = command_line.start(run__steps=4000, **sets, **traced(collector, 1.0))
-        until(lambda: command_line.steps() >= 5, seconds=200, what="five steps")
-        until(lambda: collector.requests, seconds=200, what="spans")
-    os.kill(command_line.children("trainer")[0], signal.SIGKILL)
-    lost = command_line.steps() + 1
-
-    def watched() -> list[str]:
-        listed = json.loads(targets_file(command_line.folder).read_text())
-        return [one["labels"]["instance"] for one in listed]
-
-    until(
-        lambda: "trainer.1" in watched() and command_line.steps() > lost,
-        seconds=200,
-        what="another trainer's steps",
-    )
-    assert watched() == ["controller", "generator-0", "trainer.1"]
-    (stopped,) = command_line.children("generator")
-    os.kill(stopped, signal.SIGSTOP)
-    order = ask(command_line.folder, control.SetRequest("trainer.learning_rate", "1e-5"))
-    assert isinstance(order, control.Accepted)
-    state = json.loads((command_line.folder / "run.json").read_text())
-    sockets = Path(state["control_address"].removeprefix("ipc://")).parent
-    process.kill()
-    said = " ".join(process.communicate(timeout=120)[0].split())
-    assert "trainer was killed by SIGKILL" in said
-    assert "started trainer.1 in place of trainer, from the checkpoint of step" in said
-    assert "generator-0.1" not in said, "generators continue"
-    until(
-        lambda: not command_line.children("trainer"),
-        seconds=120,
-        what="the trainer to end with its run",
-    )
-    assert command_line.children("generator") == [stopped]
-    assert sockets.is_dir()
-    saved = sorted((command_line.folder / "checkpoints").glob("step-*"))
-    truncate(saved.pop() / "state" / "training-00000-00001.safetensors")
-    before = command_line.metrics()
-    files = (command_line.folder / "unfinished" / saved[-1].name).glob("*.bin")
-    unfinished = sum(len(read_index(file).places) for file in files)
-    assert order.step is not None
-    total = max(len(before), order.step) + 4
-    done = command_line.run("--resume", run__steps=total, **sets)
-    assert done.returncode == 0, done.stdout
-    output = " ".join(done.stdout.split())
-    assert f"left behind: generator-0 (process {stopped})" in output
-    assert "00001.safetensors is truncated: " in output
-    assert f"; resuming from {saved[-1].name} instead" in output
-    if unfinished:
-        assert f"unfinished samples to continue: {unfinished}, from" in output
-    assert not command_line.children("generator")
-    assert not sockets.exists()
-    left = Path("/dev/shm").glob(f"asyncrl-your-own-{process.pid}-*")  # noqa: S108
-    assert not list(left), "a dead trainer's weights are still in shared memory"
-    kept = int(saved[-1].name.removeprefix("step-"))
-    steps = command_line.metrics()
-    # Also a step that the trainer had saved and the killed controller had not recorded.
-    assert [step.step for step in steps] == list(range(total))
-    assert steps[: min(kept, len(before))] == before[:kept]
-    assert {step.staleness.max for step in steps} == {0}
-    assert worst_mismatch(steps) < 1e-3
-    account = read_account(command_line.folder)
-    assert account.is_exact
-    assert account.trained == 4 * total
-    assert command_line.result().steps == total
-    rates = [step.learning.learning_rate for step in steps]
-    assert order.step > kept, "the run continues from before the order"
-    assert {rates[0], 1e-5} != {1e-5}
-    assert rates == [rates[0]] * order.step + [1e-5] * (total - order.step)
-    samples = list(read_trained_samples(command_line.folder / "samples"))
-    ended = [one for one in samples if "e" in one.response]
-    assert ended, "no response has the stop string"
-    assert all(one.response.index("e") == len(one.response) - 1 for one in ended)
-    assert {one.finish_reason for one in ended} == {"stop"}
-    logged = [(one.step, one.group) for one in samples]
-    size = logged.count(logged[0])
-    groups = [(group // 4, group) for group in range(4 * total)]
-    assert sorted(logged) == [pair for pair in groups for _ in range(size)]
-
-
-def test_stop_finishes_the_step_and_the_run_resumes_there(
-    command_line: CommandLine, prometheus: Prometheus | None
+def test_a_run_is_suspended_attacked_watched_and_steered_stopped_and_resumed_in_a_terminal(
+    command_line: CommandLine, prometheus: Prometheus | None, request: pytest.FixtureRequest
 ) -> None:
     """In a terminal then, whose window is closed: that ends the run in order, too.
 
-    A real Prometheus watches. After the resume weights are broadcast.
+    A real Prometheus watches, and a browser if there is one. After the resume weights are
+    broadcast.
     """
-    process = command_line.start(run__steps=2000, rewards__functions=UNHURRIED)
-    until(lambda: command_line.steps() >= 2, seconds=200, what="two steps")
+    process = command_line.start(
+        run__steps=100_000, rewards__functions=UNHURRIED, monitoring__live="plain"
+    )
+    until(lambda: command_line.steps() >= 3, seconds=200, what="three steps")
+    page = RunPage(command_line)
+    assert page.processes() == [], "nobody has looked yet"
     asyncrl = [sys.executable, "-m", "asyncrl"]
+    command_line.phase("its processes are suspended and continue")
     for suspended in (*command_line.children("generator"), *command_line.children("trainer")):
         suspend_and_continue(suspended)
     suspend_and_continue(process.pid)
-    status = call([*asyncrl, "status", str(command_line.folder), "--json"])
+    command_line.phase("its status is asked for")
+    status = call_here([*asyncrl, "status", str(command_line.folder), "--json"])
     assert status.returncode == 0, status.stdout
     shown: dict[str, Any] = json.loads(status.stdout)
     assert shown["phase"] == "training"
@@ -235,6 +185,7 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(
         url = f"http://127.0.0.1:{about['metrics_port']}/metrics"
         with urllib.request.urlopen(url, timeout=60) as reply:
             assert "asyncrl_policy_version" in reply.read().decode()
+    command_line.phase("it is attacked without a key")
     state = read_state(command_line.folder)
     assert state is not None
     attack_without_a_key(Path(state.control_address.removeprefix("ipc://")).parent)
@@ -244,26 +195,34 @@ def test_stop_finishes_the_step_and_the_run_resumes_there(
     assert refused is not None
     assert float(refused[1]) > 0, "the attack was not noticed"
     if prometheus is not None:
+        command_line.phase("Prometheus watches, and is killed")
         every_panel_has_data(prometheus)
         only_the_attack_raises_an_alert(prometheus)
         prometheus.kill()
         trained = command_line.steps()
         until(lambda: command_line.steps() > trained + 1, seconds=200, what="steps without it")
-    in_use = command_line.run()
+    in_use = call_here(command_line.arguments())
     assert in_use.returncode == 2
     assert "is active" in " ".join(in_use.stdout.split())
-    stopped = call([*asyncrl, "stop", str(command_line.folder)])
+    is_watched(page)
+    if is_there("chromium", request):
+        is_steered(page)
+    survives_kills_of_its_page(page)
+    command_line.phase("it is stopped")
+    stopped = call_here([*asyncrl, "stop", str(command_line.folder)])
     assert stopped.returncode == 0, stopped.stdout
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
+    the_page_has_ended(page, output)
     assert not targets_file(command_line.folder).exists()
     assert "continue with: asyncrl run" in output
     assert "--resume" in output
     steps = command_line.steps()
     assert (command_line.folder / "checkpoints" / f"step-{steps:06d}").is_dir()
+    command_line.phase("it is resumed in a terminal, whose window is closed")
     terminal = command_line.start_in_terminal(
-        "--resume", run__steps=4000, launcher__weights="broadcast", launcher__trusted_network=True,
-        rewards__functions=UNHURRIED,
+        "--resume", run__steps=200_000, rewards__functions=UNHURRIED,
+        launcher__weights="broadcast", launcher__trusted_network=True,
     )  # fmt: skip
     until(lambda: command_line.steps() >= steps + 2, seconds=200, what="two more steps")
     terminal.close()
@@ -314,6 +273,25 @@ def suspend_and_continue(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
+def test_a_program_with_the_openai_client_trains_as_the_page_starts_it(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example is short, and else as it is. Its model is untrained: all its rewards may be 0."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place_untrained(tmp_path, AGENT_RECIPE)
+    command_line.name = "agent-openai"
+    short = ["run.steps=2", "evaluation.prompts=16", f"run.directory={command_line.runs}"]
+    pairs = [f"--set={one}" for one in (*short, "trainer.skip_zero_variance_groups=false")]
+    command = [sys.executable, "-m", "asyncrl", "run", "examples/agent_openai.yaml", *pairs]
+    done = call(command, timeout=900)
+    assert done.returncode == 0, done.stdout
+    assert "Traceback" not in done.stdout
+    steps = command_line.metrics()
+    assert [step.step for step in steps] == [0, 1]
+    assert all(step.batch.tokens > 0 for step in steps)
+    assert worst_mismatch(steps[:1]) < 1e-3, "the program's turns are not those that are trained"
+
+
 @pytest.mark.vllm
 @pytest.mark.sglang
 def test_on_vllm_and_sglang_what_is_generated_ahead_is_verified_and_exact(
@@ -323,6 +301,7 @@ def test_on_vllm_and_sglang_what_is_generated_ahead_is_verified_and_exact(
 
     Both also have held-out samples of steps 3 and 6 while they train.
     """
+    command_line.phase("it trains on both engines")
     process = command_line.start(
         engine__kinds="[vllm, sglang]", engine__sglang__python=sglang_python(),
         launcher__generators=2, run__steps=8, model__path=tied(command_line.model, tmp_path),
@@ -332,6 +311,7 @@ def test_on_vllm_and_sglang_what_is_generated_ahead_is_verified_and_exact(
     )  # fmt: skip
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
+    command_line.phase("what was evaluated and trained")
     every_evaluation_has_a_result_or_a_reason(command_line, output)
     result = command_line.result()
     assert (result.engine, result.steps) == ("vllm+sglang", 8)

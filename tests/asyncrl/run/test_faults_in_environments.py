@@ -11,13 +11,19 @@ from pathlib import Path
 
 import held_world
 import pytest
-from asyncrl_runs import CommandLine, until
+from asyncrl_runs import CommandLine, until, worst_mismatch
 from held_world import TURNS, World, answer_to
+from trace_collector import Collector, collecting
 from transformers import AutoTokenizer
+from whole_checkpoints import truncate
 
+from asyncrl.run.control import ask
+from asyncrl.run.directory import read_state
 from monitoring.discovery import targets_file
 from monitoring.group_account import read_account
 from monitoring.trained_samples import TrainedSample, read_trained_samples
+from wire.messages import control
+from wire.unfinished import read_index
 
 pytestmark = pytest.mark.slow
 
@@ -33,10 +39,16 @@ def world(tmp_path: Path) -> Iterator[World]:
     (world.folder / "hold").unlink(missing_ok=True)
 
 
-def test_every_process_is_killed_while_environments_answer(
+def test_every_process_is_killed_while_environments_answer_and_each_group_is_trained_once(
     command_line: CommandLine, world: World
 ) -> None:
-    """A worker of environments, the trainer, the generator, and the controller; it is resumed."""
+    """Killed are a worker of environments, the trainer, the generator, and the controller.
+
+    It is resumed, an order is given, a generator is stopped, and the controller is killed again.
+    That generator remains; the last resume ends it, and begins from the newest whole checkpoint.
+    The order holds from its step again. A collector of traces answers nothing and then ends: it is
+    not waited for.
+    """
     settings: dict[str, object] = {
         "environment__name": f"{held_world.__file__}:Held",
         "environment__args": json.dumps({"folder": str(world.folder)}),
@@ -50,21 +62,27 @@ def test_every_process_is_killed_while_environments_answer(
         "run__log_samples": "jsonl",
         "run__log_sample_tokens": True,
     }
-    process = command_line.start(run__steps=4000, **settings)
-    steps_after(command_line, 3)
+    command_line.phase("a collector of traces answers nothing, and ends")
+    with collecting() as collector:
+        collector.hold()
+        process = command_line.start(run__steps=4000, **settings, **traced(collector))
+        steps_after(command_line, 5)
+        until(lambda: collector.requests, seconds=200, what="spans")
+
+    command_line.phase("a worker of environments and the trainer are killed")
     world.hold()
     killed = {min(waiting_workers(world))}
     os.kill(*killed, signal.SIGKILL)
     gone(killed, "a worker")
+    generators = command_line.children("generator")
     os.kill(command_line.children("trainer")[0], signal.SIGKILL)
-    until(
-        lambda: "trainer.1" in targets_file(command_line.folder).read_text(),
-        seconds=200,
-        what="another trainer",
-    )
+    until(lambda: "trainer.1" in watched(command_line), seconds=200, what="another trainer")
     world.release()
     steps_after(command_line, command_line.steps() + 3)
+    assert watched(command_line) == ["controller", "generator-0", "trainer.1"]
+    assert command_line.children("generator") == generators, "generators continue"
 
+    command_line.phase("the generator is killed")
     world.hold()
     workers = waiting_workers(world)
     os.kill(command_line.children("generator")[0], signal.SIGKILL)
@@ -74,12 +92,14 @@ def test_every_process_is_killed_while_environments_answer(
     world.release()
     steps_after(command_line, command_line.steps() + 2)
 
+    command_line.phase("the run is killed")
     world.hold()
     workers = waiting_workers(world)
     process.kill()
     said = " ".join(process.communicate(timeout=120)[0].split())
     for fault in ("trainer was killed by SIGKILL", "generator-0 was killed by SIGKILL"):
         assert fault in said
+    assert "started trainer.1 in place of trainer, from the checkpoint of step" in said
     gone(workers, "the environments of a killed run")
     killed |= workers
     until(
@@ -88,15 +108,65 @@ def test_every_process_is_killed_while_environments_answer(
         what="the processes of a killed run to end",
     )
     world.release()
-    total = command_line.steps() + 3
+
+    command_line.phase("it is resumed and killed again, with a stopped generator and an order")
+    process = command_line.start("--resume", run__steps=4000, **settings)
+    steps_after(command_line, command_line.steps() + 3)
+    (stopped,) = command_line.children("generator")
+    os.kill(stopped, signal.SIGSTOP)
+    order = ask(command_line.folder, control.SetRequest("trainer.learning_rate", "1e-5"))
+    assert isinstance(order, control.Accepted)
+    assert order.step is not None
+    state = read_state(command_line.folder)
+    assert state is not None
+    sockets = Path(state.control_address.removeprefix("ipc://")).parent
+    process.kill()
+    process.communicate(timeout=120)
+    until(
+        lambda: not command_line.children("trainer"),
+        seconds=120,
+        what="the trainer to end with its run",
+    )
+    assert command_line.children("generator") == [stopped]
+    assert sockets.is_dir()
+    killed |= {one["pid"] for one in world.notes() if Path(f"/proc/{one['pid']}").exists()}
+
+    command_line.phase("it is resumed from the newest whole checkpoint, to its end")
+    saved = sorted((command_line.folder / "checkpoints").glob("step-*"))
+    truncate(saved.pop() / "state" / "training-00000-00001.safetensors")
+    before = command_line.metrics()
+    files = (command_line.folder / "unfinished" / saved[-1].name).glob("*.bin")
+    unfinished = sum(len(read_index(file).places) for file in files)
+    total = max(len(before), order.step) + 4
     done = command_line.run("--resume", run__steps=total, **settings)
     assert done.returncode == 0, done.stdout
+    output = " ".join(done.stdout.split())
+    assert f"left behind: generator-0 (process {stopped})" in output
+    assert "00001.safetensors is truncated: " in output
+    assert f"; resuming from {saved[-1].name} instead" in output
+    if unfinished:
+        assert f"unfinished samples to continue: {unfinished}, from" in output
+    assert not command_line.children("generator")
+    assert not sockets.exists()
+    assert not command_line.files_in_memory(), "a dead process's files are still in shared memory"
 
-    assert [step.step for step in command_line.metrics()] == list(range(total))
+    command_line.phase("what was trained")
+    kept = int(saved[-1].name.removeprefix("step-"))
+    steps = command_line.metrics()
+    # Also a step that the trainer had saved and the killed controller had not recorded.
+    assert [step.step for step in steps] == list(range(total))
+    assert steps[: min(kept, len(before))] == before[:kept]
+    assert {step.staleness.max for step in steps} == {0}
+    assert worst_mismatch(steps) < 1e-3
     account = read_account(command_line.folder)
     assert account.is_exact
     assert account.trained == 4 * total
     assert not account.failed
+    assert command_line.result().steps == total
+    rates = [step.learning.learning_rate for step in steps]
+    assert order.step > kept, "the run continues from before the order"
+    assert rates[0] != 1e-5
+    assert rates == [rates[0]] * order.step + [1e-5] * (total - order.step)
     samples = list(read_trained_samples(command_line.folder / "samples"))
     trained = Counter((one.step, one.group, one.sample) for one in samples)
     assert trained == Counter(
@@ -104,11 +174,25 @@ def test_every_process_is_killed_while_environments_answer(
     )
     every_answer_is_its_own(samples, command_line.model, world)
     every_session_has_ended_once(world, killed)
-    assert not command_line.files_in_memory()
+
+
+def traced(collector: Collector) -> dict[str, object]:
+    """Settings of a run that this collector traces."""
+    return {
+        "monitoring__tracing__enabled": True,
+        "monitoring__tracing__endpoint": collector.endpoint,
+        "monitoring__tracing__sample_rate": 1.0,
+    }
+
+
+def watched(command_line: CommandLine) -> list[str]:
+    """The processes that Prometheus is told of."""
+    listed = json.loads(targets_file(command_line.folder).read_text())
+    return [one["labels"]["instance"] for one in listed]
 
 
 def steps_after(command_line: CommandLine, steps: int) -> None:
-    (run,) = command_line.started
+    run = command_line.started[-1]
     until(
         lambda: command_line.steps() >= steps or run.poll() is not None,
         seconds=400,

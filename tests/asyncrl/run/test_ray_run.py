@@ -110,6 +110,7 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
         "run__steps": 1000,
         "rewards__functions": UNHURRIED,
     }
+    command_line.phase("it trains on a node for each process")
     process = command_line.start(
         **settings,
         launcher__ray__strategy="strict_spread",
@@ -123,6 +124,7 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
     assert sum(map(bool, files.values())) == 3, "two relays have weights of their own"
     each_process_is_on_a_node_of_its_own([*command_line.children("trainer"), first, second])
     every_relay_has_passed_frames_and_fetched(command_line, files)
+    command_line.phase("a child, a relay and an actor are killed")
     os.kill(first, signal.SIGKILL)
     relay = next(one for one in files if one != "trainer" and files[one])
     os.kill(process_named(command_line, relay), signal.SIGKILL)
@@ -138,6 +140,7 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
     )
     before = command_line.steps()
     until(lambda: command_line.steps() > before + 1, seconds=PATIENCE, what="two more steps")
+    command_line.phase("the run is killed")
     process.kill()
     text = " ".join(process.communicate(timeout=PATIENCE)[0].split())
     ends_with_nothing_left(command_line)
@@ -147,6 +150,7 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
     assert f"started {relay}.1 in place of {relay}" in text
     assert "version" in (logs / f"{relay}.1.log").read_text()
 
+    command_line.phase("it is resumed with two ranks")
     settings |= {"launcher__weights": "broadcast", "launcher__trusted_network": True}
     process = command_line.start("--resume", **settings, trainer__ranks=2)
     before = command_line.steps()
@@ -156,6 +160,7 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
     assert [step.step for step in steps] == list(range(len(steps)))
     assert {is_on_policy(step) for step in steps} == {True}
     assert worst_mismatch(steps) < 1e-3
+    command_line.phase("the head is killed")
     cluster.kill_head()
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, output

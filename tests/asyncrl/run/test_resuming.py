@@ -15,6 +15,7 @@ from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import UserError
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.resuming import checkpoint_settings, rewind
+from monitoring.evaluations_log import read_evaluations
 from monitoring.metrics_log import read_metrics
 from monitoring.report.write import write_report
 from monitoring.samples import SampleLog, SampleRecord, read_samples
@@ -22,6 +23,7 @@ from monitoring.trained_samples import read_trained_samples
 from monitoring.trained_samples import truncate as truncate_samples
 from trainer.checkpoint_files import path_of
 from trainer.checkpoint_manifest import write_manifest
+from wire.evaluations import EvaluationRecord
 from wire.records import (
     IdleShares,
     LearnerMetrics,
@@ -113,6 +115,17 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_is_taken(
     assert (aside / "step-000006" / "manifest.json").exists()
     assert recorded(folder) == [0, 1, 2, 3]
     assert recorded(aside) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_evaluations_of_later_steps_go_with_the_course_that_was_left(tmp_path: Path) -> None:
+    folder = ended_run(tmp_path, 2, 4, 6)
+    made = [EvaluationRecord(step=step, time=1.0, when="during") for step in (0, 2, 4, 6)]
+    path = folder / "evaluations.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in made))
+    resume(tmp_path, 4)
+    assert read_evaluations(path) == made[:3]
+    aside = folder / "checkpoints" / "set-aside" / "after-000004"
+    assert read_evaluations(aside / "evaluations.jsonl") == made
 
 
 def test_a_resume_from_an_older_step_keeps_the_newer_ones_aside(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from asyncrl_runs import ROOT, worst_mismatch
 from lora_learners import LORA, random_adapter
 from run_in_threads import ThreadedRun, ThreadLauncher, carry_out
 from small_disks import small_disk
-from tiny_warm_start import TINY
 
 from asyncrl.config import load_config
 from asyncrl.errors import RunFailed, UserError, WrongPolicyError
@@ -29,6 +28,7 @@ from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import ensure_builtin_model
 from asyncrl.tasks.model_tokenizer import load_tokenizer
 from benchmarks.rewards_audit.recompute import Auditor
+from benchmarks.tiny_models import SMOKE_START
 from engine.protocol import SamplingParams
 from engine.torch.weights import ModuleWeights
 from monitoring.trained_samples import read_trained_samples
@@ -119,7 +119,7 @@ FORGETFUL = f"({SAID})" + "".join(f".split('{digit}')[-1]" for digit in range(10
 
 def forgetful_agent(directory: Path) -> Path:
     """The built-in agent model, untrained, whose chat template shortens earlier turns."""
-    model = ensure_builtin_model(directory, None, replace(TINY, task="agent"))
+    model = ensure_builtin_model(directory, None, replace(SMOKE_START, task="agent"))
     template = model / "chat_template.jinja"
     text = template.read_text()
     assert SAID in text

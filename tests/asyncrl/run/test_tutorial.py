@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from asyncrl_runs import ROOT, worst_mismatch
+from tiny_warm_start import place_untrained
 from trace_collector import collecting
 from traced_lives import check_lives
 
 from asyncrl.run.exporting import export_run
-from asyncrl.tasks.model import builtin_tokenizer, ensure_builtin_model
-from asyncrl.tasks.warm_start import new_model
+from asyncrl.tasks.model import ensure_builtin_model
 from asyncrl.tasks.warm_start_recipe import RECIPE
 from monitoring.metrics_log import read_metrics
 from wire.records import RunResult
@@ -54,23 +54,12 @@ def shell(tmp_path: Path) -> dict[str, str]:
     commands.mkdir()
     (commands / "asyncrl").write_text(ASYNCRL)
     (commands / "asyncrl").chmod(0o755)
-    cache = tmp_path / "cache" / "asyncrl"
-    made = cache / "made"
-    new_model(builtin_tokenizer(), RECIPE).save_pretrained(made)
-    builtin_tokenizer().save_pretrained(made)
-    made.rename(builtin_place(cache))
+    place_untrained(tmp_path / "cache", RECIPE)
     return os.environ | {
         "PATH": f"{commands}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
-
-
-def builtin_place(cache: Path) -> Path:
-    """Where the built-in model is looked for."""
-    from asyncrl.tasks import model
-
-    return cache / f"arithmetic-{model._recipe_hash(RECIPE)}"
 
 
 def test_the_commands_of_the_tutorial(tmp_path: Path, shell: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coincidences import p_value
+from false_alarms import Claims, coincidence, is_caught
 from tiny_models import make_qwen3, save
 from torch_cores import core_of, hf_logprobs, load, request, run
 from transformers import AutoModelForCausalLM
@@ -26,7 +26,7 @@ from trainer.learner import Learner
 from wire.frames import decode_tokens
 
 PROMPTS, GROUP_SIZE, LENGTH = 96, 4, 2
-FALSE_ALARM = 1e-6
+CLAIMS = Claims(__file__)
 
 Samples = dict[tuple[str, int], Trajectory]
 """By prompt and index of the sample in its group."""
@@ -101,9 +101,9 @@ def test_what_a_model_was_trained_on_comes_again_as_often_as_chance(
     second_run.starts_from(learner_of(trained).initial_weights)
     second = drawn_by_the_first_step(trained, second_run)
     again, chances = repetitions(trained, first, second)
-    assert p_value(again, chances) > FALSE_ALARM, f"{again} of {len(chances)}"
+    assert CLAIMS.fit(coincidence(again, chances)), f"{again} of {len(chances)}"
 
     # Streams that are keyed by the seed alone, so that the second run has those of the first.
     same = drawn_by_the_first_step(trained, requests)
     again, chances = repetitions(trained, first, same)
-    assert p_value(again, chances) < FALSE_ALARM, "the test would not see repeated numbers"
+    assert is_caught(coincidence(again, chances)), "the test would not see repeated numbers"

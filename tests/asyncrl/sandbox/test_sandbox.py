@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+import venv
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from needed_programs import needs_namespaces
 
 from asyncrl.sandbox import check
 from asyncrl.sandbox.errors import SandboxError
 from asyncrl.sandbox.limits import MIB, Limits
-from asyncrl.sandbox.run import Outcome, run
+from asyncrl.sandbox.run import Outcome, run, visible
 from asyncrl.sandbox.seccomp import ARCHITECTURES, REFUSED, program
 
-pytestmark = pytest.mark.skipif(check.why_not() is not None, reason=str(check.why_not()))
+pytestmark = needs_namespaces()
 
 
 def python(code: str, *, stdin: bytes = b"", **limits: float) -> Outcome:
@@ -243,20 +248,19 @@ def test_descriptors_and_what_is_left_running_do_not_survive(tmp_path: Path) -> 
 
 
 def test_it_dies_with_the_process_that_started_it() -> None:
-    seconds = f"1{os.getpid()}"  # no other run of the tests waits as long
+    sleeps = f"import time; time.sleep(1{os.getpid()})"  # no other run of the tests waits as long
     code = f"""
 import sys
 from asyncrl.sandbox.limits import Limits
 from asyncrl.sandbox.run import run
-print("starts", flush=True)
-run([sys.executable, "-c", "import time; time.sleep({seconds})"], limits=Limits(wall_seconds=600))
+run([sys.executable, "-c", "{sleeps}"], limits=Limits(wall_seconds=600))
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
-        owner.stdout.readline()
-        _wait_until(lambda: _running(seconds))
-        owner.kill()
-    _wait_until(lambda: not _running(seconds))
+    with subprocess.Popen([sys.executable, "-c", code]) as owner:
+        try:
+            _wait_until(lambda: _running(sleeps))
+        finally:
+            owner.kill()
+    _wait_until(lambda: not _running(sleeps))
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
@@ -266,20 +270,46 @@ def _wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def _running(word: str) -> bool:
-    lines = subprocess.run(
-        ["/bin/ps", "-eo", "args"], capture_output=True, text=True, check=True
-    ).stdout
-    return any(re.search(rf"time.sleep\({word}\)$", line) for line in lines.splitlines())
+def _running(argument: str) -> bool:
+    """Whether a process has this argument."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if argument.encode() in path.read_bytes().split(b"\0"):
+                return True
+    return False
+
+
+PACKAGES = (str(Path(__file__).parents[3]), *(one for one in sys.path if "site-packages" in one))
+IS_CONTAINED = "from asyncrl.sandbox import check\nprint(check.why_not())\n"
+
+
+def printed(command: Sequence[str | Path], packages: Sequence[str] = PACKAGES) -> list[str]:
+    """Lines that a process prints which can import asyncrl."""
+    done = subprocess.run(
+        command,
+        env={"PYTHONPATH": os.pathsep.join(packages)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done
+    return done.stdout.strip().splitlines()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which only root may")
 def test_a_user_without_rights_is_contained_as_well() -> None:
-    assert _as_a_user("from asyncrl.sandbox import check\nprint(check.why_not())") == ["None"]
+    assert _as_a_user(IS_CONTAINED) == ["None"]
     limits = "Limits(wall_seconds=60, memory_bytes=128 << 20, open_files=1024)"
-    ends = _as_a_user(
+    imports = (
         "import sys\nfrom asyncrl.sandbox.limits import Limits\n"
         "from asyncrl.sandbox.run import run\n"
+    )
+    watched_all_the_time = "sys.modules[run.__module__]._LOOK_SECONDS = 0.0\n"
+    short = f"print(run(['/bin/true'], limits={limits}).ending)"
+    assert _as_a_user(imports + watched_all_the_time + short) == ["exit"]
+    ends = _as_a_user(
+        f"{imports}"
         f"for code in {[FILLS, FILLS_WITHOUT_ITS_FIRST_THREAD, FILLS_SOCKETS]!r}:\n"
         f"  print(run([sys.executable, '-I', '-S', '-c', code], limits={limits}).ending)\n"
         f"print(run([sys.executable, '-I', '-S', '-c', {MEMORY!r}], limits={limits}).text)"
@@ -289,22 +319,98 @@ def test_a_user_without_rights_is_contained_as_well() -> None:
 
 
 def _as_a_user(code: str) -> list[str]:
-    """What this prints as a user without rights."""
+    """What this prints as a user without rights, with the packages where everybody may read."""
     drop = (
         "import os; os.setgroups([]); os.setresgid(12345, 12345, 12345)\n"
         "os.setresuid(12345, 12345, 12345)\n"
     )
-    packages = [one for one in sys.path if one.endswith("site-packages")]
-    path = os.pathsep.join([str(Path(__file__).parents[3]), *packages])
-    done = subprocess.run(
-        ["/usr/bin/python3", "-c", drop + code],
-        env={"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done
-    return done.stdout.strip().splitlines()
+    places = [f"/mnt/{number}" for number in range(len(PACKAGES))]
+    script = "set -e; mount -t tmpfs tmpfs /mnt; "
+    for place, package in zip(places, PACKAGES, strict=True):
+        script += f"mkdir {place}; mount --bind {shlex.quote(package)} {place}; "
+    return printed(in_its_own_mounts(script, ["/usr/bin/python3", "-c", drop + code]), places)
+
+
+def in_its_own_mounts(script: str, command: Sequence[str | Path]) -> list[str | Path]:
+    """A command that mounts what `script` says, where nobody else sees it, before it begins."""
+    return ["/usr/bin/unshare", "--mount", "/bin/sh", "-c", f'{script} exec "$@"', "sh", *command]
+
+
+LOOKS = """
+import os, sys, sysconfig
+from pathlib import Path
+from asyncrl.sandbox.run import run
+LOOK = '''
+import json, os, sys, sysconfig
+for path in (os.path.join(sys.prefix, "new"), sysconfig.get_path("stdlib") + "/new"):
+    try: open(path, "w")
+    except OSError as error: print(error.strerror)
+for folder in ("/tmp", "/dev/shm"):
+    open(folder + "/new", "w").close()
+    for name in os.listdir(folder):
+        if name != "new" and name in sys.prefix:
+            try: os.rename(folder + "/" + name, folder + "/moved")
+            except OSError as error: print(error.strerror)
+print(os.path.exists(sys.argv[1]))
+'''
+said = run([sys.executable, "-I", "-c", LOOK, str(Path(sys.prefix).parent / "secret")])
+assert said.ending == "exit" and not said.exit_code, said
+refused = {*said.text.splitlines()[:-1]}
+assert refused <= {"Read-only file system", "Device or resource busy"}, said
+print(said.text.splitlines()[0], said.text.splitlines()[-1], sys.prefix)
+"""
+
+
+@pytest.mark.parametrize("behind", ["", "a link", "a link/deeper"])
+@pytest.mark.parametrize("place", ["/tmp", "/var/tmp", "/home", "/dev/shm", "/mnt"])  # noqa: S108
+def test_python_may_lie_anywhere(place: str, behind: str) -> None:
+    """Nothing that the sandbox mounts covers it, and nothing next to it can be seen."""
+    if not os.access(place, os.W_OK):
+        pytest.skip(f"this user may not write to {place}")
+    with (
+        tempfile.TemporaryDirectory(dir=place, prefix="a käfer ") as folder,
+        tempfile.TemporaryDirectory() as elsewhere,
+    ):
+        (Path(folder) / "a link").symlink_to(elsewhere)
+        home = Path(folder, behind)
+        home.mkdir(exist_ok=True)
+        venv.create(home / "own", symlinks=True)
+        (home / "secret").touch()
+        assert printed([home / "own/bin/python", "-c", IS_CONTAINED + LOOKS]) == [
+            *("None", f"Read-only file system False {home}/own")
+        ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts, which only root may")
+@pytest.mark.parametrize("place", ["/tmp", "/home", "/dev/shm"])  # noqa: S108
+def test_the_interpreter_itself_may_lie_anywhere(place: str) -> None:
+    """Also on a bind mount, with a link between the environment and it."""
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        base, link, own = (Path(folder, name) for name in ("base", "link", "own"))
+        base.mkdir()
+        link.symlink_to("base")
+        script = (
+            f"mount --bind {shlex.quote(sys.base_prefix)} {base} && "
+            f"{link}/bin/python3 -m venv --without-pip {own} &&"
+        )
+        command = in_its_own_mounts(script, [own / "bin/python", "-c", IS_CONTAINED + LOOKS])
+        assert printed(command) == ["None", f"Read-only file system False {own}"]
+
+
+def test_links_on_the_way_are_shown_and_folders_once() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as made:
+        top = os.path.realpath(made)
+        Path(top, "real/inner").mkdir(parents=True)
+        Path(top, "relative").symlink_to("real/../real")
+        Path(top, "absolute").symlink_to(f"{top}/relative")
+        assert visible([f"{top}/{name}" for name in ("absolute/inner", "real/inner", "none")]) == (
+            [f"{top}/real/inner"],
+            {f"{top}/absolute": f"{top}/relative", f"{top}/relative": "real/../real"},
+        )
+        assert visible([f"{top}/relative", top]) == ([top], {})
+    for covered in ("/", "/dev", "/tmp"):  # noqa: S108
+        with pytest.raises(SandboxError, match=rf"^{covered} cannot be shown"):
+            visible([covered])
 
 
 def test_where_the_kernel_refuses_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:

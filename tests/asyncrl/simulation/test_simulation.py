@@ -9,6 +9,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from false_alarms import Claims
 from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
@@ -23,6 +24,7 @@ from asyncrl.simulation.world import Setting, World
 from rollout.trajectory import SampleId
 from scheduler.config import SchedulerConfig
 
+CLAIMS = Claims(__file__)
 CHEAP = Cost(
     memory_seconds=0.01,
     token_seconds=1e-4,
@@ -72,20 +74,20 @@ def test_a_step_with_more_rows_than_free_tokens_costs_arithmetic():
 
 
 def test_by_token_a_prefix_survives_according_to_its_total_variation():
-    """The seed is fixed; with a random one, the rate of false alarms would be below 1e-4."""
+    """The seed is fixed."""
     rng, survival = random.Random(0), Survival("token")
-    kept = [survival.kept([(0, 500.0), (1, 500.0)], 2, 1e-3, rng) for _ in range(20000)]
+    kept = [survival.kept([(0, 500.0), (1, 500.0)], 2, 1e-3, rng) for _ in range(36_000)]
     first, second = 1 - 2e-3, 1 - 1e-3
     expected = sum(first**i for i in range(1, 501))
     expected += first**500 * sum(second**i for i in range(1, 501))
     spread = math.sqrt(sum((k - expected) ** 2 for k in kept)) / len(kept)
-    assert abs(sum(kept) / len(kept) - expected) < 4 * spread
+    assert abs(sum(kept) / len(kept) - expected) < CLAIMS.sigmas() * spread
     assert survival.kept([(2, 50.0)], 2, 1e-3, rng) == 50
     assert survival.kept([(0, 50.0)], 2, 0.6, rng) == 0
 
 
 def test_by_block_a_prefix_survives_according_to_the_walk_of_its_ratios():
-    """Compared with the walk w = min(1, w r) over log-normal r. False alarms: below 1e-4."""
+    """Compared with the walk w = min(1, w r) over log-normal r. Seeds are fixed."""
     generator = np.random.default_rng(0)
     drift, length, rows = 0.01, 400, 4000
     deviation = 2 * NormalDist().inv_cdf((1 + drift) / 2)  # total variation of the one step
@@ -135,16 +137,15 @@ def test_tokens_outside_the_top_k_cost_what_they_cost_on_markov_chains(
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_what_is_kept_on_average_is_what_is_expected(rule):
-    """Fixed seed; with a random one, the rate of false alarms would be below 1e-4."""
+    """The seed is fixed."""
     rng, lengths = random.Random(0), (40, 400)
     survival = Survival(rule, outside=0.04, noise=2e-3)
-    shares = [
-        survival.kept([(0, float(length))], 1, 1e-3, rng) for _ in range(8000) for length in lengths
-    ]
+    shares = [survival.kept([(0, float(n))], 1, 1e-3, rng) for n in 14_000 * lengths]
     spread = np.std(shares) / np.sqrt(len(shares)) / np.mean(lengths)
     kept = np.mean(shares) / np.mean(lengths)
     # Cuts lie between two tokens, and half a token is rounded down.
-    assert kept == pytest.approx(survival.expected(lengths, 1e-3), abs=4 * spread + 0.5 / 40)
+    error = CLAIMS.sigmas() * spread + 0.5 / 40
+    assert kept == pytest.approx(survival.expected(lengths, 1e-3), abs=error)
 
 
 def test_under_unchanged_weights_the_noise_floor_is_all_that_is_rejected():
@@ -197,7 +198,7 @@ def test_recompute_pays_for_the_contexts_of_running_requests():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_on_answers_of_the_same_length_within_its_staleness(mode):
-    """Seeds are fixed; with random ones, false alarms would be below 1e-4 for each mode."""
+    """Seeds are fixed."""
     cluster = Cluster(
         generators=4, slots=32, steps=13, warm_up=1, median=300, longest=2000, drift=1e-3
     )
@@ -207,7 +208,8 @@ def test_every_mode_trains_on_answers_of_the_same_length_within_its_staleness(mo
     mean = sum(lengths) / len(lengths)
     deviation = math.sqrt(sum((x - mean) ** 2 for x in lengths) / len(lengths))
     trained = 11 * cluster.step_groups * cluster.scheduler.group_size
-    assert abs(outcome.mean_length - mean) < 4 * deviation * math.sqrt(1 / trained + 1 / 20000)
+    error = deviation * math.sqrt(1 / trained + 1 / 20000)
+    assert abs(outcome.mean_length - mean) < CLAIMS.sigmas() * error
     assert outcome.staleness_max == MODES[mode][0]["max_off_policy_steps"]
     assert (outcome.regenerated > 0) == (MODES[mode][0]["on_update"] == "verify")
     assert 0 <= outcome.generator_idle < 1

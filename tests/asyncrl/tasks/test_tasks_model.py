@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rich.progress import Progress
-from tiny_warm_start import TINY
 
 from asyncrl.errors import ModelError
 from asyncrl.tasks.config import ModelConfig, TaskConfig
@@ -21,11 +20,12 @@ from asyncrl.tasks.model import (
     resolve_model,
 )
 from asyncrl.tasks.warm_start_recipe import RECIPE
+from benchmarks.tiny_models import SMOKE_START
 
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_builtin_model(tmp_path_factory.mktemp("cache"), None, TINY)
+    return ensure_builtin_model(tmp_path_factory.mktemp("cache"), None, SMOKE_START)
 
 
 def test_it_is_a_normal_hf_directory(tiny_model: Path) -> None:
@@ -55,10 +55,10 @@ def test_the_real_recipe_gives_a_small_model() -> None:
 
 def test_created_once_with_progress_and_without_leftovers(tmp_path: Path) -> None:
     progress = Progress(console=Console(file=io.StringIO()))
-    place = ensure_builtin_model(tmp_path, progress, TINY)
-    assert progress.tasks[0].completed == TINY.steps
+    place = ensure_builtin_model(tmp_path, progress, SMOKE_START)
+    assert progress.tasks[0].completed == SMOKE_START.steps
     made = (place / "model.safetensors").stat().st_mtime_ns
-    assert ensure_builtin_model(tmp_path, None, TINY) == place
+    assert ensure_builtin_model(tmp_path, None, SMOKE_START) == place
     assert (place / "model.safetensors").stat().st_mtime_ns == made
     assert [entry.name for entry in tmp_path.iterdir()] == [place.name]
 
@@ -66,7 +66,7 @@ def test_created_once_with_progress_and_without_leftovers(tmp_path: Path) -> Non
 def test_without_a_terminal_a_line_says_what_takes_so_long(tmp_path: Path) -> None:
     progress = Progress(console=Console(file=io.StringIO()), disable=True)
     for _ in range(2):  # the second time nothing is made
-        ensure_builtin_model(tmp_path, progress, TINY)
+        ensure_builtin_model(tmp_path, progress, SMOKE_START)
     said = progress.console.file.getvalue()  # type: ignore[attr-defined]
     assert said.count("the built-in model is made first (once): ") == said.count("\n") == 1
 
@@ -74,7 +74,9 @@ def test_without_a_terminal_a_line_says_what_takes_so_long(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_two_processes_at_once_agree(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        results = [pool.apply_async(ensure_builtin_model, (tmp_path, None, TINY)) for _ in "ab"]
+        results = [
+            pool.apply_async(ensure_builtin_model, (tmp_path, None, SMOKE_START)) for _ in "ab"
+        ]
         places = {result.get(timeout=120) for result in results}
     assert [tmp_path / entry.name for entry in tmp_path.iterdir()] == list(places)
 
@@ -87,7 +89,7 @@ def test_an_interrupted_warm_start_leaves_nothing(
 
     monkeypatch.setattr("asyncrl.tasks.warm_start.warm_start", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        ensure_builtin_model(tmp_path, None, TINY)
+        ensure_builtin_model(tmp_path, None, SMOKE_START)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -95,7 +97,7 @@ def test_an_unwritable_cache_is_explained(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ModelError, match="set XDG_CACHE_HOME"):
-        ensure_builtin_model(blocked / "cache", None, TINY)
+        ensure_builtin_model(blocked / "cache", None, SMOKE_START)
 
 
 def test_cache_directory_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,19 @@
-"""The process of the page ends with the controller, however that ends."""
+"""The processes that serve a page: they end with the controller, and with Ctrl-C."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import page_of_a_controller
 import pytest
-from asyncrl_runs import until
+from asyncrl_runs import ROOT, until
 from synthetic_run import make_run
 
 from asyncrl.launch.identity import is_running
@@ -40,3 +43,23 @@ def test_a_killed_controller_takes_its_page_along(tmp_path: Path) -> None:
     until(lambda: not is_running(record.process), seconds=60, what="the page's process to end")
     with pytest.raises(OSError, match=r"refused|reset"):
         urllib.request.urlopen(url, timeout=60)  # noqa: S310
+
+
+def test_an_ended_run_is_shown_until_ctrl_c(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "runs" / "done", steps=5)
+    command = [sys.executable, "-m", "asyncrl", "web", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[0]
+        assert json.load(urllib.request.urlopen(url + "/api/status", timeout=100))["step"]  # noqa: S310 == 5
+        request = urllib.request.Request(  # noqa: S310
+            url + "/api/orders/stop", b"{}", {"Content-Type": "application/json"}
+        )
+        with pytest.raises(urllib.error.HTTPError, match="409"):
+            urllib.request.urlopen(request, timeout=60)  # noqa: S310
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()

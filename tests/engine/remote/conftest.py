@@ -16,11 +16,5 @@ EACH_ENGINE = [
 
 @pytest.fixture(scope="session", params=EACH_ENGINE)
 def served(request: pytest.FixtureRequest) -> Any:
-    """A `served_engine.Served` with KV space for all slots, where the engine has such a one."""
+    """The engine that all modules share."""
     return request.getfixturevalue(f"served_by_{request.param}")
-
-
-@pytest.fixture(scope="session", params=EACH_ENGINE)
-def served_in_small_kv(request: pytest.FixtureRequest) -> Any:
-    """One that has less, and takes long prompts in by parts."""
-    return request.getfixturevalue(f"served_by_{request.param}_in_small_kv")

@@ -1,7 +1,7 @@
 """Verification of kept tokens on real engines.
 
-Sampling is compared by chi-square with the policy, enumerated over all responses. Each comparison
-fails a right engine with probability ALARM = 1e-5; there are two.
+Sampling is compared by chi-square with the policy, enumerated over all responses
+(`false_alarms`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from false_alarms import Claims, is_caught
 from new_weights import give_weights
 from served_engine import (
     PROMPT,
@@ -34,12 +35,7 @@ from served_engine import (
 from engine.protocol import GenerateRequest, TokenChunk
 from rollout.trajectory import Provenance
 
-ALARM = 1e-5
-
-
-@pytest.fixture
-def served(served_in_small_kv: Served) -> Served:
-    return served_in_small_kv
+CLAIMS = Claims(__file__)
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -53,7 +49,7 @@ def test_verified_responses_follow_the_new_policy(served: Served, how: dict[str,
     provenance = np.stack([provenance_of(chunks) for chunks in responses])
     verified = (provenance == Provenance.VERIFIED).sum()
     print(f"{how}: p = {p:.3g}, verified {verified} of {2.5 * n:.0f}")
-    assert p > ALARM
+    assert CLAIMS.fit(p)
     assert 0.1 * 2.5 * n < verified < 0.9 * 2.5 * n
     # Verified tokens lead; their log-probabilities are the new policy's.
     assert (np.diff((provenance == Provenance.VERIFIED).astype(int), axis=1) <= 0).all()
@@ -72,7 +68,7 @@ def test_the_statistic_sees_the_published_lenient_rule(served: Served) -> None:
     ]
     responses = served.call(collect_all(served.engine, requests))
     got = np.array([tokens_of(chunks) for chunks in responses])
-    assert chi_square(got, enumerated(served.new, 4, **WAYS[0])) < ALARM / 1000
+    assert is_caught(chi_square(got, enumerated(served.new, 4, **WAYS[0])))
 
 
 def test_what_the_same_policy_drew_is_accepted_to_its_end(served: Served) -> None:

@@ -1,7 +1,7 @@
 """What verification leaves can be verified again, on real engines, and is what torch leaves.
 
-Sampling is compared by chi-square with the policy, enumerated over all responses. Each comparison
-fails a right engine with probability ALARM = 1e-5; there are two.
+Sampling is compared by chi-square with the policy, enumerated over all responses
+(`false_alarms`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from false_alarms import Claims
 from new_weights import swap_weights
 from served_engine import (
     MAX_LEN,
     PROMPT,
+    SLOTS,
     TOP_K,
     WAYS,
     Served,
@@ -38,13 +40,8 @@ from torch_cores import core_of, load, run
 from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
 from rollout.trajectory import KeptTokens, Provenance
 
-ALARM = 1e-5
+CLAIMS = Claims(__file__)
 TORCH_TOO = {"temperature": 1.2, "top_p": 0.95}
-
-
-@pytest.fixture
-def served(served_in_small_kv: Served) -> Served:
-    return served_in_small_kv
 
 
 def near(model: Any, share: float) -> Any:
@@ -112,7 +109,7 @@ def test_what_was_verified_follows_the_next_policy_too(
     p = chi_square(np.array([tokens_of(chunks) for chunks in done]), enumerated(third, 4, **how))
     verified = sum(int((provenance_of(c) == Provenance.VERIFIED).sum()) for c in done)
     print(f"{how}: p = {p:.3g}, verified {verified} of {sum(map(len, kept))}")
-    assert p > ALARM
+    assert CLAIMS.fit(p)
     assert verified > 0.2 * sum(map(len, kept))
 
 
@@ -149,7 +146,7 @@ def short_texts(served: Served) -> tuple[list[GenerateRequest], Any]:
 def long_texts(served: Served) -> tuple[list[GenerateRequest], Any]:
     """350 kept tokens each, in three or four parts, more than there is KV space for."""
     served.install(served.old)
-    drawing = [ask(f"o{i}", max_tokens=350, seed=i, **TORCH_TOO) for i in range(16)]
+    drawing = [ask(f"o{i}", max_tokens=350, seed=i, **TORCH_TOO) for i in range(SLOTS)]
     kept = [kept_of(chunks) for chunks in served.call(collect_all(served.engine, drawing))]
     policy = near(served.old, 0.01)
     served.install(policy)
@@ -168,7 +165,7 @@ def test_torch_gives_the_same_verdict(
     requests, policy = texts(served)
     responses = served.call(collect_all(served.engine, requests))
     served.old.save_pretrained(tmp_path)
-    core = core_of(load(str(tmp_path), slots=16, max_len=MAX_LEN), top_k=TOP_K)
+    core = core_of(load(str(tmp_path), slots=SLOTS, max_len=MAX_LEN), top_k=TOP_K)
     swap_weights(core, policy.state_dict().items(), served.engine.stats().policy_version)
     of_torch = run(core, requests)
     different, orders, stay, drawn_outside = 0, 0, [], 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
-import pytest
 from new_weights import give_weights
 from served_engine import (
     PROMPT,
@@ -20,11 +19,6 @@ from served_engine import (
 )
 
 from engine.protocol import TokenChunk
-
-
-@pytest.fixture
-def served(served_in_small_kv: Served) -> Served:
-    return served_in_small_kv
 
 
 def test_a_response_is_the_same_however_it_is_served(served: Served) -> None:

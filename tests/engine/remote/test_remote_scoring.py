@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from served_engine import (
     PROMPT,
     TOP_K,
@@ -19,11 +18,6 @@ from served_engine import (
 )
 
 from engine.protocol import SamplingParams, Score, ScoreRequest
-
-
-@pytest.fixture
-def served(served_in_small_kv: Served) -> Served:
-    return served_in_small_kv
 
 
 def test_long_texts_are_scored_by_parts(served: Served) -> None:

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from served_engine import (
     SLOTS,
     VOCAB,
@@ -31,12 +30,7 @@ PIECES = [b"a", b"b", b"ab", b"ba", b"", b"b\xc3", b"\xa9a", b"aa"]
 STRINGS = ("bba", "éa")
 RULE = StopRule.of(STRINGS, PIECES)
 COUNT, MAX_TOKENS = 48, 60
-
-
-@pytest.fixture
-def served(served_in_small_kv: Served) -> Served:
-    assert len(PIECES) == VOCAB
-    return served_in_small_kv
+assert len(PIECES) == VOCAB
 
 
 def asked(name: str, i: int, **changes: object) -> GenerateRequest:

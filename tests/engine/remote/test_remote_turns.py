@@ -1,6 +1,6 @@
 """Responses of two turns with a random tool on real engines, by chi-square with their enumeration.
 
-Each comparison fails a right engine with probability ALARM = 1e-5; there are two for each engine.
+`false_alarms` says what a p-value fails.
 """
 
 from __future__ import annotations
@@ -9,19 +9,15 @@ import numpy as np
 import pytest
 import torch
 from enumerated_policies import is_detected, p_value
+from false_alarms import Claims
 from served_engine import PROMPT, TOP_K, WAYS, Served, collect_all, reference
 from two_turns import Chances, World, enumerate_responses, texts_of
 
 from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from rollout.trajectory import Provenance
 
-ALARM = 1e-5
+CLAIMS = Claims(__file__)
 SAMPLES = 500
-
-
-@pytest.fixture
-def served(served_in_small_kv: Served) -> Served:
-    return served_in_small_kv
 
 
 def chances(model: torch.nn.Module, how: dict[str, float]) -> Chances:
@@ -55,6 +51,6 @@ def test_turns_follow_the_policy_that_judged_them_last(
     kept = sum(one.builder.count(Provenance.VERIFIED) for one in samples)
     answers = sum(one.builder.count(Provenance.OBSERVED) for one in samples)
     print(f"{how}: p = {p:.3g}, verified {kept}, observed {answers}")
-    assert p > ALARM
+    assert CLAIMS.fit(p)
     assert kept > SAMPLES / 5
     assert is_detected(texts_of(samples), enumerate_responses(chances(served.new, how)))

@@ -1,7 +1,7 @@
 """Real SGLang with drafts: the same tokens as without, and the enumerated distribution.
 
-Its steps overlap, as on GPUs: one is launched before SGLang has processed the one before. The
-engine's own settings leave that out on a CPU, as the engine of tests/engine/remote runs.
+An engine of its own: its steps overlap, as on GPUs (one is launched before SGLang has processed the
+one before), which the engine's settings leave out on a CPU, and its clock is steady.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from false_alarms import Claims
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 from served_sglang import (
@@ -23,7 +24,6 @@ from served_sglang import (
     ask_worker,
     faults_possible,
     sglang_python,
-    steadily_timed,
 )
 from tiny_models import STOP, VOCAB, make_qwen3, save
 
@@ -36,8 +36,8 @@ from rollout.trajectory import IntArray
 
 pytestmark = [*REAL_SGLANG, pytest.mark.slow]
 
-NEVER = 1e-6
-"""Chance that a correct engine fails the statistical test."""
+OVERLAPPING_AND_STEADY = {"ASYNCRL_TEST_OVERLAP": "1", "ASYNCRL_TEST_STEADY_CLOCK": "1"}
+CLAIMS = Claims(__file__)
 SECONDS = 400.0
 PROMPT = np.array([1, 2], np.int32)
 WAYS: list[dict[str, Any]] = [
@@ -94,11 +94,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         sglang=SglangConfig(python=sglang_python(), kv_cache_gib=0.0003, max_prefill_tokens=32),
     )
     cache = CacheConfig(max_draft_tokens=6, min_match=1, min_probability=0.0)
-    with asyncio.Runner() as runner, faults_possible(ASYNCRL_TEST_OVERLAP="1"):
+    with asyncio.Runner() as runner, faults_possible(**OVERLAPPING_AND_STEADY):
         engine = SglangEngine(config, path, cache_config=cache, seed=1)
         try:
-            with steadily_timed():
-                runner.run(asyncio.wait_for(engine.start(), SECONDS))
+            runner.run(asyncio.wait_for(engine.start(), SECONDS))
             assert engine._parts is not None
             assert runner.run(ask_worker(engine._parts.core, "asyncrl_overlaps"))
             yield World(engine, runner, model)
@@ -165,7 +164,6 @@ def enumerated(model: Any, length: int) -> NDArray[np.float64]:
 
 
 def test_drafted_responses_follow_the_enumerated_distribution(world: World) -> None:
-    """It fails a correct engine with probability NEVER; the seeds are fixed."""
     before, n = world.accepted, 3000
     found = world.generate(
         [ask(f"e{i}", "pairs", (1 << 32) + i, PROMPT, max_tokens=3) for i in range(n)]
@@ -177,4 +175,4 @@ def test_drafted_responses_follow_the_enumerated_distribution(world: World) -> N
     rare = expected * n < 6
     counts = np.append(counts[~rare], counts[rare].sum())
     want = np.append(expected[~rare], expected[rare].sum())
-    assert chisquare(counts, want * n).pvalue > NEVER
+    assert CLAIMS.fit(chisquare(counts, want * n).pvalue)

@@ -1,15 +1,16 @@
 """What the tests of real SGLang look at shows what may go wrong inside it.
 
 The engine of tests/engine/remote, told to do something wrong (`sglang_faults`). Each check is shown
-to pass without a fault: a right engine fails the comparison of distributions with probability
-ALARM, and none of the others. KV of older weights is `test_one_salt_for_all_versions_is_seen`, a
-pause that leaves a step `test_sglang_worker.py`.
+to pass without a fault: a right engine fails the comparison of distributions with the probability
+of `false_alarms`, and none of the others. KV of older weights is
+`test_one_salt_for_all_versions_is_seen`, a pause that leaves a step `test_sglang_worker.py`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from false_alarms import Claims, is_caught
 from served_engine import Served, ask, chi_square, collect_all, enumerated, kept_of, tokens_of
 from served_sglang import REAL_SGLANG, call_worker, fault
 
@@ -18,7 +19,7 @@ from rollout.trajectory import IntArray
 
 pytestmark = REAL_SGLANG
 
-ALARM = 1e-5
+CLAIMS = Claims(__file__)
 TOKENS = 3
 N = 1500
 
@@ -52,20 +53,20 @@ def texts(served: Served, key: str) -> list[IntArray]:
 
 
 def test_the_distribution_is_right_without_a_fault(served: Served) -> None:
-    assert p_value(served) > ALARM
+    assert CLAIMS.fit(p_value(served))
 
 
 @pytest.mark.parametrize("kind", ["argmax", "padded", "one place"])
 def test_the_distribution_shows(served: Served, kind: str) -> None:
     """The most probable token committed, twins in SGLang's own rule, seeds that know no place."""
     with fault(served, kind):
-        assert p_value(served) < ALARM / 1000
+        assert is_caught(p_value(served))
 
 
 def test_sglangs_rule_is_right_for_trees_without_twins(served: Served) -> None:
     """So it is the twins that the test above has seen."""
     with fault(served, "sglang's rule"):
-        assert p_value(served) > ALARM
+        assert CLAIMS.fit(p_value(served))
 
 
 @pytest.mark.parametrize("kind", ["none", "argmax", "padded", "shifted seeds"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ from engine.sglang.interpreter import SGLANG_VERSION, check_interpreter, path_of
 from engine.sglang.server_settings import CPU_ATTENTION, ServerSettings
 from engine.sglang.settings import WorkerSettings
 from engine.sglang.worker.main import Ranks, server_arguments
+from engine.vllm.client.environment import folder_for_sockets
 
 GOOD = {
     "python": [3, 11],
@@ -75,6 +77,20 @@ def test_no_interpreter_is_refused_before_anything_starts(
     assert path_of(SglangConfig()) == ".venv-sglang/bin/python"
     with pytest.raises(EngineStartError, match=r"does not exist.*`make setup-sglang`"):
         create_engine(EngineConfig(kind="sglang"), "x", cache_config=CacheConfig(), seed=0)
+
+
+@pytest.mark.parametrize(("letters", "too_long"), [("a" * 20, False), ("ä" * 40, True)])
+def test_sockets_of_engines_do_not_lie_below_a_long_tmpdir(
+    letters: str, too_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", suffix=letters) as long:
+        monkeypatch.setattr(tempfile, "tempdir", long)
+        folder = SglangFolder("ERROR")
+        assert folder.path.is_relative_to(long) != too_long
+        assert len(os.fsencode(folder.path)) <= 80
+        folder.remove()
+        assert folder_for_sockets() == ({"VLLM_RPC_BASE_PATH": "/tmp"} if too_long else {})  # noqa: S108
+        monkeypatch.undo()
 
 
 def settings(config: EngineConfig, tmp_path: Path, **cache: Any) -> ServerSettings:

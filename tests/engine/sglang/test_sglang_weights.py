@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import bare_sglang
+import forked_sglang
 import pytest
-from served_sglang import REAL_SGLANG, sglang_python
+from served_sglang import REAL_SGLANG, SUPPORT, sglang_python
 
 from engine.sglang.worker.plugin import MARK_VARIABLE
 
@@ -19,22 +19,25 @@ SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What `bare_sglang` has found out."""
     root = Path(__file__).parents[3]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(root), str(Path(bare_sglang.__file__).parent)]),
+        "PYTHONPATH": os.pathsep.join([str(root), SUPPORT]),
         "SGLANG_PLATFORM": "asyncrl_cpu",
         MARK_VARIABLE: "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
     }
-    done = subprocess.run(
-        [sglang_python(), str(bare_sglang.__file__)],
-        env=environment, cwd=root, capture_output=True, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    folder = tmp_path_factory.mktemp("bare")
+    said, log = folder / "said", folder / "log"
+    with said.open("wb") as out, log.open("wb") as error:
+        python = [sglang_python(), "-m", bare_sglang.__name__]
+        status = forked_sglang.Popen(python, env=environment, stdout=out, stderr=error).wait(
+            SECONDS
+        )
+    assert status == 0, log.read_text()[-3000:]
+    return json.loads(said.read_text().splitlines()[-1])
 
 
 def test_a_copy_is_proved_to_do_what_loading_does(found: Any) -> None:

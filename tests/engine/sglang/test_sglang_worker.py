@@ -2,7 +2,7 @@
 
 Tokens are compared, not distributions: a draw is a function of the seed, the place and the
 distribution. Two things that the engine's own settings leave out on a CPU are run here: steps that
-overlap, as on GPUs, and two tensor-parallel ranks.
+overlap, as on GPUs, and two tensor-parallel ranks. So each of the two is an engine of its own.
 """
 
 from __future__ import annotations

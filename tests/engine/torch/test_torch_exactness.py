@@ -1,8 +1,7 @@
 """With drafting, the torch engine samples from the model's distribution: chi-square over sequences.
 
-Every response of at most four tokens is a cell of the enumerated distribution. A case fails when
-its p-value is below 1e-4; with the 13 comparisons here a correct engine would fail one run in 770
-if seeds were random. They are fixed, so a run either always passes or always fails.
+Every response of at most four tokens is a cell of the enumerated distribution. `false_alarms` says
+which p-value fails. Seeds are fixed, so a run either always passes or always fails.
 """
 
 from __future__ import annotations
@@ -23,16 +22,17 @@ from enumerated_policies import (
     sample,
     slots_with,
 )
+from false_alarms import Claims, is_caught
 from tiny_models import VOCAB
 from tree_sources import CorruptTrees, RandomTrees
 
 from cache.config import CacheConfig
 from cache.tree import RolloutCache
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 
-SAMPLES = 12_000
-FALSE_ALARM = 1e-4
+SAMPLES = 3000
+CLAIMS = Claims(__file__)
 
 EVERY_TRUNCATION = Case(temperature=1.3, top_k=6, top_p=0.85, min_p=0.3)
 MUTANTS = {
@@ -92,7 +92,7 @@ def test_drafts_of_another_policy_do_not_change_the_distribution(
     drafted = core.stats()
     assert drafted.tokens.drafted > SAMPLES / 2
     assert 0 < drafted.tokens.accepted < drafted.tokens.drafted
-    assert p_value(generated, distribution) > FALSE_ALARM
+    assert CLAIMS.fit(p_value(generated, distribution))
     mutants = {EVERY_TRUNCATION: MUTANTS, CASES["cache, stop strings"]: WRONG_STOPS}
     for wrong, mutant in mutants.get(case, {}).items():
         assert is_detected(generated, enumerate_distribution(new, mutant)), wrong
@@ -109,12 +109,12 @@ def test_trees_of_an_adversary_do_not_change_the_distribution(
     generated = sample(core, Case(), SAMPLES, 0)
     assert core.stats().tokens.drafted > SAMPLES / 5
     assert core.stats().tokens.accepted > SAMPLES / 50
-    assert p_value(generated, enumerate_distribution(new, Case())) > FALSE_ALARM
+    assert CLAIMS.fit(p_value(generated, enumerate_distribution(new, Case())))
 
 
 def test_the_test_can_fail(tiny_qwen3: str) -> None:
     """Power: samples of the old policy are distinguished from the new policy's distribution."""
     torch.set_num_threads(1)
     old, new = policies(0.3)
-    generated = sample(core_of(slots_with(tiny_qwen3, old), None), Case(), 4000, 0)
-    assert p_value(generated, enumerate_distribution(new, Case())) < FALSE_ALARM
+    generated = sample(core_of(slots_with(tiny_qwen3, old), None), Case(), 1000, 0)
+    assert is_caught(p_value(generated, enumerate_distribution(new, Case())))

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from coincidences import p_value
 from enumerated_policies import (
     Case,
     Distribution,
@@ -22,6 +21,7 @@ from enumerated_policies import (
     slots_with,
     text_of,
 )
+from false_alarms import Claims, coincidence, is_caught
 from new_weights import swap_weights
 from tiny_models import VOCAB
 from torch_cores import joined, kept_of, run
@@ -30,7 +30,7 @@ from engine.protocol import TokenChunk
 from rollout.trajectory import KeptTokens, Provenance
 
 SAMPLES, NEW_SEEDS = 1200, 10**7
-FALSE_ALARM = 1e-6
+CLAIMS = Claims(__file__)
 CASE = Case(temperature=2.0, drift=0.3)
 WIDE = {"max_step_tokens": 2000, "max_prefill_tokens": 2000}
 
@@ -83,7 +83,7 @@ def test_verification_with_the_seed_that_drew_the_text_is_detected(
         ]
         again, chances = repetitions(texts, list(run(core, requests).values()), begins)
         assert len(chances) > SAMPLES / 10, "hardly anything was rejected"
-        return p_value(again, chances)
+        return coincidence(again, chances)
 
-    assert verified_with(NEW_SEEDS) > FALSE_ALARM
-    assert verified_with(0) < FALSE_ALARM / 1000
+    assert CLAIMS.fit(verified_with(NEW_SEEDS))
+    assert is_caught(verified_with(0))

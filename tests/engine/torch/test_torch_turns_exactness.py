@@ -2,9 +2,8 @@
 
 One policy draws, a second one judges what is there and goes on, and a third one does so again, each
 change in the middle of a turn or between two. The responses, observed tokens included, must follow
-the third policy, enumerated with the tool. The six comparisons that must pass fail a right engine
-with probability 1e-4 each, if seeds were random; they are fixed. Mutants must be detected: p below
-1e-7, or a response that cannot be.
+the third policy, enumerated with the tool. `false_alarms` says which p-value fails; seeds are
+fixed. Mutants must be detected: by such a p-value, or a response that cannot be.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from enumerated_policies import core_of, is_detected, p_value, policies, slots_with, truncated
+from false_alarms import Claims
 from new_weights import swap_weights
 from torch_cores import run
 from two_turns import (
@@ -36,9 +36,9 @@ from engine.torch.core import DecodeCore
 from engine.verification import Reading
 from rollout.trajectory import Provenance
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 
-FALSE_ALARM = 1e-4
+CLAIMS = Claims(__file__)
 SAMPLES = 3000
 PROMPT = np.array([4, 0, 7], np.int32)
 TOP_K = 3
@@ -101,7 +101,7 @@ def test_turns_follow_the_policy_that_judged_them_last(
     seen = sum(one.builder.count(Provenance.OBSERVED) for one in samples)
     p = p_value(texts_of(samples), enumerate_responses(chances(third, sampling)))
     print(f"verified {kept}, observed {seen}, drafts accepted {drafted.accepted}: p = {p:.3g}")
-    assert p > FALSE_ALARM
+    assert CLAIMS.fit(p)
     assert drafted.accepted > SAMPLES / 10
     assert kept > SAMPLES / 2
     assert is_detected(texts_of(samples), enumerate_responses(chances(second, sampling)))
@@ -160,4 +160,4 @@ def test_starting_over_whatever_the_tokens_are_is_exact(drawn: Drawn) -> None:
     verified = engine.world.verify(samples)
     fresh = engine.world.draw(engine.world.begin(SAMPLES))
     for right in (verified, fresh):
-        assert all(p_value(*view) > FALSE_ALARM for view in views(texts_of(right), new))
+        assert all(CLAIMS.fit(p_value(*view)) for view in views(texts_of(right), new))

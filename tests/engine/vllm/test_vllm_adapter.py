@@ -1,4 +1,8 @@
-"""On a real vLLM: a published adapter is added to the model that vLLM was started with."""
+"""On a real vLLM: a published adapter is added to the model that vLLM was started with.
+
+An adapter that is kept apart has an engine of its own, which refuses the weights that all other
+tests install.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A real vLLM with two tensor-parallel ranks, on a CPU: what it samples, and what it decodes with.
 
-p-values below 1e-6 fail. There are 3, and a right engine fails one of them once in 300,000 runs.
+The two ranks are an engine of their own. p-values below 1e-6 fail. There are 3, and a right engine
+fails one of them once in 300,000 runs.
 """
 
 from __future__ import annotations

@@ -73,6 +73,8 @@ def test_a_delivery_is_sent_again_until_it_is_acknowledged(monkeypatch):
         await harness.data.wait_until_sent(3)
         first, *again = harness.data.sent
         assert all(delivery == first for delivery in again)
+        waiting = harness.process.deliveries._unacknowledged[SAMPLE]
+        assert waiting.patience == 0.01 * 2 ** (waiting.times - 1), "it doubles each time"
         harness.data.inbox.put_nowait(data.Received(SAMPLE))
         await settle()
         assert fg.SampleDelivered("g0", SAMPLE) in harness.control.sent

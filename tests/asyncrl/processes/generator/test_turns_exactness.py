@@ -4,9 +4,8 @@ The generator's own code, an engine's core and sessions of environments in this 
 changes in the middle of turns, samples are verified where they are, finished ones too, and their
 environments go back: by replay, by restoring a state, or by starting over. The history of one kind
 is rewritten: its second turn is a context of its own. Whole responses must follow the last policy,
-enumerated with the random tool of `two_turns`. Each of the 15 comparisons fails a right generator
-with probability 1e-4, if seeds were random; they are fixed. Mutants must be detected: p below 1e-7,
-or a response that cannot be.
+enumerated with the random tool of `two_turns`. `false_alarms` says which p-value fails; seeds are
+fixed. Mutants must be detected: by such a p-value, or a response that cannot be.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from enumerated_tools import (
     Tool,
     fails,
 )
+from false_alarms import Claims
 from local_environments import episodes_of
 from new_weights import swap_weights
 from two_turns import (
@@ -61,10 +61,11 @@ from rollout.trajectory import Provenance, SampleId, Trajectory
 from wire.frames import encode_tokens
 from wire.messages.to_generator import PromptPayload
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 
-SAMPLES = 2000
-FALSE_ALARM = 1e-4
+SAMPLES = 1000
+"""Of a kind of environment there are as many as its mutants need."""
+CLAIMS = Claims(__file__)
 KEPT = ("tokens", "logprobs", "topk_ids", "topk_logprobs", "noise_seeds")
 SAMPLING = SamplingParams(LENGTH, top_k_logprobs=3, stop_tokens=STOPS)
 
@@ -219,7 +220,7 @@ def changing() -> list[torch.nn.Module]:
 
 
 def wrong(
-    path: str, environment: type[Tool], count: int = 2 * SAMPLES
+    path: str, environment: type[Tool], count: int
 ) -> tuple[list[tuple[int, ...]], torch.nn.Module]:
     """Finished samples of one policy that another one has verified, and that one."""
     models = policies(0.5)
@@ -300,22 +301,23 @@ def is_seen(
 def test_turns_through_the_generator_follow_the_last_policy(
     tiny_qwen3: str, environment: type[Tool]
 ) -> None:
+    count = 2 * SAMPLES if environment is Failing else SAMPLES
     trajectories, last = (
-        generated(tiny_qwen3, environment, changing(), count=SAMPLES, steps=25),
+        generated(tiny_qwen3, environment, changing(), count=count, steps=25),
         wanted(changing()[-1], environment),
     )
     found = texts(trajectories)
     for part in (*parts_of(environment), tuple):
         p = p_value(list(map(part, found)), summed(last, part))
         print(f"p = {p:.3g}")
-        assert p > FALSE_ALARM
+        assert CLAIMS.fit(p)
     assert is_seen(found, changing()[0], environment)
     # Otherwise the assertions above show little.
     provenance = np.concatenate([one.provenance for one in trajectories])
-    assert ((provenance == Provenance.VERIFIED).sum() > SAMPLES / 3) == (environment is not Tool)
-    assert (provenance == Provenance.OBSERVED).sum() > SAMPLES / 2
+    assert ((provenance == Provenance.VERIFIED).sum() > count / 3) == (environment is not Tool)
+    assert (provenance == Provenance.OBSERVED).sum() > count / 2
     contexts = sum(len(one.contexts) for one in trajectories)
-    assert (contexts > SAMPLES / 2) == (environment is Rewriting)
+    assert (contexts > count / 2) == (environment is Rewriting)
 
 
 def test_asking_again_whoever_has_not_answered_yet_is_detected(
@@ -324,7 +326,7 @@ def test_asking_again_whoever_has_not_answered_yet_is_detected(
     is_due = property(lambda self: self.pending_verification is not None)
     monkeypatch.setattr(SampleGeneration, "will_start_over", is_due)
     models = policies(0.5)
-    found = generated(tiny_qwen3, Slow, [models[0], *models], count=SAMPLES // 2, steps=6)
+    found = generated(tiny_qwen3, Slow, [models[0], *models], count=SAMPLES, steps=6)
     answers = list(map(answer_and_chance, texts(found)))
     assert is_detected(answers, summed(wanted(models[-1]), answer_and_chance))
 
@@ -340,7 +342,7 @@ def test_an_answer_that_is_kept_for_another_turn_is_detected(
         return keep_answered(self, actions)
 
     monkeypatch.setattr(Episode, "keep_answered", forgetful)
-    assert is_seen(*wrong(tiny_qwen3, Recorded))
+    assert is_seen(*wrong(tiny_qwen3, Recorded, count=2 * SAMPLES))
 
 
 def test_starting_over_only_after_a_rejection_is_detected(
@@ -350,14 +352,14 @@ def test_starting_over_only_after_a_rejection_is_detected(
         raise StartOver
 
     monkeypatch.setattr(Episodes, "_go_back", starts_over)
-    assert is_seen(*wrong(tiny_qwen3, Restoring))
+    assert is_seen(*wrong(tiny_qwen3, Restoring, count=4 * SAMPLES))
 
 
 def test_starting_over_where_a_failed_tool_must_go_back_is_detected(
     tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Session, "_continues", lambda *_: False)
-    assert is_seen(*wrong(tiny_qwen3, Failing, count=SAMPLES), Failing)
+    assert is_seen(*wrong(tiny_qwen3, Failing, count=2 * SAMPLES), Failing)
 
 
 def test_a_second_context_that_is_not_verified_is_detected(

