@@ -34,9 +34,7 @@ class RuntimeDirectory:
     def __init__(self) -> None:
         parent = _parent()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        # Not inherited by children, so that the lock ends with this process.
-        self._lock: int | None = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock: int | None = self._locked()
         if len(os.fsencode(self.path)) > _MAX_BYTES:
             self.close()
             raise AddressTooLong(
@@ -47,6 +45,28 @@ class RuntimeDirectory:
     def address(self, name: str) -> str:
         """The ZeroMQ address of one of the run's sockets."""
         return f"ipc://{self.path / name}"
+
+    def _locked(self) -> int:
+        # Not inherited by children, so that the lock ends with this process.
+        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return lock
+
+    def restore(self) -> bool:
+        """Make the folder again if it was removed, or its lock; whether it was.
+
+        Raises:
+            OSError: it cannot be made.
+            FolderNotPrivate: there is another one in its place.
+        """
+        if self._lock is None or (self.path / _LOCK).exists():
+            return False
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        if self.path.is_symlink() or not is_private(self.path):
+            raise FolderNotPrivate(f"{self.path} can be accessed by others")
+        before, self._lock = self._lock, self._locked()
+        os.close(before)
+        return True
 
     def close(self) -> None:
         """Remove the folder and the sockets in it. Idempotent."""

@@ -16,14 +16,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from wire.addresses import is_private
 from wire.decoding import FrameDecoder, FrameRefused, Reason
-from wire.errors import KeyUnusable, NoReply, SessionFull, Unreachable
+from wire.errors import FolderNotPrivate, KeyUnusable, NoReply, SessionFull, Unreachable
 from wire.handshakes import HandshakeWatch
 from wire.keys import HubKeys, LineKeys
 from wire.outbox import MAX_BYTES, Outbox
@@ -136,6 +138,27 @@ class Hub(Generic[In]):
     def address(self) -> str:
         """Where it is bound, with the port that the system chose for `tcp://HOST:*`."""
         return cast("bytes", self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def listen_again(self) -> bool:
+        """Bind it again if the file of its Unix socket was removed; whether it was.
+
+        Connections that are open stay. Where its folder is missing too, nothing is done.
+
+        Raises:
+            FolderNotPrivate: others can access the folder.
+            Unreachable: it cannot be bound.
+        """
+        address = self.address
+        file = Path(address.removeprefix("ipc://"))
+        if not address.startswith("ipc://") or file.exists() or not file.parent.is_dir():
+            return False
+        if not is_private(file.parent):
+            raise FolderNotPrivate(f"{file.parent} can be accessed by others")
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise Unreachable(f"{address} cannot be bound again: {error.strerror}") from error
+        return True
 
     def send_soon(self, peer: str, message: msgspec.Struct) -> None:
         """Send to one peer at the end of this turn of the event loop, with what else goes there.

@@ -164,10 +164,17 @@ def _door(run: Path) -> tuple[str, RunKey]:
             "cluster or for agents. What it waits for is in the output of `asyncrl run`"
         )
     folder = Path(state.control_address.removeprefix("ipc://")).parent
-    if not folder.is_dir() or not is_private(folder):
+    if not folder.is_dir():
         raise UserError(
-            f"cannot talk to the run in {run}: the folder of its sockets, {folder}, is missing or "
-            "other users can access it"
+            f"cannot talk to the run in {run}: the folder of its sockets, {folder}, was removed. "
+            "The run makes it again within seconds, so try again; where it cannot, it ends after a "
+            f"checkpoint. `kill -TERM {state.pid}` on its machine does what `asyncrl stop` does"
+        )
+    if not is_private(folder):
+        raise UserError(
+            f"cannot talk to the run in {run}: other users can access the folder of its sockets, "
+            f"{folder}. `chmod 700 {folder}` makes it private; `kill -TERM {state.pid}` ends the "
+            "run in order"
         )
     try:
         key = RunKey.read(control_key_file(run))

@@ -43,6 +43,7 @@ from asyncrl.run.command_lines import command_for
 from asyncrl.run.inputs import RunInputs
 from asyncrl.run.leftovers import clear_leftovers
 from asyncrl.run.resuming import find_resume_point
+from asyncrl.run.surroundings import Folder
 from asyncrl.run.template_date import forget_unnamed
 from monitoring.jsonl import read_undamaged
 from trainer.checkpoint_files import ResumePoint
@@ -118,6 +119,8 @@ class RunDirectory:
         previous_config: str | None,
     ) -> None:
         self.path = path
+        self.folder = Folder.at(path)
+        """What the path led to when the run began."""
         self.fence = fence
         """The word of its next trainer (`trainer.fence`)."""
         self.resume_point = resume_point

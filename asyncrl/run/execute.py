@@ -51,6 +51,7 @@ from asyncrl.run.prepare import Prepared
 from asyncrl.run.progress import Progress
 from asyncrl.run.resuming import rewind
 from asyncrl.run.sinks import open_sinks
+from asyncrl.run.surroundings import Surroundings
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.model_tokenizer import tokenizer_digest
 from monitoring.discovery import Targets, targets_file
@@ -135,17 +136,18 @@ def execute(
         wants_report = True
         try:
             key = RunKey.new() if run_key is None else run_key
-            return asyncio.run(
-                _run(
-                    prepared,
-                    directory,
-                    targets,
-                    console=console,
-                    metrics=metrics,
-                    run_key=key,
-                    health=health,
+            with directory.folder.required():
+                return asyncio.run(
+                    _run(
+                        prepared,
+                        directory,
+                        targets,
+                        console=console,
+                        metrics=metrics,
+                        run_key=key,
+                        health=health,
+                    )
                 )
-            )
         except UserError:
             kept = directory.undo()
             if kept is not None:
@@ -158,7 +160,7 @@ def execute(
             raise
         finally:
             # Also for a run that failed: the report shows how far it came.
-            if wants_report:
+            if wants_report and not directory.folder.is_gone():
                 _write_report(directory, console)
 
 
@@ -237,6 +239,7 @@ async def _run(
         sinks = open_sinks(config, directory.path, records, progress.say, closing)
         fleet = Fleet(config.launcher, launching.launcher, spec, hub, run_key)
         hub.refusals.on_cut_off = fleet.cut_off
+        user_socket = user_hub(state.control_address, control_key, Refusals(metrics.count_refused))
         controller = Controller(
             config,
             prepared.task,
@@ -248,9 +251,10 @@ async def _run(
             agents=launching.agents,
         )
         launching.on_lost(partial(_tell, asyncio.get_running_loop(), controller, progress))
-        user_socket = user_hub(state.control_address, control_key, Refusals(metrics.count_refused))
         user = asyncio.create_task(_serve_user(user_socket, controller))
         listing = asyncio.create_task(_list_processes(fleet, targets))
+        surroundings = Surroundings(directory.folder, runtime, [hub, user_socket], progress.say)
+        looking = asyncio.create_task(surroundings.look_after(controller))
         closing.callback(beat_of(health, lambda: controller.has_begun))
         interrupts = Interrupts(
             controller,
@@ -275,6 +279,7 @@ async def _run(
             raise
         finally:
             listing.cancel()
+            looking.cancel()
             try:
                 await fleet.shut_down()
             except WaitTimeout as error:
@@ -286,9 +291,13 @@ async def _run(
             unsaved = await controller.unsaved()
             _clean_up(runtime, targets)
             state.ended = "failed" if unsaved and ended == "done" else ended
-            directory.write_state()
+            if not directory.folder.is_gone():
+                directory.write_state()
     result = progress.result(before, after, total_seconds=time.monotonic() - began)
+    directory.folder.refuse_gone()
     _write_result(directory, result, unsaved)
+    if surroundings.error is not None and ended == "stopped":
+        raise surroundings.error
     if wrong is not None:
         raise wrong
     return result

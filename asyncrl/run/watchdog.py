@@ -13,6 +13,7 @@ from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
 from asyncrl.run.worker import Worker
 from scheduler.events import GeneratorLost
+from wire.messages import to_trainer
 
 
 class Watchdog:
@@ -57,22 +58,10 @@ class Watchdog:
                 )
             if not worker.has_left:
                 self._progress.died(worker.role, worker.name)
-            if worker.role != "generator":
-                if lost is not None and worker is lost[0]:
-                    await self._trainer_restarts.replace(*lost)
-                continue
-            self._fleet.installations.drop(worker.name)
-            await self._evaluation.lost(worker)
-            await self._training.apply(GeneratorLost(worker.name))
-            if worker.is_leaving:
-                self._fleet.give_room_back(worker)
-                continue
-            if self._no_generator_starts():
-                raise RunFailed(
-                    f"{worker.name} {reason}; no generator has become ready so far, and so none is "
-                    f"restarted; its last words:\n{worker.handle.log_tail()}"
-                )
-            self._replace(worker, reason)
+            if worker.role == "generator":
+                await self._generator_lost(worker, reason)
+            elif lost is not None and worker is lost[0]:
+                await self._trainer_restarts.replace(*lost)
         for worker in self._fleet.without_room():
             others = len(self._fleet.generators())
             self._progress.say(
@@ -86,6 +75,23 @@ class Watchdog:
         self._fleet.look_after_weights()
         self._fleet.files.update(self._fleet.everyone())
         return bool(deaths)
+
+    async def _generator_lost(self, worker: Worker, reason: str) -> None:
+        """Tell everybody, and replace it unless it has left."""
+        self._fleet.installations.drop(worker.name)
+        if self._fleet.trainer.state == "ready":  # before the orders that replace its own
+            await self._fleet.send_trainer(to_trainer.Withdraw(worker.name))
+        await self._evaluation.lost(worker)
+        await self._training.apply(GeneratorLost(worker.name))
+        if worker.is_leaving:
+            self._fleet.give_room_back(worker)
+            return
+        if self._no_generator_starts():
+            raise RunFailed(
+                f"{worker.name} {reason}; no generator has become ready so far, and so none is "
+                f"restarted; its last words:\n{worker.handle.log_tail()}"
+            )
+        self._replace(worker, reason)
 
     def _no_generator_starts(self) -> bool:
         """Whether no generator was ever ready and as many as the run has failed by themselves."""

@@ -17,7 +17,7 @@ from step_records import full_step
 
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
-from asyncrl.processes.trainer.intake import Intake
+from asyncrl.processes.trainer.intake import EARLY_BYTES, Intake
 from asyncrl.processes.trainer.process import TrainerProcess
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
@@ -128,13 +128,18 @@ class FakeHub:
     def __init__(self) -> None:
         self.inbox: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self.acknowledged: list[SampleId] = []
+        self.asked: list[SampleId] = []
         self.refusals = Refusals()
 
     async def receive(self) -> tuple[str, Any]:
         return await self.inbox.get()
 
-    def send_soon(self, _peer: str, message: data.Received) -> None:
-        self.acknowledged.append(message.sample)
+    def listen_again(self) -> bool:
+        return False
+
+    def send_soon(self, _peer: str, message: data.ToGeneratorData) -> None:
+        asks = isinstance(message, data.SendAgain)
+        (self.asked if asks else self.acknowledged).append(message.sample)
 
 
 class TrainerHarness:
@@ -154,6 +159,7 @@ class TrainerHarness:
         check: Any = None,
         stops: bool = True,
         asynchronous: bool = True,
+        early_bytes: int = EARLY_BYTES,
     ) -> None:
         self.learner, self.control, self.hub = FakeLearner(), FakeLine(), FakeHub()
         self.registry = new_registry()
@@ -179,7 +185,13 @@ class TrainerHarness:
                 samples_follow_policy=samples_follow_policy,
             ),
             queue,
-            Intake(queue, self.learner.check_trajectory, max_early=64, functions=2),
+            Intake(
+                queue,
+                self.learner.check_trajectory,
+                functions=2,
+                steps=100,
+                early_bytes=early_bytes,
+            ),
             Checkpoints(
                 learner,
                 directory,
@@ -203,6 +215,11 @@ class TrainerHarness:
         self.control.inbox.put_nowait(order_of("g0", *deliveries))
         for delivery in deliveries:
             self.hub.inbox.put_nowait(("g0", delivery))
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait for what the process does with what it was sent."""
+        while not condition():  # noqa: ASYNC110 - `play` has the deadline
+            await asyncio.sleep(0)
 
     async def sent(self, kind: type[Any], count: int) -> list[Any]:
         """Wait until the controller was sent this many messages of a kind."""
@@ -230,8 +247,8 @@ def play(
                 harness.running = asyncio.create_task(harness.process.run(metrics_port=None))
                 try:
                     await scenario(harness)
-                    harness.control.inbox.put_nowait(to_trainer.Shutdown(checkpoint))
                 finally:
+                    harness.control.inbox.put_nowait(to_trainer.Shutdown(checkpoint))
                     await harness.running
                     await harness.samples.close()
             return harness

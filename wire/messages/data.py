@@ -1,4 +1,4 @@
-"""Generator to trainer: trajectories, and the acknowledgement back."""
+"""Generator to trainer: trajectories, and the answers back."""
 
 from __future__ import annotations
 
@@ -52,5 +52,16 @@ class Received(Message, frozen=True):
     """Of this trainer."""
 
 
+class SendAgain(Message, frozen=True):
+    """The trainer takes this sample now. It came before its order, when there was no room for it.
+
+    Only a delivery that the trainer has not acknowledged is sent again.
+    """
+
+    sample: SampleId
+    lineage: int = 0
+    """Of this trainer."""
+
+
 FromGeneratorData = TrajectoryDelivery
-ToGeneratorData = Received
+ToGeneratorData = Received | SendAgain

@@ -36,13 +36,19 @@ class ExpectedSample(msgspec.Struct, frozen=True):
 class Expect(Message, frozen=True):
     """Samples that a generator is told to deliver; the trainer accepts no others.
 
-    It is sent before the generator is told.
+    It is sent before the generator is told, and may come after the delivery all the same.
     """
 
     step: int
     """The step that trains on them."""
     generator: str
     samples: tuple[ExpectedSample, ...]
+
+
+class Withdraw(Message, frozen=True):
+    """A generator is lost. What it was told to deliver, and has not, is not accepted from it."""
+
+    generator: str
 
 
 class Configure(Message, frozen=True):
@@ -71,4 +77,4 @@ class Shutdown(Message, frozen=True):
     """Write a checkpoint first."""
 
 
-ToTrainer = StepPlan | Expect | Configure | WriteCheckpoint | Shutdown
+ToTrainer = StepPlan | Expect | Withdraw | Configure | WriteCheckpoint | Shutdown

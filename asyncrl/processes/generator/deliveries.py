@@ -140,39 +140,45 @@ class Deliveries:
         self._metrics.deliveries.inc()
         line.send_soon(delivery)
 
-    async def receive_acknowledgements(self) -> None:
+    async def receive_answers(self) -> None:
         """Report acknowledged samples and resend the others. Runs until it is cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESEND_SECONDS):
-                    received = await self._trainer.receive()
-                    waiting = self._unacknowledged.get(received.sample)
-                    if waiting is not None and waiting.delivery.lineage == received.lineage:
-                        del self._unacknowledged[received.sample]
-                        if self._traces is not None:
-                            self._traces.delivered(
-                                received.sample,
-                                waiting.began,
-                                step=waiting.delivery.step,
-                                times=waiting.times,
-                            )
-                        await self._controller.send(
-                            from_generator.SampleDelivered(
-                                self._controller.generator, received.sample
-                            ),
-                            urgent=not self._unacknowledged,  # a step may wait for it
-                        )
-            await self._resend()
+                    answer = await self._trainer.receive()
+                    waiting = self._unacknowledged.get(answer.sample)
+                    if waiting is None or waiting.delivery.lineage != answer.lineage:
+                        pass  # it is not for this delivery
+                    elif isinstance(answer, data.SendAgain):
+                        self._send_again(waiting)
+                    else:
+                        await self._acknowledged(answer.sample, waiting)
+            self._resend()
 
-    async def _resend(self) -> None:
+    async def _acknowledged(self, sample: SampleId, waiting: _Unacknowledged) -> None:
+        del self._unacknowledged[sample]
+        if self._traces is not None:
+            self._traces.delivered(
+                sample, waiting.began, step=waiting.delivery.step, times=waiting.times
+            )
+        await self._controller.send(
+            from_generator.SampleDelivered(self._controller.generator, sample),
+            urgent=not self._unacknowledged,  # a step may wait for it
+        )
+
+    def _resend(self) -> None:
         now = time.monotonic()
-        for sample, waiting in list(self._unacknowledged.items()):
+        for sample, waiting in self._unacknowledged.items():
             if now - waiting.sent > waiting.patience:
                 logger.warning(
                     "the trainer did not acknowledge sample %s; sending it again", sample
                 )
-                waiting.sent, waiting.patience = now, 2 * waiting.patience
-                waiting.times += 1
-                self._metrics.deliveries.inc()
-                self._metrics.redeliveries.inc()
-                await self._trainer.to(waiting.rank).send(waiting.delivery)
+                waiting.patience *= 2
+                self._send_again(waiting)
+
+    def _send_again(self, waiting: _Unacknowledged) -> None:
+        waiting.sent = time.monotonic()
+        waiting.times += 1
+        self._metrics.deliveries.inc()
+        self._metrics.redeliveries.inc()
+        self._trainer.to(waiting.rank).send_soon(waiting.delivery)

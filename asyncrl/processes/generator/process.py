@@ -141,7 +141,7 @@ class GeneratorProcess:
             async with asyncio.TaskGroup() as loops:
                 running = [
                     loops.create_task(self._dispatch_commands()),
-                    loops.create_task(self.deliveries.receive_acknowledgements()),
+                    loops.create_task(self.deliveries.receive_answers()),
                     loops.create_task(self._report()),
                 ]
                 await self._tasks.wait_for_end()
@@ -175,10 +175,10 @@ class GeneratorProcess:
             case to_generator.Rewind():
                 await self._rewind(command)
             case to_generator.SaveUnfinished():
-                await self._unfinished.save(command)
+                self._unfinished.save(command)
             case to_generator.Release():
                 self._generator.noise_floor.cancel()
-                await self._unfinished.release(command)
+                self._unfinished.release(command)
             case to_generator.Discard():
                 self._discard(command.samples)
             case to_generator.Pause() | to_generator.Resume():
@@ -228,6 +228,8 @@ class GeneratorProcess:
     async def _deliver(self, command: to_generator.Deliver) -> None:
         """Deliver no token of weights that are not known to be the trainer's."""
         await self._installs.compared()
+        for group in {sample.group for sample in command.samples}:
+            await self._unfinished.copied(group)
         await self.deliveries.deliver(command)
 
     async def _generate(self, command: to_generator.Generate) -> None:

@@ -47,28 +47,53 @@ class UnfinishedFiles:
         self._tasks = tasks
         self._controller = controller
         self._forget = forget
-        self._writing: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._copied = asyncio.Event()
+        self._copied.set()
+        self._first_group = 0
+        """The first group that the last save is for."""
 
-    async def save(self, command: to_generator.SaveUnfinished) -> None:
-        """Copy the tokens now, before a later command is served, and write them meanwhile.
+    def save(self, command: to_generator.SaveUnfinished) -> None:
+        """Copy the tokens of all samples and write them, without holding up other commands.
 
-        Nothing is saved while the previous file is still being written.
+        An installation of weights may have to end before they can be copied. What is delivered then
+        waits for it (`copied`). Nothing is saved while an earlier file is not finished.
         """
-        if self._writing is not None and not self._writing.done():
+        if self._saving is not None and not self._saving.done():
             logger.warning("%s is not written: an earlier one still is", command.file)
             return
+        self._copied.clear()
+        self._first_group = command.first_group
+        self._saving = self._tasks.start(self._save(command))
+
+    async def copied(self, group: int) -> None:
+        """Wait until a sample of this group may leave: its tokens are copied, if they are to be.
+
+        A file without the samples that were finished and delivered first would have too few short
+        ones.
+        """
+        if group >= self._first_group:
+            await self._copied.wait()
+
+    async def _save(self, command: to_generator.SaveUnfinished) -> None:
         try:
             found = await self._installs.unfinished(lambda one: one.group >= command.first_group)
         except EngineError as error:
             logger.warning("%s is not written: %s", command.file, error)
             return
-        self._writing = self._tasks.start(self._save(command, found))
-
-    async def _save(self, command: to_generator.SaveUnfinished, found: list[_Found]) -> None:
+        finally:
+            self._copied.set()
         await self._write(command, found)
 
-    async def release(self, command: to_generator.Release) -> None:
-        """Copy the tokens of these samples and forget the samples now; write and say so later."""
+    def release(self, command: to_generator.Release) -> None:
+        """Copy the tokens of these samples, forget the samples, write the tokens, and say so.
+
+        Other commands are not held up by that. None of them is for these samples, except to discard
+        them.
+        """
+        self._tasks.start(self._release(command))
+
+    async def _release(self, command: to_generator.Release) -> None:
         samples = frozenset(command.samples)
         reason, found = "", list[_Found]()
         try:
@@ -77,11 +102,6 @@ class UnfinishedFiles:
             reason = f"{command.file} is not written: {error}"
             logger.warning("%s", reason)
         self._forget(command.samples)
-        self._tasks.start(self._released(command, found, reason))
-
-    async def _released(
-        self, command: to_generator.Release, found: list[_Found], reason: str
-    ) -> None:
         if not reason:
             reason = await self._write(command, found)
         await self._controller.send(

@@ -27,8 +27,8 @@ is carried out by all or by none, and a checkpoint is of the step after the last
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import time
 from collections import deque
 
 from asyncrl.config import RunConfig, parse_config
@@ -42,6 +42,7 @@ from monitoring.log_level import set_log_level
 from trainer.sharding.lockstep import Act
 from wire import Hub, Line
 from wire.decoding import FrameRefused, Reason
+from wire.errors import WireError
 from wire.messages import data, from_trainer, to_trainer
 
 REPORT_SECONDS = 0.5
@@ -151,8 +152,6 @@ class TrainerProcess:
         by_step = ConfigByStep(config)
         self._steps.configure(by_step)
         self._checkpoints.configure(by_step)
-        in_flight = by_step.admission.max_groups_in_flight
-        self._intake.max_early = in_flight * config.scheduler.group_size
 
     async def _receive_deliveries(self) -> None:
         while True:
@@ -165,11 +164,10 @@ class TrainerProcess:
     async def _take_in(self, peer: str, delivery: data.TrajectoryDelivery) -> None:
         """Keep and acknowledge a delivery, let it wait for its order, or refuse it."""
         try:
-            kept = self._intake.receive(
-                peer, delivery, next_step=self._steps.step, now=time.monotonic()
-            )
+            kept = self._intake.receive(peer, delivery, next_step=self._steps.step)
         except DeliveryNotKept as error:
-            self._refuse(peer, error)
+            refused = FrameRefused(Reason.TRAJECTORY, str(error))
+            self._generators.refusals.refuse(peer, refused)
             if error.was_ordered:  # the run waits for it, and must hear that it does not come
                 await self._control.send(
                     from_trainer.DeliveryRefused(peer, delivery.sample, str(error))
@@ -179,9 +177,6 @@ class TrainerProcess:
             # A generator that has died needs no answer: its replacement sends the sample again.
             self._generators.send_soon(peer, data.Received(delivery.sample, self._lineage))
             self._changed.set()
-
-    def _refuse(self, peer: str, error: DeliveryNotKept) -> None:
-        self._generators.refusals.refuse(peer, FrameRefused(Reason.TRAJECTORY, str(error)))
 
     def _note_cut_off(self, generator: str, why: str) -> None:
         self._cut_off.append(from_trainer.PeerCutOff(generator, why))
@@ -194,8 +189,9 @@ class TrainerProcess:
                     if step >= self._steps.step:
                         self._plans[step] = frozenset(groups)
                 case to_trainer.Expect() as order:
-                    for peer, delivery in self._intake.expect(order, next_step=self._steps.step):
-                        await self._take_in(peer, delivery)
+                    await self._expect(order)
+                case to_trainer.Withdraw(generator=lost):
+                    self._intake.withdraw(lost)
                 case to_trainer.Configure() as changed:
                     source = "the configuration that the controller sent"
                     self.configure(parse_config(json.loads(changed.config_json), source=source))
@@ -204,6 +200,14 @@ class TrainerProcess:
                 case to_trainer.Shutdown() as shutdown:
                     self._shutdown = shutdown
             self._changed.set()
+
+    async def _expect(self, order: to_trainer.Expect) -> None:
+        """Take in what waited for this order; ask for what had no room to wait in."""
+        wanted = self._intake.expect(order, next_step=self._steps.step)
+        for sample in wanted.given_back:
+            self._generators.send_soon(order.generator, data.SendAgain(sample, self._lineage))
+        for delivery in wanted.here:
+            await self._take_in(order.generator, delivery)
 
     async def _train(self) -> None:
         """Accumulate whole groups as they arrive; take a step when its plan is fulfilled."""
@@ -292,8 +296,8 @@ class TrainerProcess:
             await self._control.send(
                 from_trainer.TrainerReport(self._steps.step, queued, self._steps.busy_seconds)
             )
-            for peer, error in self._intake.overdue(time.monotonic()):
-                self._refuse(peer, error)
+            with contextlib.suppress(OSError, WireError):  # the controller ends the run for it
+                self._generators.listen_again()
             while self._cut_off:
                 await self._control.send(self._cut_off.pop())
             await asyncio.sleep(REPORT_SECONDS)

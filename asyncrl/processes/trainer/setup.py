@@ -27,7 +27,6 @@ from monitoring.errors import MonitoringError
 from monitoring.metrics import TrainerMetrics
 from monitoring.spans import SpanKind
 from monitoring.trained_samples import folder_of_rank
-from scheduler.admission import Admission
 from trainer.checkpoint_files import path_of
 from trainer.cpu_memory import keep_freed_memory
 from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
@@ -98,12 +97,11 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         if records.samples is not None:
             child.closing.push_async_callback(records.samples.close)
         queue = GroupQueue(config.scheduler.group_size)
-        in_flight = Admission.of(config.scheduler).max_groups_in_flight
         intake = Intake(
             queue,
             learner.check_trajectory,
-            max_early=in_flight * config.scheduler.group_size,
             functions=len(config.reward_labels),
+            steps=config.run.steps,
         )
         steps = StepTrainer(
             learner,

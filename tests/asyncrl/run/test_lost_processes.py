@@ -10,11 +10,13 @@ import pytest
 from fake_processes import weights
 from running_training import DIGEST, G, Run, step_finished
 
+from asyncrl.errors import RunFailed
 from asyncrl.run.directory import read_state
 from rollout.trajectory import SampleId
 from trainer.fence import FENCE_FILE
 from wire.messages import from_generator as fg
 from wire.messages import from_trainer as ft
+from wire.messages.to_trainer import Withdraw
 from wire.records import EngineStats
 from wire.weights.layout import Fingerprint
 
@@ -113,6 +115,23 @@ def test_what_a_lost_process_had_done_still_counts(tmp_path: Path) -> None:
             await run.hear(G, fg.SampleDelivered(G, sample))
         await run.hear("trainer", step_finished(1))
         assert run.training.is_complete
+        training.cancel()
+
+    asyncio.run(check())
+
+
+def test_orders_of_a_lost_generator_are_withdrawn_before_others_are_given(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = Run(tmp_path, on_update="keep", max_restarts=1)
+        training = await run.begin()
+        run.hub.take()
+        run.hub.launcher.handles[G].code = -9
+        assert await run.watchdog.check()
+        assert ("trainer", Withdraw(G)) in run.hub.take()
+        run.hub.launcher.handles["trainer"].code = run.hub.launcher.handles[f"{G}.1"].code = -9
+        with pytest.raises(RunFailed):  # its replacement is told of no orders but its own
+            await run.watchdog.check()
+        assert run.hub.take() == []
         training.cancel()
 
     asyncio.run(check())

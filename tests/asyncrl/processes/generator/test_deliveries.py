@@ -6,6 +6,7 @@ from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, ve
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.processes.generator import deliveries
+from rollout.trajectory import SampleId
 from wire.frames import digest_of
 from wire.messages import data
 from wire.messages import from_generator as fg
@@ -78,6 +79,28 @@ def test_a_delivery_is_sent_again_until_it_is_acknowledged(monkeypatch):
         await settle()
         assert fg.SampleDelivered("g0", SAMPLE) in harness.control.sent
         assert not harness.process.deliveries.unacknowledged
+
+    play(scenario)
+
+
+def test_a_delivery_is_sent_again_at_once_when_the_trainer_asks_for_it():
+    async def scenario(harness: GeneratorHarness) -> None:
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7))
+        harness.engine.feed("train-5.1", [3, 4], 1, end="stop")
+        await settle()
+        await harness.send(tg.Deliver(2, (SAMPLE,)))
+        for answer in (data.SendAgain(SAMPLE, lineage=1), data.SendAgain(SampleId(9, 9))):
+            harness.data.inbox.put_nowait(answer)
+        await settle()
+        assert len(harness.data.sent) == 1, "of another trainer, or not delivered"
+        harness.data.inbox.put_nowait(data.SendAgain(SAMPLE))
+        await settle()
+        first, again = harness.data.sent
+        assert again == first
+        harness.data.inbox.put_nowait(data.Received(SAMPLE))
+        harness.data.inbox.put_nowait(data.SendAgain(SAMPLE))
+        await settle()
+        assert len(harness.data.sent) == 2, "it is acknowledged"
 
     play(scenario)
 

@@ -12,6 +12,7 @@ from rollout.trajectory import SampleId
 from wire.messages import from_generator as fg
 from wire.messages import to_generator as tg
 from wire.unfinished import Index, read_index, read_sample
+from wire.weights.layout import WeightManifest
 
 HELD, EMPTY, DUE = SampleId(6, 0), SampleId(6, 1), SampleId(4, 0)
 
@@ -167,5 +168,46 @@ def test_what_cannot_be_written_is_forgotten_too(tmp_path: Path) -> None:
         (answer,) = [one for one in harness.control.sent if isinstance(one, fg.Released)]
         assert answer.reason.startswith("cannot write")
         assert not harness.process.samples.held
+
+    play(scenario)
+
+
+def test_saving_and_releasing_wait_for_an_installation_and_hold_up_nothing(
+    tmp_path: Path,
+) -> None:
+    saved_to, moved_to = tmp_path / "saved.bin", tmp_path / "moved.bin"
+    later = SampleId(9, 0)
+
+    async def scenario(harness: GeneratorHarness) -> None:
+        staged = asyncio.Event()
+        stage = harness.engine.stage_weights
+
+        async def slow(manifest: WeightManifest) -> None:
+            await staged.wait()
+            await stage(manifest)
+
+        harness.engine.stage_weights = slow  # type: ignore[method-assign]
+        for sample in (HELD, DUE, SAMPLE):
+            await harness.send(tg.Generate(sample, PROMPT, 7))
+        harness.engine.feed("train-6.0", [5, 6], 0, end="stop")
+        harness.engine.feed("train-4.0", [8], 0, end="stop")
+        harness.engine.feed("train-5.1", [3], 0)
+        await settle()
+        await harness.send(tg.InstallWeights(WeightManifest(1, "x", 0, ())))
+        await harness.send(save(saved_to))
+        await harness.send(tg.Release(str(moved_to), 2, "s", (SAMPLE,)))
+        await harness.send(tg.Deliver(0, (HELD,)))
+        await harness.send(tg.Deliver(0, (DUE,)))
+        await harness.send(tg.Generate(later, PROMPT, 7))
+        assert harness.engine.requests[-1].request_id == "train-9.0", "it is served meanwhile"
+        assert [one.sample for one in harness.data.sent] == [DUE], "not yet what is to be saved"
+        staged.set()
+        await written(saved_to)
+        await until(lambda: any(isinstance(one, fg.Released) for one in harness.control.sent))
+        await settle()
+        assert {one.sample for one in read_index(saved_to).places} == {HELD, SAMPLE}
+        assert {one.sample for one in read_index(moved_to).places} == {SAMPLE}
+        assert [one.sample for one in harness.data.sent] == [DUE, HELD]
+        assert [one.sample for one in harness.process.samples.in_generation] == [later]
 
     play(scenario)

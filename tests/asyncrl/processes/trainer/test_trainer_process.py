@@ -17,6 +17,7 @@ from turns_of import Row, trajectory_of
 
 from asyncrl.errors import AsyncrlError, first_error
 from asyncrl.processes.trainer.group_queue import WholeGroup
+from asyncrl.processes.trainer.intake import EARLY_BYTES
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
 from asyncrl.run_section import RunSection
 from monitoring.metrics import TrainerMetrics, new_registry
@@ -24,6 +25,7 @@ from monitoring.trained_samples import read_trained_samples
 from rollout.trajectory import SampleId
 from trainer.disagreement import SUMS
 from wire.messages import from_trainer, to_trainer
+from wire.refusals import Limit, Refusals
 from wire.weights.fingerprint import fingerprint
 from wire.wrong_policy import WrongPolicy
 
@@ -229,9 +231,12 @@ def test_a_delivery_that_is_refused_is_reported_and_the_others_are_trained_on(
     async def scenario(harness: TrainerHarness) -> None:
         ordered = delivery_of(SampleId(0, 0))
         forged = msgspec.structs.replace(ordered, tokens=bytes(ordered.tokens)[::-1])
-        harness.control.inbox.put_nowait(order_of("g0", ordered))
         for peer, delivery in (("g1", ordered), ("g0", forged)):
             harness.hub.inbox.put_nowait((peer, delivery))
+        await harness.until(harness.hub.inbox.empty)
+        harness.control.inbox.put_nowait(order_of("g0", ordered))
+        await harness.until(lambda: harness.hub.asked == [SampleId(0, 0)])  # it came too early
+        harness.hub.inbox.put_nowait(("g0", forged))
         (refused,) = await harness.sent(from_trainer.DeliveryRefused, 1)
         assert (refused.generator, refused.sample) == ("g0", SampleId(0, 0))
         harness.deliver(1, step=0)
@@ -241,6 +246,42 @@ def test_a_delivery_that_is_refused_is_reported_and_the_others_are_trained_on(
     harness = play(tmp_path, scenario)
     assert harness.learner.groups == [[1], []]
     assert harness.hub.acknowledged == [SampleId(1, 0), SampleId(1, 1)]
+
+
+@pytest.mark.parametrize("room", [EARLY_BYTES, 1], ids=["room", "no room"])
+def test_deliveries_before_their_orders_are_trained_on_and_nobody_is_blamed(
+    tmp_path: Path, room: int
+) -> None:
+    """As when the trainer's control connection stalls for any time."""
+
+    async def scenario(harness: TrainerHarness) -> None:
+        samples = [SampleId(group, one) for group in range(2) for one in range(2)]
+        deliveries = [delivery_of(one) for one in samples]
+        harness.hub.refusals = Refusals(limit=Limit(0, 600.0))
+        cut_off: list[str] = []
+        harness.hub.refusals.on_cut_off = lambda name, _: cut_off.append(name)
+        for _ in range(20):  # each is sent again until it is acknowledged
+            for delivery in deliveries:
+                harness.hub.inbox.put_nowait(("g0.1", delivery))
+        await harness.until(harness.hub.inbox.empty)
+        harness.control.inbox.put_nowait(order_of("g0", *deliveries))  # of a lost generator
+        harness.control.inbox.put_nowait(to_trainer.Withdraw("g0"))
+        harness.control.inbox.put_nowait(order_of("g0.1", *deliveries))
+        hub = harness.hub
+        await harness.until(lambda: len(hub.asked) + len(hub.acknowledged) == len(samples))
+        assert harness.hub.asked == (samples if room == 1 else [])
+        for delivery in deliveries if room == 1 else []:
+            harness.hub.inbox.put_nowait(("g0.1", delivery))
+        harness.control.inbox.put_nowait(to_trainer.StepPlan(0, (0, 1)))
+        await harness.sent(from_trainer.StepFinished, 1)
+        assert not cut_off
+        assert not any(
+            isinstance(one, from_trainer.PeerCutOff | from_trainer.DeliveryRefused)
+            for one in harness.control.sent
+        )
+
+    harness = play(tmp_path, scenario, early_bytes=room)
+    assert sorted(harness.learner.groups[0]) == [0, 1]
 
 
 def test_each_trained_sample_is_logged_once_and_before_its_checkpoint(tmp_path: Path) -> None:
