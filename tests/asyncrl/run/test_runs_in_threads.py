@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from small_disks import small_disk
 from asyncrl.config import load_config
 from asyncrl.errors import RunFailed, UserError, WrongPolicyError
 from asyncrl.processes.generator.sample_generator import SampleGenerator
+from asyncrl.run.control import ask
+from asyncrl.run.directory import read_state
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import ensure_builtin_model
 from asyncrl.tasks.model_tokenizer import load_tokenizer
@@ -28,6 +32,7 @@ from benchmarks.tiny_models import SMOKE_START
 from engine.protocol import SamplingParams
 from engine.torch.weights import ModuleWeights
 from monitoring.trained_samples import read_trained_samples
+from wire.messages import control
 from wire.records import RunResult
 
 pytestmark = pytest.mark.slow
@@ -250,3 +255,57 @@ def test_a_reward_that_fails(
     assert "mine.py:score" in str(refused.value)
     assert expected in str(refused.value)
     assert not threaded_run.folder.exists()
+
+
+def meanwhile(run: ThreadedRun, act: Callable[[], None]) -> threading.Thread:
+    """Do something once a step of the run is trained."""
+
+    def wait() -> None:
+        metrics = run.folder / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+        act()
+
+    thread = threading.Thread(target=wait, name="meanwhile")
+    thread.start()
+    return thread
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_run_whose_folder_is_moved_away_ends_with_an_error(
+    threaded_run: ThreadedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.run.surroundings.LOOK_SECONDS", 0.05)
+    elsewhere = threaded_run.runs / "elsewhere"
+    acting = meanwhile(threaded_run, lambda: threaded_run.folder.rename(elsewhere) and None)
+    with pytest.raises(RunFailed, match="was removed, moved or replaced while the run was active"):
+        threaded_run.run(run__steps=100_000)
+    acting.join()
+    assert "result" not in {path.stem for path in elsewhere.iterdir()}
+    assert threaded_run.said().count("is gone, so the run ends") <= 1, "or something failed for it"
+
+
+def test_a_run_whose_sockets_are_removed_is_reached_again(
+    threaded_run: ThreadedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.run.surroundings.LOOK_SECONDS", 0.05)
+    replies: list[object] = []
+
+    def remove_sockets() -> None:
+        state = read_state(threaded_run.folder)
+        assert state is not None
+        sockets = Path(state.control_address.removeprefix("ipc://")).parent
+        shutil.rmtree(sockets)
+        wait_until(lambda: {one.name for one in sockets.glob("*")} >= {"control", "data", "user"})
+        replies.append(ask(threaded_run.folder, control.StopRequest()))
+
+    acting = meanwhile(threaded_run, remove_sockets)
+    threaded_run.run(run__steps=100_000)
+    acting.join()
+    assert isinstance(replies[0], control.Accepted)
+    assert threaded_run.said().count("it is there again") == 1
