@@ -155,7 +155,7 @@ $(TOOLS)/.ready: $(TOOLS)/bin/uv
 
 # torch is named so that its CPU build is taken where there is no GPU.
 $(VENV)/.core: pyproject.toml requirements/setup.lock requirements/uv.sh | $(TOOLS)/bin/uv
-	@test -x $(VENV)/bin/python || $(UV) venv --quiet --python $(PYTHON) $(VENV)
+	@test -x $(VENV)/bin/python || $(UV) venv --quiet --seed --python $(PYTHON) $(VENV)
 	@echo "installing asyncrl and torch"
 	$(PIP) torch==2.13.0 -e .
 	@touch $@
@@ -183,7 +183,7 @@ SGLANG_BARE := sglang==0.5.23 torchvision==0.16.2 triton==3.9.0 xgrammar==0.2.7 
 # What asyncrl's own part needs in that process.
 SGLANG_OURS := numba msgspec pyzmq pydantic pyyaml safetensors
 $(SGLANG_VENV)/.ready: pyproject.toml requirements/sglang.in requirements/sglang.lock requirements/uv.sh | $(TOOLS)/bin/uv
-	@test -x $(SGLANG_VENV)/bin/python || $(UV) venv --quiet --python $(PYTHON) $(SGLANG_VENV)
+	@test -x $(SGLANG_VENV)/bin/python || $(UV) venv --quiet --seed --python $(PYTHON) $(SGLANG_VENV)
 	@echo "installing SGLang"
 	$(if $(GPU),$(SGLANG_PIP) sglang==0.5.23 $(SGLANG_OURS),$(SGLANG_PIP) --requirement requirements/sglang.in)
 	$(if $(GPU),,$(SGLANG_PIP) --no-deps $(SGLANG_BARE))
@@ -193,7 +193,7 @@ $(SGLANG_VENV)/.ready: pyproject.toml requirements/sglang.in requirements/sglang
 # Libraries of environments whose packages contradict vLLM's, and each other's (mcp): workers of
 # environments run there (environment.python). Next to $(VENV), where tests/support/library_python.py looks.
 $(VENV)-verifiers/.ready $(VENV)-openenv/.ready: $(VENV)-%/.ready: requirements/%.lock | $(TOOLS)/bin/uv
-	@test -x $(VENV)-$*/bin/python || $(UV) venv --quiet --python $(PYTHON) $(VENV)-$*
+	@test -x $(VENV)-$*/bin/python || $(UV) venv --quiet --seed --python $(PYTHON) $(VENV)-$*
 	@echo "installing $*"
 	$(UV) $(INSTALL) --python $(VENV)-$*/bin/python --require-hashes --no-deps --requirement $<
 	@touch $@

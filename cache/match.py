@@ -206,9 +206,10 @@ def collect(
     for item in range(sure, count):
         weights[item] *= SHORTER ** (longest - candidates.lengths[item])
         shared += weights[item]
-    if sure and shared > 0.0:
-        for item in range(sure, count):
-            weights[item] *= blend / shared
+    if sure:
+        if shared > 0.0:
+            for item in range(sure, count):
+                weights[item] *= blend / shared
         return count, top
     if count == 0 and echo:
         positions[0] = echo

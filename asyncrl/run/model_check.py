@@ -50,8 +50,8 @@ def check_files(model: Path, setting: str = "model.path", *, needs_head: bool = 
     Raises:
         ModelError: names folder, file and tensor.
     """
-    if not model.is_dir():
-        return Loaded()
+    if not (model / "config.json").is_file():
+        return Loaded()  # an id of the hub, or what `check_directory` refuses
     _check_description(model, setting)
     try:
         files = weight_files(model)

@@ -34,7 +34,7 @@ def printed(
         (OSError(28, "No space left on device", "runs/metrics.jsonl"), 1),
         (TimeoutError(), None),
         (ConnectionResetError(104, "Connection reset by peer"), None),
-        (OSError(5, "Input/output error", "runs/metrics.jsonl"), None),
+        (OSError(5, "Input/output error", "runs/metrics.jsonl"), 1),
     ],
 )
 def test_only_paths_are_the_users_mistake(

@@ -33,7 +33,7 @@ def mistakes(*overrides: str, values: dict[str, Any] | None = None) -> list[str]
     ("override", "expected"),
     [
         ("trainer.learning_rate=.inf", "trainer.learning_rate: must be less than or equal to 1"),
-        ("trainer.learning_rate=1e10", "(given: '1e10'). Peak learning rate of AdamW"),
+        ("trainer.learning_rate=1e10", "(given: 10000000000.0). Peak learning rate of AdamW"),
         ("sampling.temperature=1e30", "sampling.temperature: must be less than or equal to 100"),
         ("sampling.temperature=1e-30", "must be greater than or equal to 0.01"),
         ("sampling.top_k=1", "sampling.top_k: 1 is greedy decoding"),
@@ -52,7 +52,7 @@ def mistakes(*overrides: str, values: dict[str, Any] | None = None) -> list[str]
         ),
         ("run.steps=yes", "run.steps: must be a number; YAML reads yes"),
         ("run.steps=1.5", "run.steps: must be a valid integer"),
-        ("run.name=2026-01-01", "run.name: must be text; write it in quotes"),
+        ("run.name=20260101", "run.name: must be text; write it in quotes"),
         ("run.seed=0x" + "f" * 5000, "(given: a number of about 6,020 digits)"),
         ("trainer=5", "trainer: must be a mapping of settings"),
         ("trainer.betas=0.9", "trainer.betas: must be a list"),

@@ -8,6 +8,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import warnings
 import tomllib
 from typing import Any
 
@@ -129,5 +130,6 @@ def test_a_benchmark_takes_the_arguments(command: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     monkeypatch.chdir(ROOT)
-    with pytest.raises(Parsed):
+    with pytest.raises(Parsed), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
         runpy.run_module(module, run_name="__main__", alter_sys=True)

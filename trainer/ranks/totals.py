@@ -28,7 +28,7 @@ def of_all_ranks(own: StepTotals, world: World) -> StepTotals:
     values = {
         name: together([rank[name] for rank in found]) for name, together in _TOGETHER.items()
     }
-    return StepTotals(own.signals, own.centre, **values)
+    return StepTotals(own.signals, **values)
 
 
 _Together = Callable[[Sequence[Any]], Any]
@@ -62,7 +62,12 @@ def _lists_by_name(values: Sequence[dict[str, list[float]]]) -> dict[str, list[f
     }
 
 
+def _alike(values: Sequence[float]) -> float:
+    return values[0]
+
+
 _TOGETHER: dict[str, _Together] = {
+    "centre": _alike,
     "groups": _added,
     "zero_variance_groups": _added,
     "samples": _added,

@@ -11,8 +11,16 @@ import pytest
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import UserError
+from asyncrl.run import model_check
 from asyncrl.run.critic_check import with_critic
+from asyncrl.run.loading_trial import Loaded
 from asyncrl.tasks.model import builtin_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _loadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders here have no weights; `test_model_check` is about those."""
+    monkeypatch.setattr(model_check, "_tried", lambda _: Loaded())
 
 
 def _model(folder: Path, tokenizer: Any, **described: Any) -> Path:

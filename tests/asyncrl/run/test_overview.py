@@ -38,9 +38,11 @@ def test_the_model_is_named_with_its_family_and_size(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     for shard, rows in enumerate((3_000, 159)):
         tensor = np.zeros((rows, 1_000), np.float16)
-        save_file(
-            {"weight": tensor, "bias": tensor[:, 0].copy()}, tmp_path / f"{shard}.safetensors"
-        )
+        tensors = {f"weight{shard}": tensor, f"bias{shard}": tensor[:, 0].copy()}
+        save_file(tensors, tmp_path / f"{shard}.safetensors")
+    shards = {f"weight{shard}": f"{shard}.safetensors" for shard in range(2)}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
     line = overview.model_line(config(model={"path": "mine"}), str(tmp_path))
     assert line == "model      mine: qwen3, 3.2 million parameters"
     assert parameters(tmp_path) == 3_159 * 1_001
