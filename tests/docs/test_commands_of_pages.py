@@ -8,8 +8,8 @@ import runpy
 import shlex
 import subprocess
 import sys
-import warnings
 import tomllib
+import warnings
 from typing import Any
 
 import pytest
@@ -119,6 +119,7 @@ class Parsed(Exception):  # noqa: N818 - no error
 @pytest.mark.parametrize(
     "command", [c for c in NOT if c.startswith("python -m benchmarks.") and ".NAME" not in c]
 )
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_a_benchmark_takes_the_arguments(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parse = argparse.ArgumentParser.parse_args
 
@@ -130,6 +131,5 @@ def test_a_benchmark_takes_the_arguments(command: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     monkeypatch.chdir(ROOT)
-    with pytest.raises(Parsed), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
+    with pytest.raises(Parsed):
         runpy.run_module(module, run_name="__main__", alter_sys=True)

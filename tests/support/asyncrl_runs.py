@@ -40,6 +40,10 @@ class CommandLine:
     started: list[subprocess.Popen[str]] = field(default_factory=list)
     name: str = "your-own"
     """Of the run."""
+    left_before: frozenset[Path] = field(
+        default_factory=lambda: frozenset(Path("/dev/shm").glob("asyncrl-*"))  # noqa: S108
+    )
+    """Files in memory when this was made."""
     _phase: str = ""
 
     def phase(self, name: str) -> None:
@@ -56,9 +60,13 @@ class CommandLine:
         return self.runs / self.name
 
     def files_in_memory(self, process: str = "") -> list[Path]:
-        """What runs of this name have in /dev/shm now, or the weights of one of their processes."""
+        """What runs of this name have in /dev/shm now, or the weights of one of their processes.
+
+        What other runs of the name had left there before does not count.
+        """
         which = f"-*-{process}-weights-*" if process else "-*"
-        return list(Path("/dev/shm").glob(f"asyncrl-{self.name}{which}"))  # noqa: S108
+        found = set(Path("/dev/shm").glob(f"asyncrl-{self.name}{which}"))  # noqa: S108
+        return sorted(found - self.left_before)
 
     def arguments(self, *more: str, **settings: object) -> list[str]:
         own = {"model.path": self.model, "run.directory": self.runs, "run.name": self.name}

@@ -9,7 +9,6 @@ import msgspec
 
 from wire.records import StepMetrics
 
-
 _DECODER = msgspec.json.Decoder(StepMetrics)
 """msgspec learns a type when it is first used, and crashes if two threads do that at once."""
 

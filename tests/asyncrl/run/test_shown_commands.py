@@ -215,6 +215,7 @@ def test_a_run_of_ones_own_from_its_first_file_to_its_model(
     small = (*FEW, "scheduler.groups_per_step=4", "scheduler.group_size=4")
     (model,) = (models / "asyncrl").glob("arithmetic-*")
     Path("my-model").symlink_to(model)
+    short = (*FEW, "engine.max_model_len=512")  # what the small model reads
     given, steps = set[str](), 0
     for command in commands_of("test_a_run_of_ones_own_from_its_first_file_to_its_model"):
         shown = command.replace("/models/my-model", "my-model").replace("--step 50", "--step 2")
@@ -233,7 +234,7 @@ def test_a_run_of_ones_own_from_its_first_file_to_its_model(
                 found = read_metrics(in_threads.runs / "first" / "metrics.jsonl")
                 assert [step.step for step in found] == list(range(steps)), form
             else:
-                said = typed(form, *(small if is_run else FEW if " eval " in form else ()))
+                said = typed(form, *(small if is_run else short if " eval " in form else ()))
                 assert said.strip(), form
     assert steps == 4
     assert (in_threads.runs / "trial" / "report.html").stat().st_size > 10_000
