@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-import warnings
 from typing import Any
 
 import pytest
