@@ -63,7 +63,7 @@ class TrainerEnd:
         self._intake = Intake(
             self._queue,
             lambda one: check_trajectory(one, VOCAB, 0),
-            max_early=WINDOW,
+            steps=1,
             functions=1,
         )
         self._trajectory = trajectory
@@ -75,12 +75,12 @@ class TrainerEnd:
         self._ordered += 1
         digest = digest_of(encode_trajectory(trajectory, reward=0.0, step=0))
         expected = ExpectedSample(trajectory.id, len(trajectory.tokens), 0, digest)
-        for _ in self._intake.expect(Expect(0, NAME, (expected,)), next_step=0):
+        for _ in self._intake.expect(Expect(0, NAME, (expected,)), next_step=0).here:
             raise AssertionError("nothing was delivered yet")
         return trajectory
 
     def take_in(self, delivery: TrajectoryDelivery) -> None:
         """Keep a delivery that was ordered. Raises DeliveryNotKept."""
-        if not self._intake.receive(NAME, delivery, next_step=0, now=0.0):
+        if not self._intake.receive(NAME, delivery, next_step=0):
             raise AssertionError(f"sample {delivery.sample} was not ordered")
         self._queue.take(0, allowed=None)
