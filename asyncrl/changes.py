@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from asyncrl.suggestions import nearest, shortened
-from wire.limits import MAX_STEPS
+from asyncrl.wire.limits import MAX_STEPS
 
 Value = bool | int | float | str | None
 Changes = dict[Annotated[int, Field(ge=0, le=MAX_STEPS)], dict[str, Value]]

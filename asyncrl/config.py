@@ -13,28 +13,28 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from asyncrl.cache.config import CacheConfig
 from asyncrl.changes import refuse_unknown, values_at
 from asyncrl.config_errors import mistakes
+from asyncrl.engine.config import EngineConfig, SamplingConfig
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.defaults import refuse_contradictions, with_default_functions
 from asyncrl.environments.protocol import LABEL
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.config import EvaluationConfig
 from asyncrl.launch.config import LauncherConfig
+from asyncrl.monitoring.config import MAX_PORT, MonitoringConfig
 from asyncrl.repeatable import clock_dependencies
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.run_section import RunSection
+from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.suggestions import nearest, shortened
 from asyncrl.tasks.config import ModelConfig, TaskConfig
+from asyncrl.trainer.algorithms.registry import is_own, smallest_group
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.rank_network import is_loopback
+from asyncrl.wire.paths import FOLDER
 from asyncrl.yaml_text import dump_yaml, parse_yaml, read_yaml
-from cache.config import CacheConfig
-from engine.config import EngineConfig, SamplingConfig
-from monitoring.config import MAX_PORT, MonitoringConfig
-from scheduler.config import SchedulerConfig
-from trainer.algorithms.registry import is_own, smallest_group
-from trainer.config import TrainerConfig
-from trainer.rank_network import is_loopback
-from wire.paths import FOLDER
 
 
 class RunConfig(BaseModel):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from asyncrl.config import RunConfig
-from scheduler.admission import Admission
-from scheduler.config import SchedulerConfig
+from asyncrl.scheduler.admission import Admission
+from asyncrl.scheduler.config import SchedulerConfig
 
 
 class ConfigByStep:

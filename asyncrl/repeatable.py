@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
 from asyncrl.environments.config import EnvironmentConfig
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from scheduler.config import SchedulerConfig
-from trainer.config import TrainerConfig
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.trainer.config import TrainerConfig
 
 
 def clock_dependencies(

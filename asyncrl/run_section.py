@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from asyncrl.changes import Changes
-from monitoring.config import unquoted_off
-from wire.limits import MAX_STEPS
-from wire.paths import LocalPath
+from asyncrl.monitoring.config import unquoted_off
+from asyncrl.wire.limits import MAX_STEPS
+from asyncrl.wire.paths import LocalPath
 
 OnWrongPolicy = Literal["stop", "warn"]
 

@@ -24,13 +24,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from asyncrl.trainer.checkpoint import Pending
+from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.export import export
+from asyncrl.trainer.learner import Learner
 from benchmarks.report import add_smoke, write_json
-from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from trainer.checkpoint import Pending
-from trainer.checkpoint_files import path_of
-from trainer.config import TrainerConfig
-from trainer.export import export
-from trainer.learner import Learner
 
 VOCABULARY, GROUP_SIZE = 4096, 4
 

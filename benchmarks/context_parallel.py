@@ -4,7 +4,8 @@
 
 Each rank has a slice of the row. Everything but attention is by token, so it needs nothing of the
 others. Before attention the ranks exchange slices for heads: each then has all tokens of some
-heads, and `trainer.packing.packed_attention` is called as it is. Afterwards they exchange back.
+heads, and `asyncrl.trainer.packing.packed_attention` is called as it is. Afterwards they exchange
+back.
 
     [H, T/P] ── all-to-all ──► [H/P, T] ── packed attention ──► [H/P, T] ── all-to-all ──► [H, T/P]
 
@@ -31,9 +32,9 @@ import transformers
 from torch import Tensor
 from transformers import AttentionInterface
 
+from asyncrl.trainer.packing import Family, Layout, packed_attention
+from asyncrl.trainer.ranks.world import World, join
 from benchmarks.report import add_smoke, write_json
-from trainer.packing import Family, Layout, packed_attention
-from trainer.ranks.world import World, join
 
 NAME = "context_parallel"
 VOCABULARY = 64

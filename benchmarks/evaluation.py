@@ -26,12 +26,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.monitoring.evaluations_log import read_evaluations
 from benchmarks.paced.model import make_model
 from benchmarks.paced.plan import smoke
 from benchmarks.paced.run import carry_out
 from benchmarks.paced.setting import KEEP_1, KEEP_4, SYNC, VERIFY, Paced
 from benchmarks.report import add_smoke, write_json
-from monitoring.evaluations_log import read_evaluations
 
 EVERY = 5
 STEPS = 23

@@ -11,8 +11,8 @@ named tests first run without a mutant, and must pass: otherwise a failure would
 checkout itself is only read. Every mutant has a fork of a process that has imported libraries, and
 nothing of the copy. No compiled code gets from one mutant to another: a mutant's file has
 a time of its own, by which Python knows its bytecode, and numba keeps machine code in the temporary
-folder, by a digest of all kernels (`rollout.jit`). A mutant of a module from which kernels take
-constants gets an empty folder, because those are not in the digest.
+folder, by a digest of all kernels (`asyncrl.rollout.jit`). A mutant of a module from which kernels
+take constants gets an empty folder, because those are not in the digest.
 
 `--tree` takes another checkout, such as an older commit's. There, tests have the names of
 `tests_before` where they were called otherwise, and mutants with `since` are left out.
@@ -194,9 +194,9 @@ class Copy:
         )
         for name in listed.stdout.split("\0"):
             source, target = tree / name, self.root / name
-            if name and source.is_file():
+            if name and (source.is_file() or source.is_symlink()):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, target)
+                shutil.copy2(source, target, follow_symlinks=False)
         self._kernels = [
             text
             for path in self.root.rglob("*.py")

@@ -24,9 +24,9 @@ import msgspec
 from asyncrl.processes.relay import pull
 from asyncrl.processes.relay.files import RelayFiles
 from asyncrl.processes.spec import files_hub
+from asyncrl.wire import RunKey
+from asyncrl.wire.messages import files, from_relay, to_relay
 from benchmarks.report import add_smoke, write_json
-from wire import RunKey
-from wire.messages import files, from_relay, to_relay
 
 LOG = "logs/generator-0.log"
 MEGABYTES = 256

@@ -24,18 +24,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.factory import create_engine
+from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams
 from asyncrl.processes.generator.background import BackgroundTasks
 from asyncrl.processes.generator.noise_floor import NoiseFloorProbe
+from asyncrl.rollout.trajectory import SampleId, TrajectoryBuilder, VerifiableTrajectory
 from asyncrl.simulation.lengths import Survival
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
+from asyncrl.wire.noise_floor import NoiseFloor
 from benchmarks.report import add_smoke, write_json
 from benchmarks.tiny_models import SMOKE_START, random_qwen3
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.factory import create_engine
-from engine.protocol import Engine, GenerateRequest, SamplingParams
-from rollout.trajectory import SampleId, TrajectoryBuilder, VerifiableTrajectory
-from wire.noise_floor import NoiseFloor
 
 VOCABULARY = 5000
 """Of the flat model."""

@@ -36,22 +36,22 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.factory import create_engine
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.rollout.trajectory import IntArray
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.tasks.warm_start_recipe import WarmStart
+from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.trainer.export import export
 from benchmarks.policies_variety import Variety, teach
 from benchmarks.report import add_smoke, write_json
 from benchmarks.run_command import run_command
 from benchmarks.tiny_models import SMOKE_START
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.factory import create_engine
-from engine.protocol import GenerateRequest, SamplingParams
-from rollout.trajectory import IntArray
-from trainer.checkpoint_files import path_of
-from trainer.export import export
 
 WARM_START = WarmStart(
     digits=(4, 6), layers=3, steps=1300, slip=0.06, expected=(0.4, 0.9), extra_rounds=0

@@ -4,11 +4,11 @@
 
 Each mode of `trainer.sharding` trains a random model on the same random tokens, every rank in a
 process of its own, connected by gloo over loopback. Memory is each rank's peak, of pages that it
-uses at a time, next to the estimate of `trainer.memory`. It has a run of its own, in which freed
-memory goes back to the system at once: what malloc keeps is no need of the step. Bytes of weights,
-gradients and moments are those of the rank's tensors, next to the arithmetic. Bytes sent are those
-of the loopback interface, next to the least that `full` can do with: weights are brought together
-twice in a micro-batch, and gradients summed once.
+uses at a time, next to the estimate of `asyncrl.trainer.memory`. It has a run of its own, in which
+freed memory goes back to the system at once: what malloc keeps is no need of the step. Bytes of
+weights, gradients and moments are those of the rank's tensors, next to the arithmetic. Bytes sent
+are those of the loopback interface, next to the least that `full` can do with: weights are brought
+together twice in a micro-batch, and gradients summed once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.rollout.trajectory import Provenance, SampleId, TrajectoryBuilder, VerifiableTrajectory
 from benchmarks.report import add_smoke, write_json
-from rollout.trajectory import Provenance, SampleId, TrajectoryBuilder, VerifiableTrajectory
 
 VOCABULARY, GROUP_SIZE, MODES = 8192, 4, ("optimizer", "full")
 LENGTH = 256
@@ -135,11 +135,11 @@ def _model(folder: Path, hidden: int, layers: int) -> str:
 
 def _rank(plan: dict[str, Any]) -> None:
     """One rank: prints what it measured."""
-    from trainer.config import TrainerConfig
-    from trainer.learner import Learner
-    from trainer.memory import ModelShape, Samples, step_memory
-    from trainer.ranks.world import join
-    from trainer.sharding.lockstep import Act, Has, Word
+    from asyncrl.trainer.config import TrainerConfig
+    from asyncrl.trainer.learner import Learner
+    from asyncrl.trainer.memory import ModelShape, Samples, step_memory
+    from asyncrl.trainer.ranks.world import join
+    from asyncrl.trainer.sharding.lockstep import Act, Has, Word
 
     config = TrainerConfig.model_validate(plan["settings"])
     world = join(
@@ -221,7 +221,7 @@ def _group(number: int, version: int) -> list[VerifiableTrajectory]:
 
 def _bytes_of(tensors: Iterable[Any]) -> int:
     """Of this rank's parts, each memory once."""
-    from trainer.sharding.rows import local
+    from asyncrl.trainer.sharding.rows import local
 
     parts = [local(one) for one in tensors if one is not None]
     return sum({one.data_ptr(): one.nbytes for one in parts if one.ndim}.values())

@@ -28,12 +28,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
+from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.router import why_no_routes
 from benchmarks.report import add_smoke, write_json
 from benchmarks.sglang_interpreter import sglang_python
-from engine.sglang.worker.plugin import MARK_VARIABLE
-from trainer.packed_batch import PackedBatch
-from trainer.policy import Policy
-from trainer.router import why_no_routes
 
 CPU = torch.device("cpu")
 PROMPT = 16

@@ -10,9 +10,9 @@ ahead. Then 256 GPUs of 7B with slower links, deltas, losses and slow generators
 with the batch of 256.
 
 From the counts of the scheduler's events and commands it derives the messages per second, with
-and without relays (what is urgent leaves at once, the rest within 50 ms: `wire.sessions`), and the
-share of its capacity that each part uses. The capacities of the controller and of a trainer's
-intake are those that `benchmarks.controller` and `benchmarks.delivery` measured
+and without relays (what is urgent leaves at once, the rest within 50 ms: `asyncrl.wire.sessions`),
+and the share of its capacity that each part uses. The capacities of the controller and of a
+trainer's intake are those that `benchmarks.controller` and `benchmarks.delivery` measured
 (`benchmarks/results`), on one core of this project's machine. `--quick` stops at 64 GPUs.
 """
 
@@ -34,9 +34,9 @@ from asyncrl.simulation.failures import Failures, Stragglers
 from asyncrl.simulation.network import Network
 from asyncrl.simulation.outcome import Outcome
 from asyncrl.simulation.study import Cluster
+from asyncrl.wire.sessions.bundles import GATHER_SECONDS
+from asyncrl.wire.sessions.session import ACK_SECONDS
 from benchmarks.report import add_smoke, write_json
-from wire.sessions.bundles import GATHER_SECONDS
-from wire.sessions.session import ACK_SECONDS
 
 GPUS = (8, 64, 256, 1024)
 MODES = ("sync", "verify", "verify, k=1")

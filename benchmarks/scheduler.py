@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import commands, events
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.scheduler.scheduler import Scheduler
 from benchmarks.report import add_smoke, write_json
-from rollout.trajectory import SampleId
-from scheduler import commands, events
-from scheduler.config import SchedulerConfig
-from scheduler.scheduler import Scheduler
 
 
 @dataclass

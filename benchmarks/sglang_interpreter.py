@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from engine.sglang.config import SglangConfig
-from engine.sglang.interpreter import check_interpreter, path_of
+from asyncrl.engine.sglang.config import SglangConfig
+from asyncrl.engine.sglang.interpreter import check_interpreter, path_of
 
 VARIABLE = "ASYNCRL_SGLANG_PYTHON"
 

@@ -32,14 +32,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.engine import logits
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.torch.core import CoreSettings, DecodeCore
+from asyncrl.engine.torch.kernels import warm_up
+from asyncrl.engine.torch.model import SlotModel, load_model
 from benchmarks.report import add_smoke, write_json
-from cache.config import CacheConfig
-from cache.tree import RolloutCache
-from engine import logits
-from engine.protocol import GenerateRequest, SamplingParams
-from engine.torch.core import CoreSettings, DecodeCore
-from engine.torch.kernels import warm_up
-from engine.torch.model import SlotModel, load_model
 
 P = ParamSpec("P")
 R = TypeVar("R")

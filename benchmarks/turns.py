@@ -44,14 +44,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams
+from asyncrl.rollout.trajectory import SampleId, TrajectoryBuilder
 from benchmarks.report import add_smoke, write_json
 from benchmarks.sglang_interpreter import sglang_python
 from benchmarks.turns_outside import measure_outside
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.errors import EngineError
-from engine.protocol import Engine, GenerateRequest, SamplingParams
-from rollout.trajectory import SampleId, TrajectoryBuilder
 
 KINDS = ("torch", "vllm", "sglang")
 OUTSIDE = "outside"
@@ -97,19 +97,19 @@ def engine_of(kind: str, path: str) -> Engine:
     }
     cache = CacheConfig(enabled=False)
     if kind == "vllm":
-        from engine.vllm.client.engine import VllmEngine
-        from engine.vllm.config import VllmConfig
+        from asyncrl.engine.vllm.client.engine import VllmEngine
+        from asyncrl.engine.vllm.config import VllmConfig
 
         config = EngineConfig(**common, vllm=VllmConfig(kv_cache_gib=0.25))
         return VllmEngine(config, path, cache_config=cache, seed=1)
     if kind == "sglang":
-        from engine.sglang.client.engine import SglangEngine
-        from engine.sglang.config import SglangConfig
+        from asyncrl.engine.sglang.client.engine import SglangEngine
+        from asyncrl.engine.sglang.config import SglangConfig
 
         settings = SglangConfig(python=sglang_python(), kv_cache_gib=0.1)
         config = EngineConfig(**common, sglang=settings)
         return SglangEngine(config, path, cache_config=cache, seed=1)
-    from engine.torch.engine import TorchEngine
+    from asyncrl.engine.torch.engine import TorchEngine
 
     return TorchEngine(EngineConfig(**common), path, source=None, max_draft_tokens=0, seed=1)
 

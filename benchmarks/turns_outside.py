@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.engine.turns import provenance_of
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.rendering import TurnRenderer
@@ -30,12 +32,10 @@ from asyncrl.processes.generator.generation import SampleGeneration
 from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.sample_generator import SampleGenerator
 from asyncrl.rewards.config import RewardConfig
+from asyncrl.rollout.trajectory import Provenance, SampleId
 from asyncrl.tasks.builtin_tokenizer import builtin_tokenizer
-from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from engine.turns import provenance_of
-from rollout.trajectory import Provenance, SampleId
-from wire.frames import digest_of, encode_tokens, encode_trajectory
-from wire.messages.to_generator import PromptPayload
+from asyncrl.wire.frames import digest_of, encode_tokens, encode_trajectory
+from asyncrl.wire.messages.to_generator import PromptPayload
 
 TOKENS = 16
 """Of a turn, its stop token included."""

@@ -30,6 +30,8 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.monitoring.group_account import read_account
+from asyncrl.wire.records import RunResult
 from benchmarks.chaos.cluster_faults import RANKS_APART
 from benchmarks.chaos.cluster_run import ClusterRun
 from benchmarks.chaos.live_run import LiveRun, Setup, carry_out
@@ -37,8 +39,6 @@ from benchmarks.chaos.main import CONFIG
 from benchmarks.machines.namespaces import NoMachinesError
 from benchmarks.machines.ray import ray_machines
 from benchmarks.report import add_smoke, write_json
-from monitoring.group_account import read_account
-from wire.records import RunResult
 
 SETTINGS = ("launcher.generators=2", "monitoring.live=plain")
 PLACED = (

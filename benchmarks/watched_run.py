@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from asyncrl.monitoring.metrics_log import read_metrics
 from benchmarks.run_command import run_command
-from monitoring.metrics_log import read_metrics
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
 SETTLE_SECONDS = 3.0

@@ -37,18 +37,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.torch.core import CoreSettings, DecodeCore
+from asyncrl.engine.torch.model import load_model
+from asyncrl.engine.torch.weights import ModuleWeights
+from asyncrl.engine.weights import StagedWeights
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
+from asyncrl.wire.weights.reader import WeightBuffer
+from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks import weights_broadcast, weights_chain
 from benchmarks.report import add_smoke, write_json
 from benchmarks.weights_remote import measure_remote
-from engine.protocol import GenerateRequest, SamplingParams
-from engine.torch.core import CoreSettings, DecodeCore
-from engine.torch.model import load_model
-from engine.torch.weights import ModuleWeights
-from engine.weights import StagedWeights
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import SHARED_MEMORY, WeightManifest
-from wire.weights.reader import WeightBuffer
-from wire.weights.writer import WeightPublisher
 
 _ROWS = 4
 _PROMPT = 16

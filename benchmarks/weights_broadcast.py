@@ -20,11 +20,11 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.wire.weights.broadcast.sending import WeightSender
+from asyncrl.wire.weights.broadcast.words import Outcome
+from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
+from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.weights_chain import memcpy_seconds, versions
-from wire.weights.broadcast.sending import WeightSender
-from wire.weights.broadcast.words import Outcome
-from wire.weights.layout import SHARED_MEMORY, WeightManifest
-from wire.weights.writer import WeightPublisher
 
 _LIMIT_SECONDS = 150.0
 

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.wire.weights.chunks import CHUNK_BYTES
+from asyncrl.wire.weights.layout import SHARED_MEMORY
+from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.weights_deltas import measure as measure_deltas
 from benchmarks.weights_nodes import Answer, Link, Nodes, nodes
-from wire.weights.chunks import CHUNK_BYTES
-from wire.weights.layout import SHARED_MEMORY
-from wire.weights.writer import WeightPublisher
 
 NBYTES = 400_000_000
 PACE = 50_000_000.0

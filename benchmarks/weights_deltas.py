@@ -19,22 +19,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.torch.core import CoreSettings, DecodeCore
+from asyncrl.engine.torch.model import load_model
 from asyncrl.rewards.functions import arithmetic
+from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.prompts import Prompt
-from engine.protocol import GenerateRequest, SamplingParams
-from engine.torch.core import CoreSettings, DecodeCore
-from engine.torch.model import load_model
-from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
-from trainer.config import TrainerConfig
-from trainer.learner import Learner
-from wire.messages.chain import Ask
-from wire.weights.chain.published import PublishedVersions
-from wire.weights.chunks import Grid, name_of
-from wire.weights.layout import SHARED_MEMORY, WeightManifest
-from wire.weights.writer import WeightPublisher
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.learner import Learner
+from asyncrl.wire.messages.chain import Ask
+from asyncrl.wire.weights.chain.published import PublishedVersions
+from asyncrl.wire.weights.chunks import Grid, name_of
+from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
+from asyncrl.wire.weights.writer import WeightPublisher
 
 LEARNING_RATE = 1e-6
 _GROUPS, _GROUP_SIZE, _TOKENS = 4, 4, 48

@@ -17,12 +17,12 @@ from typing import IO
 
 import msgspec
 
-from wire.keys import HubKeys, RunKey
-from wire.messages.chain import Parent
-from wire.weights.chain.node import WeightNode
-from wire.weights.chain.receiving import Timing
-from wire.weights.chain.source import WeightSource
-from wire.weights.layout import SHARED_MEMORY, WeightManifest
+from asyncrl.wire.keys import HubKeys, RunKey
+from asyncrl.wire.messages.chain import Parent
+from asyncrl.wire.weights.chain.node import WeightNode
+from asyncrl.wire.weights.chain.receiving import Timing
+from asyncrl.wire.weights.chain.source import WeightSource
+from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
 
 _LIMIT_SECONDS = 150.0
 _ANY = "tcp://127.0.0.1:0"

@@ -10,8 +10,8 @@ import sys
 import msgspec
 import torch
 
-from wire.weights.layout import WeightManifest
-from wire.weights.reader import WeightBuffer
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.reader import WeightBuffer
 
 
 def main() -> None:

@@ -19,21 +19,21 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.remote.client.engine import RemoteEngine
+from asyncrl.engine.sglang.client.engine import SglangEngine
+from asyncrl.engine.sglang.config import SglangConfig
+from asyncrl.engine.torch.model import load_model
+from asyncrl.engine.vllm.client.engine import VllmEngine
+from asyncrl.engine.vllm.config import VllmConfig
+from asyncrl.wire.weights.layout import SHARED_MEMORY
+from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.sglang_interpreter import sglang_python
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.protocol import GenerateRequest, SamplingParams
-from engine.remote.client.engine import RemoteEngine
-from engine.sglang.client.engine import SglangEngine
-from engine.sglang.config import SglangConfig
-from engine.torch.model import load_model
-from engine.vllm.client.engine import VllmEngine
-from engine.vllm.config import VllmConfig
-from wire.weights.layout import SHARED_MEMORY
-from wire.weights.writer import WeightPublisher
 
 _ROWS, _LENGTH = 4, 512
-_EXTENSION = "engine.vllm.client.launch.EXTENSION_PATH"
+_EXTENSION = "asyncrl.engine.vllm.client.launch.EXTENSION_PATH"
 _RELOADING = "benchmarks.weights_worker.ReloadingExtension"
 _Found = dict[str, dict[str, list[float]]]
 

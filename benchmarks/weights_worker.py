@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from engine.vllm.worker.extension import WorkerExtension
-from engine.vllm.worker.held_weights import VllmHeldWeights
-from engine.vllm.worker.weights import load
+from asyncrl.engine.vllm.worker.extension import WorkerExtension
+from asyncrl.engine.vllm.worker.held_weights import VllmHeldWeights
+from asyncrl.engine.vllm.worker.weights import load
 
 
 class ReloadingExtension(WorkerExtension):

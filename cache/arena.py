@@ -9,8 +9,8 @@ A *sequence* is a stored rollout: its *head* (the last `max_match` tokens of the
 response) and the response, in linked blocks. The address of its first block is its name. A
 *position* is the address of a token's word.
 
-All functions here and in `cache.index` and `cache.sequences` are compiled. They return codes and
-never raise; the caller checks the arguments.
+All functions here and in `asyncrl.cache.index` and `asyncrl.cache.sequences` are compiled. They
+return codes and never raise; the caller checks the arguments.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.jit import kernel
-from rollout.trajectory import IntArray
+from asyncrl.cache.jit import kernel
+from asyncrl.rollout.trajectory import IntArray
 
 LongArray = NDArray[np.int64]
 

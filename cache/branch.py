@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cache.arena import LongArray
-from cache.estimate import Experience, base_of, corrected, kind_of
-from cache.jit import kernel
-from cache.match import Candidates, RowState, Rules, Search, collect, move_on
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.cache.arena import LongArray
+from asyncrl.cache.estimate import Experience, base_of, corrected, kind_of
+from asyncrl.cache.jit import kernel
+from asyncrl.cache.match import Candidates, RowState, Rules, Search, collect, move_on
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 BLEND = 0.1
 """Votes that all candidates with a shorter match share when few have a long one: alternatives."""

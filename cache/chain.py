@@ -2,16 +2,17 @@
 
 The candidates that voted for the winner are kept, and they vote on the next token. When all of them
 have reached the end of their sequences (a sibling that is only a few tokens ahead), the search
-starts again from the row's tokens and the draft so far. `cache.branch` follows several tokens.
+starts again from the row's tokens and the draft so far. `asyncrl.cache.branch` follows several
+tokens.
 """
 
 from __future__ import annotations
 
-from cache.arena import LongArray
-from cache.estimate import Experience, base_of, corrected, kind_of
-from cache.jit import kernel
-from cache.match import Candidates, RowState, Search, collect, move_on
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.cache.arena import LongArray
+from asyncrl.cache.estimate import Experience, base_of, corrected, kind_of
+from asyncrl.cache.jit import kernel
+from asyncrl.cache.match import Candidates, RowState, Search, collect, move_on
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
 @kernel

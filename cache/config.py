@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_MATCH_LIMIT = 40
-"""A sequence's head must fit in its first block (`cache.arena.SPAN`)."""
+"""A sequence's head must fit in its first block (`asyncrl.cache.arena.SPAN`)."""
 
 DEFAULT_LENIENCE = math.exp(0.5)
 """SPEC-RL's value for GRPO (arXiv 2509.23232)."""

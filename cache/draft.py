@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from cache.arena import END, OWN, RING_AT, TREE, LongArray
-from cache.branch import draft_tree, working_space
-from cache.chain import draft_chain
-from cache.estimate import Experience
-from cache.jit import kernel
-from cache.match import Candidates, RowState, Rules, Search, last_index
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.cache.arena import END, OWN, RING_AT, TREE, LongArray
+from asyncrl.cache.branch import draft_tree, working_space
+from asyncrl.cache.chain import draft_chain
+from asyncrl.cache.estimate import Experience
+from asyncrl.cache.jit import kernel
+from asyncrl.cache.match import Candidates, RowState, Rules, Search, last_index
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
 @kernel

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.jit import kernel
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.cache.jit import kernel
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 TOTALS = 10
 SHARES = 6

@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cache.config import CacheConfig
-from cache.errors import ExchangeRefused
-from cache.message import pack, parse
-from cache.peers import SUFFIX, Peers, make_private
-from cache.ring import RingWriter
-from cache.stored import StoredRollouts
-from cache.tree import CacheStats, Drafts, RolloutCache
-from rollout.arrays import INT32_MAX
-from rollout.trajectory import IntArray
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.errors import ExchangeRefused
+from asyncrl.cache.message import pack, parse
+from asyncrl.cache.peers import SUFFIX, Peers, make_private
+from asyncrl.cache.ring import RingWriter
+from asyncrl.cache.stored import StoredRollouts
+from asyncrl.cache.tree import CacheStats, Drafts, RolloutCache
+from asyncrl.rollout.arrays import INT32_MAX
+from asyncrl.rollout.trajectory import IntArray
 
 RING_BYTES = 16 << 20
 """Of each member's ring, allocated at once: about 4 million tokens, its most recent ones."""

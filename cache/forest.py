@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cache import arena, integrity, sequences, stored
-from cache.arena import LongArray
-from cache.config import CacheConfig
-from cache.errors import CacheCorrupt
-from cache.stored import StoredRollouts
-from rollout.trajectory import IntArray
+from asyncrl.cache import arena, integrity, sequences, stored
+from asyncrl.cache.arena import LongArray
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.errors import CacheCorrupt
+from asyncrl.cache.stored import StoredRollouts
+from asyncrl.rollout.trajectory import IntArray
 
 BLOCK_BYTES = 4 * arena.BLOCK
 TREE_BYTES = 512

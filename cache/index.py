@@ -12,7 +12,7 @@ chains become long, which costs O(1) amortised per token.
 
 from __future__ import annotations
 
-from cache.arena import (
+from asyncrl.cache.arena import (
     BLOCK,
     BLOCKS,
     FIRST,
@@ -28,8 +28,8 @@ from cache.arena import (
     previous_position,
     release,
 )
-from cache.jit import kernel
-from rollout.trajectory import IntArray
+from asyncrl.cache.jit import kernel
+from asyncrl.rollout.trajectory import IntArray
 
 SHORT, LONG = 0, 1
 """The two chains of each position."""

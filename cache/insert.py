@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache.arena import (
+from asyncrl.cache.arena import (
     AT_ROW,
     AT_TOKEN,
     BLOCK,
@@ -27,8 +27,8 @@ from cache.arena import (
     USED,
     LongArray,
 )
-from cache.estimate import Experience, learn, revise
-from cache.index import (
+from asyncrl.cache.estimate import Experience, learn, revise
+from asyncrl.cache.index import (
     LARGEST_LOG2,
     SMALLEST_LOG2,
     index_blocks,
@@ -38,9 +38,9 @@ from cache.index import (
     rebuild_index,
     roll_hash,
 )
-from cache.jit import kernel
-from cache.sequences import append_token, begin_sequence
-from rollout.trajectory import IntArray
+from asyncrl.cache.jit import kernel
+from asyncrl.cache.sequences import append_token, begin_sequence
+from asyncrl.rollout.trajectory import IntArray
 
 DONE, NEED_BLOCKS, TREE_FULL = 0, 1, 2
 """What `extend` returns: finished; the arena has too few free blocks; the tree is at its limit."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.arena import (
+from asyncrl.cache.arena import (
     BLOCK,
     BLOCKS,
     BUMP,
@@ -30,9 +30,9 @@ from cache.arena import (
     VERSION,
     LongArray,
 )
-from cache.index import bucket, depth_of, hash_back, node_at
-from cache.jit import kernel
-from rollout.trajectory import IntArray
+from asyncrl.cache.index import bucket, depth_of, hash_back, node_at
+from asyncrl.cache.jit import kernel
+from asyncrl.rollout.trajectory import IntArray
 
 PROBLEMS = (
     "",

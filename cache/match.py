@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cache.arena import (
+from asyncrl.cache.arena import (
     BLOCK,
     LOG2,
     ROOT,
@@ -23,9 +23,9 @@ from cache.arena import (
     next_position,
     previous_position,
 )
-from cache.index import LONG, SHORT, bucket, hash_of
-from cache.jit import kernel
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.cache.index import LONG, SHORT, bucket, hash_of
+from asyncrl.cache.jit import kernel
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 VISITS = 4
 """Positions visited per candidate wanted: bounds the time in a tree full of repetitions."""

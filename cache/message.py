@@ -11,10 +11,10 @@ import struct
 
 import numpy as np
 
-from cache.config import MAX_MATCH_LIMIT
-from cache.stored import StoredRollouts, are_valid_tokens
-from rollout.arrays import INT32_MAX
-from rollout.trajectory import IntArray
+from asyncrl.cache.config import MAX_MATCH_LIMIT
+from asyncrl.cache.stored import StoredRollouts, are_valid_tokens
+from asyncrl.rollout.arrays import INT32_MAX
+from asyncrl.rollout.trajectory import IntArray
 
 _FIELDS = struct.Struct("<HHII")
 _INT32 = np.dtype("<i4")

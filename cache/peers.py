@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache.errors import ExchangeRefused
-from cache.ring import RingReader
+from asyncrl.cache.errors import ExchangeRefused
+from asyncrl.cache.ring import RingReader
 
 SUFFIX = ".ring"
 MAX_PEERS = 64

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from cache.config import CacheConfig
-from cache.errors import CacheError
-from cache.exchange import SharedCache, open_cache
-from cache.snapshot import restore, save
-from cache.tree import RolloutCache
-from rollout.arrays import INT32_MAX
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.errors import CacheError
+from asyncrl.cache.exchange import SharedCache, open_cache
+from asyncrl.cache.snapshot import restore, save
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.rollout.arrays import INT32_MAX
 
 _log = logging.getLogger(__name__)
 

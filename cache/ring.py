@@ -27,7 +27,7 @@ import zlib
 from collections import deque
 from pathlib import Path
 
-from cache.errors import ExchangeRefused
+from asyncrl.cache.errors import ExchangeRefused
 
 MAGIC = b"ringfile"
 FORMAT = 1

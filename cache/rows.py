@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cache import arena, estimate
-from cache.arena import LongArray
-from cache.config import CacheConfig
-from cache.index import hash_of
-from rollout.arrays import int32_values
-from rollout.trajectory import IntArray
+from asyncrl.cache import arena, estimate
+from asyncrl.cache.arena import LongArray
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.index import hash_of
+from asyncrl.rollout.arrays import int32_values
+from asyncrl.rollout.trajectory import IntArray
 
 
 class OpenRows:
@@ -23,7 +23,7 @@ class OpenRows:
     def __init__(self, config: CacheConfig) -> None:
         self._min_match = config.min_match
         self.cursors: LongArray = np.full((16, arena.CURSOR_WORDS), arena.CLOSED, np.int64)
-        """`[R, CURSOR_WORDS]` see `cache.arena`."""
+        """`[R, CURSOR_WORDS]` see `asyncrl.cache.arena`."""
         self.rings: IntArray = np.zeros((16, config.max_match), np.int32)
         """`[R, max_match]` the last tokens of each row, as a ring; -1 where there are fewer."""
         # A tree makes more guesses than it drafts, and all of them teach something.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache.arena import (
+from asyncrl.cache.arena import (
     BLOCK,
     BLOCKS,
     FIRST,
@@ -25,9 +25,9 @@ from cache.arena import (
     allocate,
     release,
 )
-from cache.index import drop_index, rebuild_index
-from cache.jit import kernel
-from rollout.trajectory import IntArray
+from asyncrl.cache.index import drop_index, rebuild_index
+from asyncrl.cache.jit import kernel
+from asyncrl.rollout.trajectory import IntArray
 
 
 @kernel

@@ -30,13 +30,13 @@ from typing import BinaryIO
 
 import numpy as np
 
-from cache.config import MAX_MATCH_LIMIT, CacheConfig
-from cache.errors import SnapshotRefused
-from cache.stored import StoredRollouts, are_valid_tokens
-from cache.tree import RolloutCache
-from rollout.arrays import INT32_MAX
-from rollout.trajectory import IntArray
-from wire.atomic_files import replacing
+from asyncrl.cache.config import MAX_MATCH_LIMIT, CacheConfig
+from asyncrl.cache.errors import SnapshotRefused
+from asyncrl.cache.stored import StoredRollouts, are_valid_tokens
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.rollout.arrays import INT32_MAX
+from asyncrl.rollout.trajectory import IntArray
+from asyncrl.wire.atomic_files import replacing
 
 MAGIC = b"rollouts"
 FORMAT = 1

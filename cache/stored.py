@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache.arena import FIRST, HEADER, NEXT, SEQ_NEXT, SEQ_OPEN, USED, VERSION, LongArray
-from cache.jit import kernel
-from rollout.trajectory import IntArray
+from asyncrl.cache.arena import FIRST, HEADER, NEXT, SEQ_NEXT, SEQ_OPEN, USED, VERSION, LongArray
+from asyncrl.cache.jit import kernel
+from asyncrl.rollout.trajectory import IntArray
 
 
 @dataclass(frozen=True, slots=True)

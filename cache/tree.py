@@ -4,7 +4,7 @@ There is one tree of earlier rollouts per prompt.
 
 Example:
     >>> import numpy as np
-    >>> from cache.config import CacheConfig
+    >>> from config import CacheConfig
     >>> cache = RolloutCache(CacheConfig(max_bytes=1 << 20))
     >>> prompt = np.array([11, 12, 13], np.int32)
     >>> first = cache.open("add-17", prompt)
@@ -17,12 +17,12 @@ Example:
 `RolloutCache` serves one engine and is not thread-safe. Its methods are batched over the rows of a
 decode step, and compiled kernels do the work:
 
-    cache.arena, cache.index, cache.sequences    layout: blocks, hash chains, stored rollouts
-    cache.insert, cache.estimate                 storing tokens, learning from outcomes
-    cache.draft                                  drafting chains and trees
-    cache.forest, cache.rows                     the Python side: trees and their budget, open rows
+    arena, index, sequences    layout: blocks, hash chains, stored rollouts
+    insert, estimate           storing tokens, learning from outcomes
+    draft                      drafting chains and trees
+    forest, rows               the Python side: trees and their budget, open rows
 
-The cache can only change speed, never what is sampled (see `rollout.acceptance`).
+The cache can only change speed, never what is sampled (see `asyncrl.rollout.acceptance`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache import arena, insert
-from cache.config import CacheConfig
-from cache.draft import draft
-from cache.errors import CacheCorrupt
-from cache.forest import Forest
-from cache.match import Rules, version_weights
-from cache.rows import OpenRows
-from cache.stored import StoredRollouts
-from rollout.arrays import check_offsets, int32_values
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.cache import arena, insert
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.draft import draft
+from asyncrl.cache.errors import CacheCorrupt
+from asyncrl.cache.forest import Forest
+from asyncrl.cache.match import Rules, version_weights
+from asyncrl.cache.rows import OpenRows
+from asyncrl.cache.stored import StoredRollouts
+from asyncrl.rollout.arrays import check_offsets, int32_values
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +331,7 @@ class RolloutCache:
         self._rows.cursors[row, arena.OWN] = arena.MUTED
 
 
-def _is_int32_vector(array: IntArray) -> bool:
+def _is_int32_vector(array: object) -> bool:
     """Whether compiled code takes it as it is."""
     return (
         isinstance(array, np.ndarray)

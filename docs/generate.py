@@ -19,9 +19,9 @@ import typer
 import yaml
 
 from asyncrl.cli import entry  # adds the commands
+from asyncrl.monitoring.instruments import MetricSpec
+from asyncrl.monitoring.metrics import all_specs
 from asyncrl.web.api import ABOUT, Api, application
-from monitoring.instruments import MetricSpec
-from monitoring.metrics import all_specs
 
 DOCS = Path(__file__).resolve().parent
 RULES = DOCS.parent / "monitoring" / "rules"

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from monitoring.report.markup import Markup, element
+from asyncrl.monitoring.report.markup import Markup, element
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "structure.svg"
@@ -51,7 +51,8 @@ def floors() -> list[list[str]]:
     """Package names from the top floor down, as the import contract has them."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = next(c["layers"] for c in settings["contracts"] if c["type"] == "layers")
-    return [[name.strip() for name in layer.split("|")] for layer in layers]
+    below = [[name.strip() for name in layer.split("|")] for layer in layers[1:]]
+    return [["asyncrl"], *below]
 
 
 def summary(path: Path) -> str:
@@ -67,7 +68,7 @@ def package(name: str, known: set[str]) -> Box:
     inside = [
         path
         for path in sorted(folder.iterdir(), key=lambda path: (path.is_file(), path.name))
-        if (path.is_dir() and (path / "__init__.py").exists())
+        if (path.is_dir() and not path.is_symlink() and (path / "__init__.py").exists())
         or (path.suffix == ".py" and not path.stem.startswith("__"))
     ]
     entries = [(path.stem + "/" * path.is_dir(), summary(path)) for path in inside]
@@ -78,7 +79,7 @@ def package(name: str, known: set[str]) -> Box:
             if isinstance(node, ast.Import):
                 modules = [alias.name for alias in node.names]
             for module in modules:
-                target = module.split(".", 1)[0]
+                target = module.removeprefix("asyncrl.").split(".", 1)[0]  # asyncrl.TARGET.module
                 if target in known and target != name:
                     box.imports[target] += 1
     return box

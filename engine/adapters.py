@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from wire.errors import WeightsReadError
-from wire.weights.adapter import merge, pairs_of
-from wire.weights.layout import WeightManifest
-from wire.weights.reader import WeightBuffer
+from asyncrl.wire.errors import WeightsReadError
+from asyncrl.wire.weights.adapter import merge, pairs_of
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.reader import WeightBuffer
 
 Base = Callable[[Collection[str]], Mapping[str, Tensor]]
 """The weights without adapter in the engine's data types, at least those of these names of the HF

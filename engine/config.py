@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from engine.protocol import SamplingParams
-from engine.sglang.config import SglangConfig
-from engine.torch.config import TorchConfig
-from engine.vllm.config import VllmConfig
-from rollout.truncation import MAX_TOP_K, Truncation
-from wire.limits import MAX_STOP_BYTES, MAX_THREADS, MAX_TOKENS
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.sglang.config import SglangConfig
+from asyncrl.engine.torch.config import TorchConfig
+from asyncrl.engine.vllm.config import VllmConfig
+from asyncrl.rollout.truncation import MAX_TOP_K, Truncation
+from asyncrl.wire.limits import MAX_STOP_BYTES, MAX_THREADS, MAX_TOKENS
 
 if TYPE_CHECKING:
-    from engine.stopping import StopRule
+    from asyncrl.engine.stopping import StopRule
 
 EngineKind = Literal["torch", "vllm", "sglang"]
 DType = Literal["auto", "float32", "bfloat16"]

@@ -5,14 +5,14 @@ which stands for all other tokens. One uniform number chooses the symbol. The to
 is the one with the largest log p - log E, where E is exponential noise keyed by (seed of the noise,
 position, token); -log E is Gumbel noise. So drawn tokens follow p exactly, and a newer policy that
 meets the same noise mostly names the same token: that lets verification keep tokens outside the
-list (`rollout.acceptance.verify_kept`, docs/exactness.md).
+list (`asyncrl.rollout.acceptance.verify_kept`, docs/exactness.md).
 
 The noise of a token is keyed by the seed of its request and the version that drew it. A verified
 token keeps its list and its noise.
 
-On a CPU the draws are compiled code (`engine.drawing_kernels`), elsewhere tensor operations here.
-On GPUs engines use kernels of their own, which start from logits (`engine.logits_triton`). All
-compute the same bits of noise.
+On a CPU the draws are compiled code (`asyncrl.engine.drawing_kernels`), elsewhere tensor operations
+here. On GPUs engines use kernels of their own, which start from logits
+(`asyncrl.engine.logits_triton`). All compute the same bits of noise.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.drawing_kernels import draw_rows, identify_rows, list_rows
-from engine.sampling import Purpose, forked, stream_bits, uniforms
-from rollout.trajectory import FloatArray, IntArray, SeedArray
+from asyncrl.engine.drawing_kernels import draw_rows, identify_rows, list_rows
+from asyncrl.engine.sampling import Purpose, forked, stream_bits, uniforms
+from asyncrl.rollout.trajectory import FloatArray, IntArray, SeedArray
 
 UNREPORTED_K = 32
 """K of draws whose lists are not reported."""
@@ -236,7 +236,7 @@ def identify_by_tensors(logprobs: torch.Tensor, ids: torch.Tensor, keys: SeedArr
 
 
 def _exponentials(keys: SeedArray, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """`[N, V]` float64 noise; `engine.drawing_kernels` says how it is computed."""
+    """`[N, V]` float64 noise; `asyncrl.engine.drawing_kernels` says how it is computed."""
     key = torch.from_numpy(keys.view(np.int64)).to(device)[:, None]
     token = torch.arange(vocab_size, device=device)[None, :]
     low = 0xFFFFFFFF

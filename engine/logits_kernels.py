@@ -1,11 +1,11 @@
-"""The kernels of `engine.logits_triton`.
+"""The kernels of `asyncrl.engine.logits_triton`.
 
 Tokens are compared by keys: 32 bits that order floats as integers, then the id, reversed. So a key
 says both how probable a token is and which of equally probable ones comes first.
 
 Arguments in capitals are compile-time constants. `n` rows, `vocabulary` tokens, `stride` between
-rows of logits, `count` parts of a row. `columns` are what `engine.logits_triton` packs; the last
-one says which row of the logits a row is.
+rows of logits, `count` parts of a row. `columns` are what `asyncrl.engine.logits_triton` packs; the
+last one says which row of the logits a row is.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _exponential(token, key, low, high):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _stream_bits(seed, position):  # type: ignore[no-untyped-def]
-    """As `engine.sampling.stream_bits`."""
+    """As `asyncrl.engine.sampling.stream_bits`."""
     start = _mix(seed + 0x9E3779B97F4A7C15)
     return _mix(start + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
 

@@ -6,9 +6,9 @@
     cut_kernel         only with top-k, top-p or min-p: finds the least probable token that stays,
                        by splitting the range of floats in 16, eight times. Nothing is sorted.
 
-No array over the vocabulary is written. What is computed is defined by `engine.drawing` and
-`engine.sampling`: the same random bits, the order of ids, the same rule for equal values (lower id
-first). Logarithms and sums may differ from theirs in the last bits.
+No array over the vocabulary is written. What is computed is defined by `asyncrl.engine.drawing` and
+`asyncrl.engine.sampling`: the same random bits, the order of ids, the same rule for equal values
+(lower id first). Logarithms and sums may differ from theirs in the last bits.
 
 It has run in Triton's interpreter and was compiled for sm_90, never on a GPU
 (`tests/engine/test_logits_triton.py`).
@@ -22,11 +22,11 @@ import numpy as np
 import torch
 import triton
 
-from engine.drawing import Streams
-from engine.logits_kernels import cut_kernel, draw_kernel, look_up_kernel, summarise_kernel
-from engine.sampling import SamplingColumns
-from engine.verification import KeptColumns
-from rollout.trajectory import SeedArray
+from asyncrl.engine.drawing import Streams
+from asyncrl.engine.logits_kernels import cut_kernel, draw_kernel, look_up_kernel, summarise_kernel
+from asyncrl.engine.sampling import SamplingColumns
+from asyncrl.engine.verification import KeptColumns
+from asyncrl.rollout.trajectory import SeedArray
 
 _BLOCK, _CUT_BLOCK = 2048, 512
 _BLOCKS_A_PART = 4
@@ -77,7 +77,7 @@ def draw_rows(
     table_rows: int | None = None,
     rows: np.ndarray | None = None,
 ) -> Tables:
-    """As `engine.logits.draw_from_logits`, for all rows at once. The logits are not changed.
+    """As `logits.draw_from_logits`, for all rows at once. The logits are not changed.
 
     Args:
         logits: `[R, V]`

@@ -3,7 +3,8 @@
 An engine does not know groups, epochs or rewards. It serves requests: the eight samples of a group
 are eight requests with the same `cache_key`.
 
-Errors: an engine raises `engine.errors.EngineError` and its subclasses, with the request id.
+Errors: an engine raises `asyncrl.engine.errors.EngineError` and its subclasses, with the request
+    id.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from rollout.trajectory import (
+from asyncrl.rollout.trajectory import (
     ByteArray,
     FinishReason,
     FloatArray,
@@ -23,12 +24,12 @@ from rollout.trajectory import (
     SeedArray,
     TrajectoryBuilder,
 )
-from rollout.truncation import Truncation
-from wire.records import EngineStats
-from wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.rollout.truncation import Truncation
+from asyncrl.wire.records import EngineStats
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 if TYPE_CHECKING:  # it needs numba, which the controller does without
-    from engine.stopping import StopRule
+    from asyncrl.engine.stopping import StopRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class SamplingParams:
     """Only the so many most probable tokens are drawn; 0: off."""
     min_p: float = 0.0
     """Only tokens at least so many times as probable as the most probable one are drawn; 0: off.
-    `rollout.truncation` says in which order these are applied."""
+    `asyncrl.rollout.truncation` says in which order these are applied."""
     stop_tokens: tuple[int, ...] = ()
     """Drawing one of these ends the response. It is part of the response."""
     stop_rule: StopRule | None = None
@@ -113,7 +114,7 @@ class TokenChunk:
     topk_logprobs: FloatArray
     """`[n, K]`, padded with -inf."""
     noise_seeds: SeedArray
-    """`[n]` of the noise that drew tokens outside the top K (`engine.drawing`)."""
+    """`[n]` of the noise that drew tokens outside the top K (`asyncrl.engine.drawing`)."""
     provenance: ByteArray
     """`[n]` of `Provenance`."""
     policy_version: int
@@ -222,7 +223,7 @@ class Engine(Protocol):
         Nothing that is served changes. Names, shapes and data types are checked, and that the copy
         is one whole version. A version that is never installed costs nothing more; the next one
         replaces it. Staging memory is one more copy of the weights per engine, see
-        `engine.weights.StagedWeights`.
+        `asyncrl.engine.weights.StagedWeights`.
 
         Raises:
             WeightsSupersededError: these were overwritten or removed; nothing is staged.

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.errors import RequestError
-from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest
-from rollout.acceptance import MASS_TOLERANCE
-from rollout.trajectory import IntArray, KeptTokens
+from asyncrl.engine.errors import RequestError
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, ScoreRequest
+from asyncrl.rollout.acceptance import MASS_TOLERANCE
+from asyncrl.rollout.trajectory import IntArray, KeptTokens
 
 _SEED_MASK = (1 << 64) - 1
 

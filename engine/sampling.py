@@ -1,12 +1,12 @@
 """The distribution that tokens are drawn from, and the random numbers that draw them.
 
-A draw (`engine.drawing`) is a pure function of the distribution, the seed of the request, the
-position in the response and, for tokens outside the list, the policy version. Its numbers are the
-position-th outputs of SplitMix64 streams (Steele, Lea, Flood 2014) started at mixed seeds. So
+A draw (`asyncrl.engine.drawing`) is a pure function of the distribution, the seed of the request,
+the position in the response and, for tokens outside the list, the policy version. Its numbers are
+the position-th outputs of SplitMix64 streams (Steele, Lea, Flood 2014) started at mixed seeds. So
 neither the batch, nor the slot, nor the drafts can change which token a request generates; the
-tests use that as the strongest form of "drafting is exact". What remains is rounding: logits
-differ in the last bits with the shape of the batch, which moves a draw about once in 10^6 (never
-with a batch-invariant model, see `engine.torch.invariant`).
+tests use that as the strongest form of "drafting is exact". What remains is rounding: logits differ
+in the last bits with the shape of the batch, which moves a draw about once in 10^6 (never with a
+batch-invariant model, see `asyncrl.engine.torch.invariant`).
 
 A request that continues after a *rejected* token needs a new seed: given the rejection, the old
 number at that position is no longer uniform. For the same reason the numbers that accept or reject
@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.protocol import SamplingParams
-from rollout.sampled_set import left_out
-from rollout.trajectory import FloatArray, SeedArray
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.rollout.sampled_set import left_out
+from asyncrl.rollout.trajectory import FloatArray, SeedArray
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -134,7 +134,7 @@ class SamplingColumns:
 def processed_logprobs(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
     """`[N, V]` log-probabilities in float32 after temperature and truncation; -inf outside.
 
-    `rollout.truncation` defines the operations and their order.
+    `asyncrl.rollout.truncation` defines the operations and their order.
 
     Args:
         logits: `[N, V]`, float32; may be overwritten.

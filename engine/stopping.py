@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.jit import Compiler
-from rollout.trajectory import IntArray
-from wire.limits import MAX_STOP_BYTES
+from asyncrl.rollout.jit import Compiler
+from asyncrl.rollout.trajectory import IntArray
+from asyncrl.wire.limits import MAX_STOP_BYTES
 
 kernel = Compiler(Path(__file__).parent)
 

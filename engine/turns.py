@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollout.trajectory import BoolArray, ByteArray, KeptTokens, Provenance
+from asyncrl.rollout.trajectory import BoolArray, ByteArray, KeptTokens, Provenance
 
 
 def turn_start(observed: BoolArray, count: int) -> int:

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.drafting.proposals import offsets_of
-from engine.drawing import identify, noise_seeds
-from engine.sampling import Purpose, forked, uniforms
-from rollout.acceptance import accept_lenient, symbols_of, verify_kept
-from rollout.trajectory import FloatArray, IntArray, KeptTokens, SeedArray
+from asyncrl.engine.drafting.proposals import offsets_of
+from asyncrl.engine.drawing import identify, noise_seeds
+from asyncrl.engine.sampling import Purpose, forked, uniforms
+from asyncrl.rollout.acceptance import accept_lenient, symbols_of, verify_kept
+from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens, SeedArray
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 

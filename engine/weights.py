@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.adapters import Buffer
-from engine.errors import EngineStartError, WeightsError, WeightsSupersededError
-from wire import errors as wire
-from wire.weights.adapter import adapter_mistakes
-from wire.weights.layout import WeightManifest
-from wire.weights.reader import WeightBuffer
+from asyncrl.engine.adapters import Buffer
+from asyncrl.engine.errors import EngineStartError, WeightsError, WeightsSupersededError
+from asyncrl.wire import errors as wire
+from asyncrl.wire.weights.adapter import adapter_mistakes
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.reader import WeightBuffer
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 """Names as in the HF state dict."""

@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from monitoring.log_level import LogLevel
-from monitoring.sinks.config import SinkConfig
-from wire.paths import AbsolutePath
+from asyncrl.monitoring.log_level import LogLevel
+from asyncrl.monitoring.sinks.config import SinkConfig
+from asyncrl.wire.paths import AbsolutePath
 
 MAX_PORT = 65_535
 

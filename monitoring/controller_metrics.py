@@ -1,6 +1,6 @@
 """The Prometheus metrics of the run as a whole, which the controller exports.
 
-`monitoring.metrics` says how metrics are declared.
+`asyncrl.monitoring.metrics` says how metrics are declared.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, get_args
 
 from prometheus_client import Gauge, Histogram
 
-from monitoring.instruments import By, Total, counter, gauge, histogram
-from monitoring.phases import ENOUGH
-from monitoring.process_metrics import ProcessMetrics
-from wire.evaluations import EvaluationRecord, accuracy_of
-from wire.on_policy import OnPolicySteps
-from wire.records import Measured, StepMetrics
-from wire.wrong_policy import Cause
+from asyncrl.monitoring.instruments import By, Total, counter, gauge, histogram
+from asyncrl.monitoring.phases import ENOUGH
+from asyncrl.monitoring.process_metrics import ProcessMetrics
+from asyncrl.wire.evaluations import EvaluationRecord, accuracy_of
+from asyncrl.wire.on_policy import OnPolicySteps
+from asyncrl.wire.records import Measured, StepMetrics
+from asyncrl.wire.wrong_policy import Cause
 
 # ruff: noqa: RUF009 - the calls below make dataclass fields; ruff cannot see that through a helper
 

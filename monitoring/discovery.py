@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from wire.atomic_files import write_atomically
+from asyncrl.wire.atomic_files import write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from monitoring.wording import duration, number
-from wire.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation
+from asyncrl.monitoring.wording import duration, number
+from asyncrl.wire.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation
 
 
 def evaluation_lines(record: EvaluationRecord, *, is_best: bool = False) -> list[str]:

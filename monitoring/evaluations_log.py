@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from monitoring.jsonl import RetryingJsonlWriter, read_jsonl
-from wire.evaluations import EvaluationRecord
+from asyncrl.monitoring.jsonl import RetryingJsonlWriter, read_jsonl
+from asyncrl.wire.evaluations import EvaluationRecord
 
 
 class EvaluationsLog:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from monitoring.config import MAX_PORT, MonitoringConfig
-from monitoring.errors import ExporterError, PortInUse
-from monitoring.http_server import MetricsServer
+from asyncrl.monitoring.config import MAX_PORT, MonitoringConfig
+from asyncrl.monitoring.errors import ExporterError, PortInUse
+from asyncrl.monitoring.http_server import MetricsServer
 
 CLOSE_SECONDS = 5.0
 """How long `Exporter.close` waits for a running scrape."""

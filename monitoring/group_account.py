@@ -1,12 +1,12 @@
 """Check from a run's metrics.jsonl that each group was trained on exactly once or reported failed.
 
-Reads the file only, so it can check a run from outside: `python -m monitoring.group_account RUN`
-prints the account of a run's folder and exits with 1 if a group was lost or trained on twice. A
-resumed run drops the records of the steps that it repeats, together with their weights, so the
+Reads the file only, so it can check a run from outside: `python -m asyncrl.monitoring.group_account
+RUN` prints the account of a run's folder and exits with 1 if a group was lost or trained on twice.
+A resumed run drops the records of the steps that it repeats, together with their weights, so the
 account is over the steps that led to the present policy.
 
 Example:
-    >>> from wire.records import StepGroups
+    >>> from asyncrl.wire.records import StepGroups
     >>> steps = [
     ...     StepMetrics(step=0, time=1.0, groups=StepGroups(trained=(0, 1))),
     ...     StepMetrics(step=1, time=2.0, groups=StepGroups(trained=(1, 3), failed=(2,))),
@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import yaml
 
-from monitoring.errors import RecordError
-from monitoring.metrics_log import read_metrics
-from wire.records import GroupTotals, StepMetrics
+from asyncrl.monitoring.errors import RecordError
+from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.wire.records import GroupTotals, StepMetrics
 
 
 class GroupAccount(NamedTuple):
@@ -106,7 +106,7 @@ def read_account(run: Path) -> GroupAccount:
 def main(arguments: Sequence[str]) -> int:
     """Print the account of the run in the given folder; 0 if it is exact, 1 if not, 2 on misuse."""
     if len(arguments) != 1:
-        print("usage: python -m monitoring.group_account RUN_FOLDER", file=sys.stderr)
+        print("usage: python -m asyncrl.monitoring.group_account RUN_FOLDER", file=sys.stderr)
         return 2
     try:
         account = read_account(Path(arguments[0]))

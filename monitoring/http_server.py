@@ -3,7 +3,7 @@
 Everything that is not a plain HTTP/1 request is answered with 400, quietly. A request's head is
 limited in size and time, and so is the number of connections, so that a scanner or a slow client
 takes a bounded number of threads and leaves nothing on the user's terminal. On a loopback address,
-a request for another machine's name is refused (`monitoring.loopback`).
+a request for another machine's name is refused (`asyncrl.monitoring.loopback`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import urllib.parse
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from monitoring.config import is_loopback
-from monitoring.loopback import means_this_machine
+from asyncrl.monitoring.config import is_loopback
+from asyncrl.monitoring.loopback import means_this_machine
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from monitoring.disk_thread import DiskThread
-from monitoring.errors import RecordError
+from asyncrl.monitoring.disk_thread import DiskThread
+from asyncrl.monitoring.errors import RecordError
 
 logger = logging.getLogger(__name__)
 

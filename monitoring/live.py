@@ -23,10 +23,10 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from monitoring.config import MonitoringConfig
-from monitoring.live_panel import panel, plain_line
-from monitoring.run_view import RunView
-from monitoring.wording import without_controls
+from asyncrl.monitoring.config import MonitoringConfig
+from asyncrl.monitoring.live_panel import panel, plain_line
+from asyncrl.monitoring.run_view import RunView
+from asyncrl.monitoring.wording import without_controls
 
 logger = logging.getLogger(__name__)
 

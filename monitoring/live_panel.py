@@ -9,8 +9,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from monitoring.run_view import RunView
-from monitoring.wording import (
+from asyncrl.monitoring.run_view import RunView
+from asyncrl.monitoring.wording import (
     ON_POLICY,
     UNKNOWN,
     count,
@@ -20,7 +20,7 @@ from monitoring.wording import (
     sparkline,
     without_controls,
 )
-from wire.evaluations import EvaluationRecord, accuracy_of
+from asyncrl.wire.evaluations import EvaluationRecord, accuracy_of
 
 HIGH_IDLE_SHARE = 0.3
 """Idle shares from here on are shown in a warning colour."""

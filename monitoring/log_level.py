@@ -7,10 +7,7 @@ from typing import Literal
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-_OURS = ("asyncrl", "cache", "engine", "monitoring", "rollout", "scheduler", "trainer", "wire")
-
 
 def set_log_level(level: LogLevel) -> None:
-    """Have asyncrl's packages log from this level on. Those of others stay as they are."""
-    for name in _OURS:
-        logging.getLogger(name).setLevel(level.upper())
+    """Have asyncrl log from this level on. Packages of others stay as they are."""
+    logging.getLogger("asyncrl").setLevel(level.upper())

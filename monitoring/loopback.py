@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from monitoring.config import is_loopback
+from asyncrl.monitoring.config import is_loopback
 
 
 def means_this_machine(host: str) -> bool:

@@ -5,8 +5,8 @@ process's name. Names begin with `asyncrl_`, units are base units (seconds, byte
 from 0 to 1), counters end in `_total`. Series with a fixed set of label values exist from the
 start, so that a rate over them is never missing; other values are refused.
 
-Gauges of a step read their value from the step's record (`wire.records`), so that a name that does
-not exist there is a type error and not a series that is never set.
+Gauges of a step read their value from the step's record (`asyncrl.wire.records`), so that a name
+that does not exist there is a type error and not a series that is never set.
 
     registry = new_registry()
     metrics = GeneratorMetrics.register(registry, process="generator-0")
@@ -24,8 +24,8 @@ from typing import Any, get_args
 
 from prometheus_client import Gauge, Histogram
 
-from monitoring.controller_metrics import ControllerMetrics
-from monitoring.instruments import (
+from asyncrl.monitoring.controller_metrics import ControllerMetrics
+from asyncrl.monitoring.instruments import (
     TOKENS,
     By,
     MetricSpec,
@@ -36,12 +36,12 @@ from monitoring.instruments import (
     new_registry,
     specs_of,
 )
-from monitoring.occupancy import SlotPiece, SlotUse
-from monitoring.process_metrics import CommonMetrics, ProcessMetrics
-from monitoring.relay_metrics import RelayMetrics
-from wire.messages.from_trainer import CheckpointFault
-from wire.records import LearnerMetrics, Measured
-from wire.weights.broadcast.words import Outcome
+from asyncrl.monitoring.occupancy import SlotPiece, SlotUse
+from asyncrl.monitoring.process_metrics import CommonMetrics, ProcessMetrics
+from asyncrl.monitoring.relay_metrics import RelayMetrics
+from asyncrl.wire.messages.from_trainer import CheckpointFault
+from asyncrl.wire.records import LearnerMetrics, Measured
+from asyncrl.wire.weights.broadcast.words import Outcome
 
 __all__ = [
     "ROLES",

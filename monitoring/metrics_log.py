@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from monitoring.jsonl import RetryingJsonlWriter, read_jsonl
-from wire.records import StepMetrics
+from asyncrl.monitoring.jsonl import RetryingJsonlWriter, read_jsonl
+from asyncrl.wire.records import StepMetrics
 
 
 class MetricsLog:

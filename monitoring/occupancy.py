@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from monitoring.jsonl import RetryingJsonlWriter, read_jsonl
+from asyncrl.monitoring.jsonl import RetryingJsonlWriter, read_jsonl
 
 PIECE_SECONDS = 0.25
 """Shortest piece written while the use of slots keeps changing."""

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from monitoring.spans import Span, continues
+from asyncrl.monitoring.spans import Span, continues
 
 _GAP = 0.05
 """Seconds between two pieces of one phase, at most."""

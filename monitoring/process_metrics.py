@@ -1,6 +1,6 @@
 """The Prometheus metrics that every process has, and those of every process with a time line.
 
-`monitoring.metrics` has those of each role.
+`asyncrl.monitoring.metrics` has those of each role.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any, Protocol, Self
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from monitoring.instruments import By, Total, build, counter, gauge, specs_of
-from monitoring.phases import Phases
-from monitoring.spans import RecentIdle, Span, SpanKind
-from wire.decoding import Reason
-from wire.records import LearnerMetrics
+from asyncrl.monitoring.instruments import By, Total, build, counter, gauge, specs_of
+from asyncrl.monitoring.phases import Phases
+from asyncrl.monitoring.spans import RecentIdle, Span, SpanKind
+from asyncrl.wire.decoding import Reason
+from asyncrl.wire.records import LearnerMetrics
 
 # ruff: noqa: RUF009 - the calls below make dataclass fields; ruff cannot see that through a helper
 
 
 class Resending(Protocol):
-    """One end of a session, or all those of a hub (`wire.sessions`)."""
+    """One end of a session, or all those of a hub (`asyncrl.wire.sessions`)."""
 
     count_resent: Callable[[int], None]
     """Called with the number of frames that are sent again."""

@@ -1,6 +1,6 @@
 """The Prometheus metrics of a relay.
 
-`monitoring.metrics` says how metrics are declared.
+`asyncrl.monitoring.metrics` says how metrics are declared.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from prometheus_client import Gauge, Histogram
 
-from monitoring.instruments import By, Total, counter, gauge, histogram
-from monitoring.process_metrics import CommonMetrics
+from asyncrl.monitoring.instruments import By, Total, counter, gauge, histogram
+from asyncrl.monitoring.process_metrics import CommonMetrics
 
 # ruff: noqa: RUF009 - the calls below make dataclass fields; ruff cannot see that through a helper
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from monitoring.evaluation_text import incomplete
-from wire.evaluations import EvaluationRecord, accuracy_of
-from wire.records import GroupTotals, StepMetrics, TokenCounts
-from wire.reward_counts import RewardCounts
+from asyncrl.monitoring.evaluation_text import incomplete
+from asyncrl.wire.evaluations import EvaluationRecord, accuracy_of
+from asyncrl.wire.records import GroupTotals, StepMetrics, TokenCounts
+from asyncrl.wire.reward_counts import RewardCounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Check that two runs trained on the same samples and have the same weights, bit for bit.
 
-Reads the runs' folders only: `python -m monitoring.same_training RUN OTHER` compares the records of
-all steps without what depends on the clock, and the weights of the checkpoints that both have. It
-exits with 1 at the first difference. Runs with `run.repeatable: true` and equal settings are the
-same in this sense.
+Reads the runs' folders only: `python -m asyncrl.monitoring.same_training RUN OTHER` compares the
+records of all steps without what depends on the clock, and the weights of the checkpoints that both
+have. It exits with 1 at the first difference. Runs with `run.repeatable: true` and equal settings
+are the same in this sense.
 
 Example:
     >>> early = StepMetrics(step=0, time=1.0, wall_seconds=0.5)
@@ -21,9 +21,9 @@ from pathlib import Path
 
 import msgspec
 
-from monitoring.errors import RecordError
-from monitoring.metrics_log import read_metrics
-from wire.records import StepMetrics
+from asyncrl.monitoring.errors import RecordError
+from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.wire.records import StepMetrics
 
 TIMES = frozenset(
     {
@@ -101,7 +101,10 @@ def _fields_apart(mine: StepMetrics, theirs: StepMetrics) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Compare two runs' folders; 0 if they are the same, 1 if not, 2 on misuse."""
     if len(arguments) != 2:
-        print("usage: python -m monitoring.same_training RUN_FOLDER OTHER_FOLDER", file=sys.stderr)
+        print(
+            "usage: python -m asyncrl.monitoring.same_training RUN_FOLDER OTHER_FOLDER",
+            file=sys.stderr,
+        )
         return 2
     run, other = (Path(argument) for argument in arguments)
     try:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from rich.text import Text
 
-from monitoring.samples import SampleRecord
-from monitoring.wording import counted, ended, number, without_controls
+from asyncrl.monitoring.samples import SampleRecord
+from asyncrl.monitoring.wording import counted, ended, number, without_controls
 
 _STYLES = {"sampled": "", "drafted": "green", "verified": "cyan", "observed": "dim"}
 """Of tokens, by origin. Without colours, drafted tokens stand in [ ], verified ones in { }, and

@@ -17,10 +17,10 @@ from typing import Literal
 
 import msgspec
 
-from monitoring.jsonl import RetryingJsonlWriter, read_jsonl
+from asyncrl.monitoring.jsonl import RetryingJsonlWriter, read_jsonl
 
 TokenProvenance = Literal["sampled", "drafted", "verified", "observed"]
-"""Where a token came from: the names of `rollout.trajectory.Provenance` in lower case."""
+"""Where a token came from: the names of `asyncrl.rollout.trajectory.Provenance` in lower case."""
 
 
 class SampleSegment(msgspec.Struct, frozen=True):

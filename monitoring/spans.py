@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from monitoring.jsonl import read_jsonl
+from asyncrl.monitoring.jsonl import read_jsonl
 
 UNACCOUNTED = "unaccounted"
 """Cause of the idle time that no span covers."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from monitoring.wording import ON_POLICY, brief, duration
-from wire.reward_counts import RewardCounts
+from asyncrl.monitoring.wording import ON_POLICY, brief, duration
+from asyncrl.wire.reward_counts import RewardCounts
 
 _LINES: tuple[tuple[str, ...], ...] = (
     ("{run}: {phase}", "step {step} of {steps}", "{engine} engine", "{left} left"),

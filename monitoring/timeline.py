@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from monitoring.jsonl import RetryingJsonlWriter
-from monitoring.spans import Span, SpanKind, continues, join
+from asyncrl.monitoring.jsonl import RetryingJsonlWriter
+from asyncrl.monitoring.spans import Span, SpanKind, continues, join
 
 
 @dataclass(frozen=True, slots=True)

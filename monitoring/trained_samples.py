@@ -27,8 +27,8 @@ from pathlib import Path
 
 import msgspec
 
-from monitoring.jsonl import JsonlWriter, read_jsonl, whole_lines
-from monitoring.samples import SampleSegment
+from asyncrl.monitoring.jsonl import JsonlWriter, read_jsonl, whole_lines
+from asyncrl.monitoring.samples import SampleSegment
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class TrainedSample(msgspec.Struct, frozen=True, omit_defaults=True):
     reward: float
     """The one that is trained on."""
     finish_reason: str
-    """`stop`, `length` or `deadline`: `rollout.trajectory.FinishReason`."""
+    """`stop`, `length` or `deadline`: `asyncrl.rollout.trajectory.FinishReason`."""
     generator: str
     """The process that delivered it."""
     prompt_length: int
@@ -84,7 +84,7 @@ class TrainedSample(msgspec.Struct, frozen=True, omit_defaults=True):
     response_tokens: list[int] | None = None
     """Ids, with `run.log_sample_tokens`."""
     provenance: str | None = None
-    """With them, a digit for each token of the response: `rollout.trajectory.Provenance`."""
+    """A digit for each token of the response (`asyncrl.rollout.trajectory.Provenance`)."""
     behaviour_logprobs: list[float] | None = None
     """With them, the log-probability with which each was drawn; 0 for observed ones."""
 

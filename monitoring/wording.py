@@ -48,7 +48,7 @@ def ended(finish_reason: str, *, several_turns: bool) -> str:
     """How a sample was cut off; empty if it was not.
 
     Args:
-        finish_reason: `rollout.trajectory.FinishReason`.
+        finish_reason: `asyncrl.rollout.trajectory.FinishReason`.
         several_turns: the limit may have been that of turns.
     """
     limit = "limit of tokens or turns" if several_turns else "token limit"

@@ -9,3 +9,6 @@ Exactness depends on this package alone. The tree, the estimates and the planner
 tokens: an error in them can cost time but never change what is sampled. An import contract keeps
 them out of this package (docs/decisions/0015).
 """
+
+if __name__ == "rollout":
+    raise ImportError("asyncrl's package rollout is imported as asyncrl.rollout", name="rollout")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rollout.trajectory import IntArray
+from asyncrl.rollout.trajectory import IntArray
 
 INT32_MAX = 2**31 - 1
 

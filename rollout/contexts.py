@@ -12,7 +12,7 @@ A generated token belongs to exactly one context, so it is trained on once. The 
 the contexts, one after another, are those of the trajectory.
 
 Example:
-    >>> from rollout.trajectory import SampleId, Segment
+    >>> from asyncrl.rollout.trajectory import SampleId, Segment
     >>> marks = [Provenance.SAMPLED, Provenance.OBSERVED, Provenance.SAMPLED, Provenance.OBSERVED]
     >>> one = Trajectory(
     ...     id=SampleId(0, 0), prompt_id="p", prompt_tokens=np.array([1, 2], np.int32),
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollout.trajectory import (
+from asyncrl.rollout.trajectory import (
     BoolArray,
     IntArray,
     KeptTokens,

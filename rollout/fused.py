@@ -2,7 +2,7 @@
 
 Both replace transformers' forward pass of these models (`engine.torch.fused`, `trainer.fused`), and
 both compare theirs with it at start. What the two compute alike is here and in
-`rollout.fused_kernels`.
+`asyncrl.rollout.fused_kernels`.
 """
 
 from __future__ import annotations

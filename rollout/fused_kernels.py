@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.jit import Compiler
-from rollout.trajectory import FloatArray
+from asyncrl.rollout.jit import Compiler
+from asyncrl.rollout.trajectory import FloatArray
 
 LongArray = NDArray[np.int64]
 

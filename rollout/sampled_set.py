@@ -1,4 +1,4 @@
-"""The set of tokens that truncation leaves in; `rollout.truncation` defines it."""
+"""The set of tokens that truncation leaves in; `asyncrl.rollout.truncation` defines it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from rollout.truncation import Truncation
+from asyncrl.rollout.truncation import Truncation
 
 
 def left_out(

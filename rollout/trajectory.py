@@ -153,7 +153,7 @@ class Trajectory:
     finish_reason: FinishReason
     contexts: tuple[int, ...] = field(default=(), kw_only=True)
     """Where in `[0, L)` the model's context begins anew, ascending. The observed tokens from there
-    on are the whole prompt of what follows (`rollout.contexts`)."""
+    on are the whole prompt of what follows (`asyncrl.rollout.contexts`)."""
 
     def versions(self) -> IntArray:
         """`[L]` policy version that each token's distribution follows."""

@@ -14,9 +14,9 @@ the ratio to the most probable token does not change by leaving tokens out, that
 top_p and min_p are both set: top_p is then a share of what min_p has left. Our vLLM engine does not
 use vLLM's sampler. Ties at the edge of top_k are kept by both.
 
-`rollout.sampled_set` computes the set, for engines and trainer alike. The set depends on the
-distribution alone, never on the token that was drawn, so whatever is exact for a distribution is
-exact for its truncation.
+`asyncrl.rollout.sampled_set` computes the set, for engines and trainer alike. The set depends on
+the distribution alone, never on the token that was drawn, so whatever is exact for a distribution
+is exact for its truncation.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from scheduler.config import SchedulerConfig
+from asyncrl.scheduler.config import SchedulerConfig
 
 
 class Bounds(NamedTuple):

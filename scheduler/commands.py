@@ -9,7 +9,7 @@ from enum import Enum
 
 import msgspec
 
-from rollout.trajectory import SampleId
+from asyncrl.rollout.trajectory import SampleId
 
 
 class StartSample(msgspec.Struct, frozen=True, gc=False):

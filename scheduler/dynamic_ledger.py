@@ -1,9 +1,10 @@
 """The run's account of its groups with dynamic sampling: steps take groups that carry signal.
 
-As `scheduler.ledger`, but where a step begins depends on the groups before it. Step b begins after
-the last group that step b - 1 took. It takes the next `groups_per_step` groups in data order that
-carry signal. Groups in between that carry none, and failed ones, are settled with it. If its first
-`max_groups` groups do not hold as many with signal, it takes what they hold and ends there.
+As `asyncrl.scheduler.ledger`, but where a step begins depends on the groups before it. Step b
+begins after the last group that step b - 1 took. It takes the next `groups_per_step` groups in data
+order that carry signal. Groups in between that carry none, and failed ones, are settled with it. If
+its first `max_groups` groups do not hold as many with signal, it takes what they hold and ends
+there.
 
 Example:
     >>> ledger = DynamicLedger(groups_per_step=2, max_groups=4, first_step=0)
@@ -28,8 +29,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from scheduler.errors import LedgerError
-from scheduler.ledger import LedgerCounts, checked_members
+from asyncrl.scheduler.errors import LedgerError
+from asyncrl.scheduler.ledger import LedgerCounts, checked_members
 
 
 class Outcome(Enum):

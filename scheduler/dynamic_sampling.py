@@ -5,10 +5,11 @@
                                               └── not yet, or never: it waits for the groups before
 
 **Which groups a step takes.** Step b begins after the last group of step b - 1 and takes the next
-n groups that carry signal (`scheduler.dynamic_ledger`). A group is *reached* as soon as fewer than
-n of the step's groups before it carry signal or may carry signal: then the step looks at it for
-certain, and its verdict counts. So what is trained on depends on the data order and on rewards,
-never on what finishes first, and groups are delivered as soon as it is certain that the step takes
+n groups that carry signal (`asyncrl.scheduler.dynamic_ledger`). A group is *reached* as soon as
+fewer than n of the step's groups before it carry signal or may carry signal: then the step looks at
+it for certain, and its verdict counts. So what is trained on depends on the data order and on
+rewards, never on what finishes first, and groups are delivered as soon as it is certain that the
+step takes
 them: the first n at once.
 
 **When a group is judged.** When all of its samples are finished and rewarded, with tokens that its
@@ -21,7 +22,7 @@ the step that it was for had all its groups before it. So each step's groups are
 synchronous trainer would have taken, which draws group after group from the present policy and
 leaves out those without signal (docs/exactness.md).
 
-**How many are issued.** `scheduler.places`: as many as are expected to be needed, at most
+**How many are issued.** `asyncrl.scheduler.places`: as many as are expected to be needed, at most
 `max_batches` times as many as without dynamic sampling. The expectation decides when a group is
 drawn, and nothing else.
 
@@ -32,18 +33,18 @@ verdict. Before that, a lost group is judged anew.
 
 from __future__ import annotations
 
-from rollout.trajectory import SampleId
-from scheduler import commands
-from scheduler.dynamic_ledger import DynamicLedger, Outcome
-from scheduler.errors import SchedulerError
-from scheduler.places import Places
-from scheduler.records import HELD, RUNNING, VERIFYING, Generator, Group
-from scheduler.signal import Verdict
-from scheduler.state import SchedulerState
-from scheduler.steps import Steps
-from scheduler.verification import Verification
-from scheduler.weights import Weights
-from scheduler.work import Work
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import commands
+from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome
+from asyncrl.scheduler.errors import SchedulerError
+from asyncrl.scheduler.places import Places
+from asyncrl.scheduler.records import HELD, RUNNING, VERIFYING, Generator, Group
+from asyncrl.scheduler.signal import Verdict
+from asyncrl.scheduler.state import SchedulerState
+from asyncrl.scheduler.steps import Steps
+from asyncrl.scheduler.verification import Verification
+from asyncrl.scheduler.weights import Weights
+from asyncrl.scheduler.work import Work
 
 
 class DynamicSampling:

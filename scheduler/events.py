@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from rollout.trajectory import SampleId
-from scheduler.config import SchedulerConfig
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler.config import SchedulerConfig
 
 
 class GeneratorJoined(msgspec.Struct, frozen=True, gc=False):
@@ -35,7 +35,7 @@ class GeneratorLost(msgspec.Struct, frozen=True, gc=False):
 
 
 class GeneratorLeaves(msgspec.Struct, frozen=True, gc=False):
-    """The user has ordered that a generator that joined leaves: see `scheduler.leaving`."""
+    """The user has ordered that a generator that joined leaves: see `asyncrl.scheduler.leaving`."""
 
     generator: str
 
@@ -141,7 +141,7 @@ class TrainerJoined(msgspec.Struct, frozen=True, gc=False):
     """A trainer can take trajectories and has published its weights of this version.
 
     The first one has the version that the run begins with. Each later one replaces a trainer that
-    was lost and continues from a checkpoint, which may be older: see `scheduler.rewind`.
+    was lost and continues from a checkpoint, which may be older: see `asyncrl.scheduler.rewind`.
     """
 
     policy_version: int
@@ -180,7 +180,7 @@ class DrainRequested(msgspec.Struct, frozen=True, gc=False):
 
 
 class StopRequested(msgspec.Struct, frozen=True, gc=False):
-    """Finish the current step, then end the run; see `scheduler.scheduler` for the details."""
+    """Finish the current step, then end the run (`asyncrl.scheduler.scheduler`)."""
 
 
 class PauseRequested(msgspec.Struct, frozen=True, gc=False):

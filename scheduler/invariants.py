@@ -5,9 +5,9 @@ Cost: O(in flight). For tests and idle moments.
 
 from __future__ import annotations
 
-from scheduler.dynamic_ledger import DynamicLedger, Outcome
-from scheduler.errors import SchedulerError
-from scheduler.records import (
+from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome
+from asyncrl.scheduler.errors import SchedulerError
+from asyncrl.scheduler.records import (
     DELIVERED,
     DELIVERING,
     HELD,
@@ -17,8 +17,8 @@ from scheduler.records import (
     Generator,
     Group,
 )
-from scheduler.signal import Verdict, has_signal
-from scheduler.state import SchedulerState
+from asyncrl.scheduler.signal import Verdict, has_signal
+from asyncrl.scheduler.state import SchedulerState
 
 
 def check(state: SchedulerState) -> None:

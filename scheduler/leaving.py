@@ -18,12 +18,12 @@ How long it may take is for the controller to decide, which kills it then; that 
 
 from __future__ import annotations
 
-from rollout.trajectory import SampleId
-from scheduler import commands, events
-from scheduler.records import DELIVERING, HELD, RUNNING, VERIFYING, Generator
-from scheduler.run_control import RunControl
-from scheduler.state import SchedulerState
-from scheduler.work import Work
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import commands, events
+from asyncrl.scheduler.records import DELIVERING, HELD, RUNNING, VERIFYING, Generator
+from asyncrl.scheduler.run_control import RunControl
+from asyncrl.scheduler.state import SchedulerState
+from asyncrl.scheduler.work import Work
 
 
 class Leaving:

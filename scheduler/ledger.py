@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scheduler.errors import LedgerError
+from asyncrl.scheduler.errors import LedgerError
 
 
 class LedgerCounts(NamedTuple):
@@ -40,7 +40,7 @@ class LedgerCounts(NamedTuple):
     """Reported and left out. Withdrawn ones count, although a resumed run tries them again;
     those of steps that `rewind` undid do not."""
     without_signal: int = 0
-    """Left out because they carry no signal (`scheduler.dynamic_ledger`)."""
+    """Left out because they carry no signal (`asyncrl.scheduler.dynamic_ledger`)."""
 
 
 @dataclass(slots=True)

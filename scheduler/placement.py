@@ -17,7 +17,7 @@ out of work and has idle slots, it takes over the next untouched group of the ge
 longest queue, provided that all slots of that generator are busy. So a group is taken over at most
 once per placement, and a straggler or a slow generator delays no other work. A slower generator
 takes the last group instead, and only if it would be done with it before the owner
-(`scheduler.speeds`).
+(`asyncrl.scheduler.speeds`).
 
 Which generator draws a sample is decided before it is drawn, by loads, speeds and prompts. So it
 favours no text.
@@ -30,10 +30,10 @@ from __future__ import annotations
 import heapq
 from array import array
 
-from scheduler.errors import SchedulerError
-from scheduler.min_index import MinIndex
-from scheduler.records import Generator, Group
-from scheduler.speeds import Speeds
+from asyncrl.scheduler.errors import SchedulerError
+from asyncrl.scheduler.min_index import MinIndex
+from asyncrl.scheduler.records import Generator, Group
+from asyncrl.scheduler.speeds import Speeds
 
 _OWN = 4
 """Time of a group itself, in times that a generator needs for as many samples as it has slots: its

@@ -1,8 +1,8 @@
 """The places of groups with dynamic sampling: in which step each is expected.
 
 A group's *place* is the index that it would have if all groups carried signal: place // n is its
-step, with n groups a step, and `scheduler.admission` decides by it as it does by the index without
-dynamic sampling. With c the first group of the step b that is not decided yet,
+step, with n groups a step, and `asyncrl.scheduler.admission` decides by it as it does by the index
+without dynamic sampling. With c the first group of the step b that is not decided yet,
 
     place of group g = b n + (groups of [c, g) that carry signal)
 
@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scheduler.config import SchedulerConfig
-from scheduler.dynamic_ledger import DynamicLedger, Outcome
-from scheduler.records import HELD, Group
-from scheduler.signal import UNIT, SignalShare, Verdict, has_signal
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome
+from asyncrl.scheduler.records import HELD, Group
+from asyncrl.scheduler.signal import UNIT, SignalShare, Verdict, has_signal
 
 
 class Places:

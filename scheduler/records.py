@@ -1,7 +1,7 @@
 """Records of the work in flight: one per group, one per generator.
 
 States of a sample (a byte in its group's `states`). If its generator is lost, a sample returns from
-any state except the last one to QUEUED. If the trainer is lost, see `scheduler.rewind`.
+any state except the last one to QUEUED. If the trainer is lost, see `asyncrl.scheduler.rewind`.
 
     QUEUED ──StartSample──► RUNNING ──SampleFinished──► HELD ──DeliverGroup──► DELIVERING
       ▲                        │                        │  ▲                       │
@@ -19,8 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from rollout.trajectory import SampleId
-from scheduler.signal import GroupSignal
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler.signal import GroupSignal
 
 
 class SampleState(IntEnum):
@@ -133,12 +133,12 @@ class Generator:
     kv_used: float = 0.0
     """Share of its KV space in use at its last report, 0 to 1."""
     speed: float = 1.0
-    """Relative to the other generators (`scheduler.speeds`)."""
+    """Relative to the other generators (`asyncrl.scheduler.speeds`)."""
     rewinding: bool = False
-    """It was told to rewind (`scheduler.rewind`) and has not answered: what it reports may still be
-    about policies that are gone, and it is given nothing to do."""
+    """It was told to rewind (`asyncrl.scheduler.rewind`) and has not answered: what it reports may
+    still be about policies that are gone, and it is given nothing to do."""
     leaving: bool = False
-    """It was ordered to leave and is given no other work (`scheduler.leaving`)."""
+    """It was ordered to leave and is given no other work (`asyncrl.scheduler.leaving`)."""
     draining: bool = False
     """It finishes its samples and starts none, so that new weights can be installed."""
 

@@ -26,14 +26,14 @@ stopping run does not wait for another trainer: it ends, and resumes from the ne
 
 from __future__ import annotations
 
-from scheduler import commands, events
-from scheduler.commands import RunOutcome
-from scheduler.errors import SenderOutOfStep
-from scheduler.records import DELIVERED, DELIVERING, Group
-from scheduler.state import SchedulerState
-from scheduler.steps import Steps
-from scheduler.weights import Weights
-from scheduler.work import Work
+from asyncrl.scheduler import commands, events
+from asyncrl.scheduler.commands import RunOutcome
+from asyncrl.scheduler.errors import SenderOutOfStep
+from asyncrl.scheduler.records import DELIVERED, DELIVERING, Group
+from asyncrl.scheduler.state import SchedulerState
+from asyncrl.scheduler.steps import Steps
+from asyncrl.scheduler.weights import Weights
+from asyncrl.scheduler.work import Work
 
 
 class Rewind:

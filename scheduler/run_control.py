@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from scheduler import commands, events
-from scheduler.commands import RunOutcome
-from scheduler.ledger import Ledger
-from scheduler.state import SchedulerState
-from scheduler.steps import Steps
-from scheduler.weights import Weights
-from scheduler.work import Work
+from asyncrl.scheduler import commands, events
+from asyncrl.scheduler.commands import RunOutcome
+from asyncrl.scheduler.ledger import Ledger
+from asyncrl.scheduler.state import SchedulerState
+from asyncrl.scheduler.steps import Steps
+from asyncrl.scheduler.weights import Weights
+from asyncrl.scheduler.work import Work
 
 
 class RunControl:
-    """Pauses, resumes and stops a run; `scheduler.scheduler` describes what a stop does."""
+    """Pauses, resumes and stops a run; `asyncrl.scheduler.scheduler` describes what a stop does."""
 
     def __init__(self, state: SchedulerState, work: Work, steps: Steps, weights: Weights) -> None:
         self._state = state

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rollout.trajectory import UNKNOWN_VERSION, SampleId
-from scheduler import events
-from scheduler.errors import ImpossibleEvent, SenderOutOfStep
-from scheduler.records import (
+from asyncrl.rollout.trajectory import UNKNOWN_VERSION, SampleId
+from asyncrl.scheduler import events
+from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
+from asyncrl.scheduler.records import (
     DELIVERED,
     DELIVERING,
     HELD,
@@ -15,10 +15,10 @@ from scheduler.records import (
     Generator,
     Group,
 )
-from scheduler.state import SchedulerState
-from scheduler.steps import Steps
-from scheduler.weights import Weights
-from scheduler.work import Work
+from asyncrl.scheduler.state import SchedulerState
+from asyncrl.scheduler.steps import Steps
+from asyncrl.scheduler.weights import Weights
+from asyncrl.scheduler.work import Work
 
 
 class SampleEvents:

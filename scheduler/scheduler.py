@@ -60,23 +60,23 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from scheduler import commands, events, invariants
-from scheduler.admission import Bounds
-from scheduler.commands import Command
-from scheduler.config import SchedulerConfig
-from scheduler.dynamic_sampling import DynamicSampling
-from scheduler.errors import ImpossibleEvent, SenderOutOfStep
-from scheduler.events import Event
-from scheduler.leaving import Leaving
-from scheduler.rewind import Rewind
-from scheduler.run_control import RunControl
-from scheduler.samples import SampleEvents
-from scheduler.state import SchedulerState
-from scheduler.steps import Steps
-from scheduler.verification import Verification
-from scheduler.view import SchedulerView, view_of
-from scheduler.weights import Weights
-from scheduler.work import Work
+from asyncrl.scheduler import commands, events, invariants
+from asyncrl.scheduler.admission import Bounds
+from asyncrl.scheduler.commands import Command
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.scheduler.dynamic_sampling import DynamicSampling
+from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
+from asyncrl.scheduler.events import Event
+from asyncrl.scheduler.leaving import Leaving
+from asyncrl.scheduler.rewind import Rewind
+from asyncrl.scheduler.run_control import RunControl
+from asyncrl.scheduler.samples import SampleEvents
+from asyncrl.scheduler.state import SchedulerState
+from asyncrl.scheduler.steps import Steps
+from asyncrl.scheduler.verification import Verification
+from asyncrl.scheduler.view import SchedulerView, view_of
+from asyncrl.scheduler.weights import Weights
+from asyncrl.scheduler.work import Work
 
 
 class Scheduler:
@@ -88,7 +88,7 @@ class Scheduler:
         total_steps: steps of the whole run; the last one is `total_steps - 1`.
         group_key: prompt index of a group, so that a prompt returns to the generator that had it
             in the previous epoch; None for no such preference.
-        changes: other bounds (`scheduler.admission`), by the first step with each.
+        changes: other bounds (`asyncrl.scheduler.admission`), by the first step with each.
         first_groups: with dynamic sampling, where `first_step` and earlier steps began.
         sessions: most samples that a generator may have while some wait for their environment, if
             that is more than its limit; 0: there are no environments.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from scheduler.records import Generator
+from asyncrl.scheduler.records import Generator
 
 ALIKE = 1.35
 """Up to this factor from the mean, speeds count as equal."""

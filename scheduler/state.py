@@ -1,7 +1,8 @@
 """Everything the scheduler knows, as plain data. No decisions are made here.
 
-Each field has one writer, named next to it; invariants and views only read. `scheduler.admission`
-owns the rule behind `last_open_group`, `scheduler.records` the state of each sample.
+Each field has one writer, named next to it; invariants and views only read.
+`asyncrl.scheduler.admission` owns the rule behind `last_open_group`, `asyncrl.scheduler.records`
+the state of each sample.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from rollout.trajectory import SampleId
-from scheduler.admission import Admission
-from scheduler.commands import Command, FinishRun
-from scheduler.config import SchedulerConfig
-from scheduler.dynamic_ledger import DynamicLedger
-from scheduler.errors import ImpossibleEvent, SchedulerError
-from scheduler.ledger import Ledger
-from scheduler.placement import Placement
-from scheduler.places import Places
-from scheduler.records import Generator, Group
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler.admission import Admission
+from asyncrl.scheduler.commands import Command, FinishRun
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.scheduler.dynamic_ledger import DynamicLedger
+from asyncrl.scheduler.errors import ImpossibleEvent, SchedulerError
+from asyncrl.scheduler.ledger import Ledger
+from asyncrl.scheduler.placement import Placement
+from asyncrl.scheduler.places import Places
+from asyncrl.scheduler.records import Generator, Group
 
 
 @dataclass(slots=True, eq=False)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scheduler import commands, events
-from scheduler.commands import RunOutcome
-from scheduler.errors import LedgerError, SenderOutOfStep
-from scheduler.placement import prompt_key
-from scheduler.records import Group
-from scheduler.state import SchedulerState
-from scheduler.work import Work
+from asyncrl.scheduler import commands, events
+from asyncrl.scheduler.commands import RunOutcome
+from asyncrl.scheduler.errors import LedgerError, SenderOutOfStep
+from asyncrl.scheduler.placement import prompt_key
+from asyncrl.scheduler.records import Group
+from asyncrl.scheduler.state import SchedulerState
+from asyncrl.scheduler.work import Work
 
 
 class Steps:

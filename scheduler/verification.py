@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rollout.trajectory import SampleId
-from scheduler import commands
-from scheduler.records import HELD, RUNNING, VERIFYING, Generator, Group
-from scheduler.state import SchedulerState
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import commands
+from asyncrl.scheduler.records import HELD, RUNNING, VERIFYING, Generator, Group
+from asyncrl.scheduler.state import SchedulerState
 
 
 class Verification:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.commands import FinishRun
-from scheduler.state import SchedulerState
-from scheduler.waits import waits
+from asyncrl.scheduler.commands import FinishRun
+from asyncrl.scheduler.state import SchedulerState
+from asyncrl.scheduler.waits import waits
 
 
 @dataclass(frozen=True, slots=True)

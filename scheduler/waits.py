@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scheduler.records import DELIVERING, HELD, Group
-from scheduler.state import SchedulerState
+from asyncrl.scheduler.records import DELIVERING, HELD, Group
+from asyncrl.scheduler.state import SchedulerState
 
 
 def waits(state: SchedulerState) -> tuple[str, ...]:

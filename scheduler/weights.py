@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from scheduler import events
-from scheduler.errors import SenderOutOfStep
-from scheduler.records import Generator
-from scheduler.state import SchedulerState
-from scheduler.verification import Verification
-from scheduler.work import Work
+from asyncrl.scheduler import events
+from asyncrl.scheduler.errors import SenderOutOfStep
+from asyncrl.scheduler.records import Generator
+from asyncrl.scheduler.state import SchedulerState
+from asyncrl.scheduler.verification import Verification
+from asyncrl.scheduler.work import Work
 
 
 class Weights:

@@ -1,4 +1,4 @@
-"""Moves samples between the states of `scheduler.records`.
+"""Moves samples between the states of `asyncrl.scheduler.records`.
 
 Each move updates the counts of the sample's group and generator and issues the command that the
 move requires. When a move is due is decided by the event handlers.
@@ -6,9 +6,9 @@ move requires. When a move is due is decided by the event handlers.
 
 from __future__ import annotations
 
-from rollout.trajectory import SampleId
-from scheduler import commands
-from scheduler.records import (
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import commands
+from asyncrl.scheduler.records import (
     DELIVERED,
     DELIVERING,
     HELD,
@@ -18,9 +18,9 @@ from scheduler.records import (
     Generator,
     Group,
 )
-from scheduler.signal import GroupSignal
-from scheduler.state import SchedulerState
-from scheduler.verification import Verification
+from asyncrl.scheduler.signal import GroupSignal
+from asyncrl.scheduler.state import SchedulerState
+from asyncrl.scheduler.verification import Verification
 
 
 class Work:

@@ -8,7 +8,7 @@ finish: factors of the step; gives the denominator
 
 Everything is a sum until `finish`, so the order of groups, and how they are split into
 micro-batches, changes rounding only. `look` only scores groups, for passes that come later;
-`replay` trains on groups that were kept (`trainer.stepping`).
+`replay` trains on groups that were kept (`asyncrl.trainer.stepping`).
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.trajectory import Trajectory
-from trainer.algorithms.base import LossSums, Rewards, TokenBatch, finisher
-from trainer.config import TrainerConfig
-from trainer.critic import Values
-from trainer.disagreement import SUMS, disagreement_of
-from trainer.errors import NonFiniteError
-from trainer.fixed import Fixed, fix
-from trainer.gradient_parts import GradientParts
-from trainer.head import TokenScores
-from trainer.micro_batches import Work
-from trainer.objective import Objective
-from trainer.ranks import World
-from trainer.ranks.totals import of_all_ranks
-from trainer.scoring import Models
-from trainer.sharding.gradient_parts import ShardedParts
-from trainer.sharding.lockstep import Lockstep
-from trainer.sharding.padding import padding, without_effect, without_weight
-from trainer.token_batch import token_batch
-from trainer.totals import StepTotals
-from trainer.transfer import to_device
-from trainer.value_loss import SIGNALS, value_loss
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.algorithms.base import LossSums, Rewards, TokenBatch, finisher
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.critic import Values
+from asyncrl.trainer.disagreement import SUMS, disagreement_of
+from asyncrl.trainer.errors import NonFiniteError
+from asyncrl.trainer.fixed import Fixed, fix
+from asyncrl.trainer.gradient_parts import GradientParts
+from asyncrl.trainer.head import TokenScores
+from asyncrl.trainer.micro_batches import Work
+from asyncrl.trainer.objective import Objective
+from asyncrl.trainer.ranks import World
+from asyncrl.trainer.ranks.totals import of_all_ranks
+from asyncrl.trainer.scoring import Models
+from asyncrl.trainer.sharding.gradient_parts import ShardedParts
+from asyncrl.trainer.sharding.lockstep import Lockstep
+from asyncrl.trainer.sharding.padding import padding, without_effect, without_weight
+from asyncrl.trainer.token_batch import token_batch
+from asyncrl.trainer.totals import StepTotals
+from asyncrl.trainer.transfer import to_device
+from asyncrl.trainer.value_loss import SIGNALS, value_loss
 
 
 class NewGroup(NamedTuple):
@@ -138,7 +138,7 @@ class Accumulation:
                 self._train(batch, scores, values, fixed, part, version)
 
     def pad(self, version: int) -> None:
-        """A micro-batch of padding, while other ranks have groups (`trainer.sharding.lockstep`)."""
+        """A micro-batch of padding, while others have groups (`trainer.sharding.lockstep`)."""
         train = not self._config.gathers_first
         with self._lockstep.turn(is_empty=True), torch.set_grad_enabled(train):
             self._micro_batch(padding(version), version, train=train)

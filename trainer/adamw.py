@@ -4,7 +4,7 @@ The arithmetic is AdamW's (arXiv 1711.05101, algorithm 2) in the parameter's typ
 from one step to the next differs. A moment in bfloat16 has 8 bits. Its change in a step, a
 thousandth for the second moment, is mostly less than the last of them, and would be lost by
 rounding to the nearest. Rounded up or down by chance, in proportion, the expected value is exact.
-In 8 bits (`trainer.coded_moments`) the same holds.
+In 8 bits (`asyncrl.trainer.coded_moments`) the same holds.
 
 Slices of a parameter are brought to the device one after the other, so that there is never more
 than one slice of float32 moments.
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer import coded_moments
-from trainer.coded_moments import CODES, SCALE
+from asyncrl.trainer import coded_moments
+from asyncrl.trainer.coded_moments import CODES, SCALE
 
 SLICE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Numbers of a parameter that are updated at a time, by the device."""

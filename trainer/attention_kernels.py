@@ -2,16 +2,17 @@
 
 Each query attends to the tokens of its segment up to itself, and to `shared` tokens that begin at
 the segment's `place` in the row. Keys and values of a segment are copied once, next to each other,
-so that the loops of each query are whole vectors. Shapes as in `trainer.fused_kernels`; N segments.
+so that the loops of each query are whole vectors. Shapes as in `asyncrl.trainer.fused_kernels`; N
+segments.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from rollout.fused_kernels import LongArray, exp
-from rollout.trajectory import FloatArray
-from trainer.jit import kernel
+from asyncrl.rollout.fused_kernels import LongArray, exp
+from asyncrl.rollout.trajectory import FloatArray
+from asyncrl.trainer.jit import kernel
 
 
 @kernel.of_vectors

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from wire.atomic_files import write_atomically
+from asyncrl.wire.atomic_files import write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Causal attention with capped scores or sinks, which torch's kernels do not compute.
 
-The formula is that of `rollout.attention`. Scores exist for a block of queries at a time, and the
-backward pass computes them again, so memory grows with the sequence and not with its square. It
-costs about three times what a fused kernel does: use it for the models that need it.
+The formula is that of `asyncrl.rollout.attention`. Scores exist for a block of queries at a time,
+and the backward pass computes them again, so memory grows with the sequence and not with its
+square. It costs about three times what a fused kernel does: use it for the models that need it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rollout.attention import capped, weights_of
+from asyncrl.rollout.attention import capped, weights_of
 
 SCORE_BUDGET = 1 << 25
 """Scores (numbers) in memory at once."""

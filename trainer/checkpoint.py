@@ -1,7 +1,8 @@
 """Checkpoints: each one is complete or absent.
 
-They are written to a temporary directory, which is then renamed. `trainer.checkpoint_manifest` has
-the manifest, `trainer.checkpoint_files` finds them, `trainer.export` makes models of them.
+They are written to a temporary directory, which is then renamed.
+`asyncrl.trainer.checkpoint_manifest` has the manifest, `asyncrl.trainer.checkpoint_files` finds
+them, `asyncrl.trainer.export` makes models of them.
 
 ```
 checkpoints/step-000012/
@@ -37,21 +38,21 @@ import msgspec
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel
 
-from trainer.checkpoint_files import STEPS, remove_remains, set_aside, verified
-from trainer.checkpoint_index import INDEX, STATE, Part, merge, part_path, read_index
-from trainer.checkpoint_manifest import Published, check_settings, write_manifest
-from trainer.checkpoint_tensors import Box, Held, held_by, load_tensors, write_tensors
-from trainer.disk import check_space, unwritable
-from trainer.errors import CheckpointError, CheckpointUnwritable
-from trainer.fence import UNFENCED, Fence
-from trainer.lora.files import ADAPTER, write_settings
-from trainer.ranks.network import this_machine
-from trainer.ranks.world import World
-from trainer.snapshot import Snapshot
-from trainer.training_state import TrainingState, random_targets, set_random_states
-from wire.atomic_files import replacing, sync
-from wire.messages.from_trainer import CheckpointFault
-from wire.records import TrainedStep
+from asyncrl.trainer.checkpoint_files import STEPS, remove_remains, set_aside, verified
+from asyncrl.trainer.checkpoint_index import INDEX, STATE, Part, merge, part_path, read_index
+from asyncrl.trainer.checkpoint_manifest import Published, check_settings, write_manifest
+from asyncrl.trainer.checkpoint_tensors import Box, Held, held_by, load_tensors, write_tensors
+from asyncrl.trainer.disk import check_space, unwritable
+from asyncrl.trainer.errors import CheckpointError, CheckpointUnwritable
+from asyncrl.trainer.fence import UNFENCED, Fence
+from asyncrl.trainer.lora.files import ADAPTER, write_settings
+from asyncrl.trainer.ranks.network import this_machine
+from asyncrl.trainer.ranks.world import World
+from asyncrl.trainer.snapshot import Snapshot
+from asyncrl.trainer.training_state import TrainingState, random_targets, set_random_states
+from asyncrl.wire.atomic_files import replacing, sync
+from asyncrl.wire.messages.from_trainer import CheckpointFault
+from asyncrl.wire.records import TrainedStep
 
 logger = logging.getLogger(__name__)
 

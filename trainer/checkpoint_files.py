@@ -1,7 +1,8 @@
 """Finds, chooses and removes checkpoints, without importing torch.
 
 The controller chooses the checkpoint that a run or a restarted trainer continues from, and tells
-the trainer its step, so the two cannot disagree. `trainer.checkpoint` writes and loads them.
+the trainer its step, so the two cannot disagree. `asyncrl.trainer.checkpoint` writes and loads
+them.
 
     point = choose(run / "checkpoints")
     aside = set_aside(run / "checkpoints", newer_than=point.step)
@@ -17,13 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from monitoring.errors import RecordError
-from monitoring.jsonl import read_jsonl
-from trainer.best_checkpoint import spared
-from trainer.checkpoint_index import WEIGHTS
-from trainer.checkpoint_manifest import Manifest, has_its_files, read_manifest, verify_files
-from trainer.errors import CheckpointError
-from wire.records import TrainedStep
+from asyncrl.monitoring.errors import RecordError
+from asyncrl.monitoring.jsonl import read_jsonl
+from asyncrl.trainer.best_checkpoint import spared
+from asyncrl.trainer.checkpoint_index import WEIGHTS
+from asyncrl.trainer.checkpoint_manifest import Manifest, has_its_files, read_manifest, verify_files
+from asyncrl.trainer.errors import CheckpointError
+from asyncrl.wire.records import TrainedStep
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ def prune(checkpoints: Path, keep: int, *, written: Path) -> None:
     """Remove old checkpoints after one was written, so that `keep` whole ones stay.
 
     The one just written stays, whatever else is there. One that is kept for its accuracy stays too
-    and does not count (`trainer.best_checkpoint`). A damaged one (by its manifest and the
+    and does not count (`asyncrl.trainer.best_checkpoint`). A damaged one (by its manifest and the
     sizes of its files) does not count and is not removed. One that cannot be removed stays. If the
     disk does not answer, all stay, and it is logged.
     """

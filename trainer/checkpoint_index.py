@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from trainer.checkpoint_manifest import FileDigest
-from trainer.errors import CheckpointError
+from asyncrl.trainer.checkpoint_manifest import FileDigest
+from asyncrl.trainer.errors import CheckpointError
 
 STATE = "state"
 """The folder of all tensors in a checkpoint."""

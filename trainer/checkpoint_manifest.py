@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 
-from rollout.truncation import Truncation
-from trainer.config import TrainerConfig
-from trainer.errors import CheckpointError
+from asyncrl.rollout.truncation import Truncation
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import CheckpointError
 
 FORMAT = 3
 """Raised whenever older versions could not read what is written."""
@@ -89,7 +89,7 @@ class Published(msgspec.Struct, frozen=True):
     dtype: str
     """Data type of the published weights, torch's name without prefix."""
     digest: str
-    """`wire.weights.layout.Fingerprint.whole` of them."""
+    """`asyncrl.wire.weights.layout.Fingerprint.whole` of them."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

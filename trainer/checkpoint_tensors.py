@@ -3,7 +3,7 @@
 Which saved chunks overlap with what a rank holds comes from the planner of
 `torch.distributed.checkpoint` (DCP). Its storage and its exchange of plans between ranks are not
 used, since both are pickles: the files are safetensors, the index is JSON
-(`trainer.checkpoint_index`).
+(`asyncrl.trainer.checkpoint_index`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint_index import STATE, Chunk, Index, Part, SavedTensor
-from trainer.checkpoint_manifest import digest_of
-from trainer.errors import CheckpointError
-from wire.atomic_files import sync
+from asyncrl.trainer.checkpoint_index import STATE, Chunk, Index, Part, SavedTensor
+from asyncrl.trainer.checkpoint_manifest import digest_of
+from asyncrl.trainer.errors import CheckpointError
+from asyncrl.wire.atomic_files import sync
 
 _FILE_BYTES = 1 << 30
 """A file is begun when the last one holds this much: bounds the memory for copies, and lets

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trainer.cpu_layers import linear_forward, product, weight_gradient, whole_rows
-from trainer.errors import UnsupportedModelError
-from trainer.packing import ATTENTION_NAME, packed_attention
-from trainer.same_results import results_of, where_different
+from asyncrl.trainer.cpu_layers import linear_forward, product, weight_gradient, whole_rows
+from asyncrl.trainer.errors import UnsupportedModelError
+from asyncrl.trainer.packing import ATTENTION_NAME, packed_attention
+from asyncrl.trainer.same_results import results_of, where_different
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def _reason(error: Exception) -> str:
 
 @torch.library.custom_op("asyncrl::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`trainer.cpu_layers.fast_linear`, of which a compiler knows only the shapes."""
+    """`asyncrl.trainer.cpu_layers.fast_linear`, of which a compiler knows only the shapes."""
     return linear_forward(x, weight, bias)
 
 

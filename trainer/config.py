@@ -6,18 +6,18 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from trainer import loss_settings
-from trainer.algorithms.registry import (
+from asyncrl.trainer import loss_settings
+from asyncrl.trainer.algorithms.registry import (
     check_name,
     defaults_of,
     has_critic,
     normalises_over_step,
 )
-from trainer.critic_config import CriticConfig
-from trainer.lora.config import LoraConfig, refuse_conflicts
-from trainer.rank_network import LOOPBACK, network_of
-from wire.limits import MAX_STEPS, MAX_THREADS, MAX_TOKENS, WEEK_SECONDS
-from wire.paths import FunctionName
+from asyncrl.trainer.critic_config import CriticConfig
+from asyncrl.trainer.lora.config import LoraConfig, refuse_conflicts
+from asyncrl.trainer.rank_network import LOOPBACK, network_of
+from asyncrl.wire.limits import MAX_STEPS, MAX_THREADS, MAX_TOKENS, WEEK_SECONDS
+from asyncrl.wire.paths import FunctionName
 
 
 class TrainerConfig(BaseModel):

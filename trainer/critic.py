@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout.trajectory import CUT_OFF, Trajectory
-from trainer.config import TrainerConfig
-from trainer.errors import UnsupportedModelError
-from trainer.packed_batch import PackedBatch
-from trainer.policy import Policy
-from trainer.ranks import World
-from trainer.ranks.update import Update
+from asyncrl.rollout.trajectory import CUT_OFF, Trajectory
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import UnsupportedModelError
+from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.ranks import World
+from asyncrl.trainer.ranks.update import Update
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from trainer.accumulation import Kept
-from trainer.config import TrainerConfig
-from trainer.critic import Critic
-from trainer.fixed import Fixed
-from trainer.micro_batches import Work
-from trainer.normalization import denominator
-from trainer.ranks import World
-from trainer.token_batch import weights_of
-from trainer.transfer import to_device
-from trainer.value_loss import value_loss
+from asyncrl.trainer.accumulation import Kept
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.critic import Critic
+from asyncrl.trainer.fixed import Fixed
+from asyncrl.trainer.micro_batches import Work
+from asyncrl.trainer.normalization import denominator
+from asyncrl.trainer.ranks import World
+from asyncrl.trainer.token_batch import weights_of
+from asyncrl.trainer.transfer import to_device
+from asyncrl.trainer.value_loss import value_loss
 
 
 def take_pass(

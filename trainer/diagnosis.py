@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.trajectory import FloatArray, Trajectory
-from trainer.disagreement import Disagreement, Limits, disagreement_of
-from trainer.packed_batch import PackedBatch
-from trainer.policy import Policy
-from wire.wrong_policy import Cause
+from asyncrl.rollout.trajectory import FloatArray, Trajectory
+from asyncrl.trainer.disagreement import Disagreement, Limits, disagreement_of
+from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.trainer.policy import Policy
+from asyncrl.wire.wrong_policy import Cause
 
 _NEWTON_STEPS = 6
 _MAX_FACTOR = 100.0

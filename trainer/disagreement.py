@@ -33,9 +33,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.trajectory import Trajectory
-from trainer.token_batch import behaviour_logprobs_of
-from trainer.transfer import to_device
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.token_batch import behaviour_logprobs_of
+from asyncrl.trainer.transfer import to_device
 
 MIN_TOKENS = 64
 """Fewer say nothing: a single token of small probability can be far off."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from trainer.errors import CheckpointUnwritable
-from wire.messages.from_trainer import CheckpointFault
+from asyncrl.trainer.errors import CheckpointUnwritable
+from asyncrl.wire.messages.from_trainer import CheckpointFault
 
 _CAUSES: dict[int, CheckpointFault] = {
     errno.ENOSPC: "disk_full",

@@ -14,7 +14,7 @@ TrainerError
 
 from __future__ import annotations
 
-from wire.messages.from_trainer import CheckpointFault
+from asyncrl.wire.messages.from_trainer import CheckpointFault
 
 
 class TrainerError(Exception):

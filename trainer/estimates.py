@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.algorithms.registry import has_critic, is_own
-from trainer.config import TrainerConfig
+from asyncrl.trainer.algorithms.registry import has_critic, is_own
+from asyncrl.trainer.config import TrainerConfig
 
 _CLIPS_TOWARDS_THE_STEP = ("dapo", "dr_grpo", "grpo", "ppo")
 """With `proximal_policy: current`."""

@@ -17,22 +17,22 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from trainer.checkpoint_index import WEIGHTS, Index, read_index
-from trainer.checkpoint_manifest import Manifest, read_manifest, verify_files
-from trainer.checkpoint_tensors import Box, load_tensors, name_of
-from trainer.disk import check_space
-from trainer.errors import CheckpointError, CheckpointUnwritable
-from trainer.export_files import write_record
-from trainer.lora.export import (
+from asyncrl.trainer.checkpoint_index import WEIGHTS, Index, read_index
+from asyncrl.trainer.checkpoint_manifest import Manifest, read_manifest, verify_files
+from asyncrl.trainer.checkpoint_tensors import Box, load_tensors, name_of
+from asyncrl.trainer.disk import check_space
+from asyncrl.trainer.errors import CheckpointError, CheckpointUnwritable
+from asyncrl.trainer.export_files import write_record
+from asyncrl.trainer.lora.export import (
     adapter_tensors,
     has_adapter,
     merged_model,
     settings_of_adapter,
 )
-from trainer.lora.files import ADAPTER
-from trainer.lora.tensors import converted, write_adapter
-from wire.atomic_files import sync
-from wire.weights.fingerprint import TensorSums, collect, sums_of
+from asyncrl.trainer.lora.files import ADAPTER
+from asyncrl.trainer.lora.tensors import converted, write_adapter
+from asyncrl.wire.atomic_files import sync
+from asyncrl.wire.weights.fingerprint import TensorSums, collect, sums_of
 
 _FILE_SIZE = "5GB"
 """Of a weights file; a model that is larger has several and an index."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.checkpoint_manifest import (
+from asyncrl.trainer.checkpoint_manifest import (
     MANIFEST,
     FileDigest,
     Manifest,
@@ -21,7 +21,7 @@ from trainer.checkpoint_manifest import (
     read_manifest,
     verify_listed,
 )
-from trainer.errors import CheckpointError
+from asyncrl.trainer.errors import CheckpointError
 
 RECORD = "asyncrl-export.json"
 

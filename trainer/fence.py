@@ -14,8 +14,8 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.errors import Superseded
-from wire.atomic_files import write_atomically
+from asyncrl.trainer.errors import Superseded
+from asyncrl.wire.atomic_files import write_atomically
 
 logger = logging.getLogger(__name__)
 

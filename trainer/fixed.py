@@ -20,13 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.trajectory import Trajectory
-from trainer.algorithms.base import Rewards
-from trainer.algorithms.sequences import sums_to_go
-from trainer.critic import Values
-from trainer.critic_config import CriticConfig
-from trainer.gae import advantages_of, token_rewards
-from trainer.ranks import World
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.algorithms.base import Rewards
+from asyncrl.trainer.algorithms.sequences import sums_to_go
+from asyncrl.trainer.critic import Values
+from asyncrl.trainer.critic_config import CriticConfig
+from asyncrl.trainer.gae import advantages_of, token_rewards
+from asyncrl.trainer.ranks import World
 
 
 @dataclass(slots=True)

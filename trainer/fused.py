@@ -3,8 +3,8 @@
 transformers' forward pass of a layer is about 40 operations, and autograd's backward pass twice as
 many. A small model's micro-batch spends more time in them than in matrix products. Here a layer is
 four products (queries, keys and values at once; output; gate and up at once; down) and compiled
-loops (`trainer.fused_kernels`), each with a backward pass written by hand. Attention needs no
-padding, and a shared prompt is computed once.
+loops (`asyncrl.trainer.fused_kernels`), each with a backward pass written by hand. Attention needs
+no padding, and a shared prompt is computed once.
 
     embed, norm -> [qkv, rotate, attend, output, add + norm, gate and up, gated, down, add + norm]
 
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from rollout import fused_kernels as common
-from rollout.fused import head_size, why_not_fused
-from rollout.fused_kernels import LongArray
-from rollout.trajectory import FloatArray
-from trainer import attention_kernels
-from trainer import fused_kernels as kernels
-from trainer.cpu_layers import OnednnLinear, fast_linear, whole_blocks
-from trainer.packing import Layout
+from asyncrl.rollout import fused_kernels as common
+from asyncrl.rollout.fused import head_size, why_not_fused
+from asyncrl.rollout.fused_kernels import LongArray
+from asyncrl.rollout.trajectory import FloatArray
+from asyncrl.trainer import attention_kernels
+from asyncrl.trainer import fused_kernels as kernels
+from asyncrl.trainer.cpu_layers import OnednnLinear, fast_linear, whole_blocks
+from asyncrl.trainer.packing import Layout
 
 MAX_LENGTH = 512
 """Tokens of the longest sequence; beyond it torch's attention, in blocks, is faster."""
@@ -219,7 +219,8 @@ def _joined(x: Tensor, *layers: nn.Linear) -> Tensor:
     """The outputs of linear layers with the same input, side by side: one product."""
     weights: list[Tensor] = [one.weight for one in layers]
     weight = torch.cat(weights)
-    biases: list[Tensor] = [one.bias for one in layers if one.bias is not None]
+    of_layers: list[Tensor | None] = [one.bias for one in layers]
+    biases = [one for one in of_layers if one is not None]
     bias = torch.cat(biases) if biases else None
     if isinstance(layers[0], OnednnLinear):
         return fast_linear(x, weight, bias)

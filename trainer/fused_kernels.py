@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollout.fused_kernels import LongArray, exp, inverse_size
-from rollout.trajectory import FloatArray
-from trainer.jit import kernel
+from asyncrl.rollout.fused_kernels import LongArray, exp, inverse_size
+from asyncrl.rollout.trajectory import FloatArray
+from asyncrl.trainer.jit import kernel
 
 _ONE = np.float32(1)
 

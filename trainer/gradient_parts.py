@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trainer.algorithms.base import Finish
+from asyncrl.trainer.algorithms.base import Finish
 
 
 class GradientParts:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.trajectory import Provenance, Trajectory
-from trainer.errors import BatchError
+from asyncrl.rollout.trajectory import Provenance, Trajectory
+from asyncrl.trainer.errors import BatchError
 
 _ROUNDING = 1e-3
 """How far above 0 rounding may take a log-probability, in nats."""

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
-from rollout.sampled_set import left_out_by
-from rollout.truncation import EVERYTHING, Truncation
-from trainer.algorithms.base import Routes
-from trainer.cpu_layers import MIN_ROWS, OnednnLinear, product, weight_gradient
+from asyncrl.rollout.sampled_set import left_out_by
+from asyncrl.rollout.truncation import EVERYTHING, Truncation
+from asyncrl.trainer.algorithms.base import Routes
+from asyncrl.trainer.cpu_layers import MIN_ROWS, OnednnLinear, product, weight_gradient
 
 LOGIT_BUDGET = 1 << 25
 """Logits (numbers) up to which all are computed at once and kept for the backward pass."""

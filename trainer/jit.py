@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import rollout
-from rollout.jit import Compiler
+from asyncrl import rollout
+from asyncrl.rollout.jit import Compiler
 
 kernel = Compiler(Path(__file__).parent, Path(rollout.__file__).parent)

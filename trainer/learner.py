@@ -25,29 +25,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.trajectory import FloatArray, Trajectory
-from rollout.truncation import EVERYTHING, Truncation
-from trainer import checkpoint, checkpoint_files
-from trainer.accumulation import NewGroup
-from trainer.checkpoint_manifest import Published, settings_of
-from trainer.config import TrainerConfig
-from trainer.errors import BatchError, NonFiniteError
-from trainer.fence import UNFENCED, Fence
-from trainer.group_check import check_group, check_trajectory
-from trainer.lora.weights import weights_of
-from trainer.objective import Objective
-from trainer.optimizer import learning_rate
-from trainer.policy import Policy
-from trainer.ranks import ALONE, World
-from trainer.ranks.update import Update
-from trainer.saved_state import CENTRE, adapter_settings, check_base, check_reference, state_of
-from trainer.scoring import load_models
-from trainer.sharding.lockstep import Lockstep
-from trainer.sharding.weights import Weights
-from trainer.snapshot import Snapshot
-from trainer.stepping import Stepping
-from wire.records import LearnerMetrics, TrainedStep
-from wire.weights.layout import Fingerprint
+from asyncrl.rollout.trajectory import FloatArray, Trajectory
+from asyncrl.rollout.truncation import EVERYTHING, Truncation
+from asyncrl.trainer import checkpoint, checkpoint_files
+from asyncrl.trainer.accumulation import NewGroup
+from asyncrl.trainer.checkpoint_manifest import Published, settings_of
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import BatchError, NonFiniteError
+from asyncrl.trainer.fence import UNFENCED, Fence
+from asyncrl.trainer.group_check import check_group, check_trajectory
+from asyncrl.trainer.lora.weights import weights_of
+from asyncrl.trainer.objective import Objective
+from asyncrl.trainer.optimizer import learning_rate
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.ranks import ALONE, World
+from asyncrl.trainer.ranks.update import Update
+from asyncrl.trainer.saved_state import (
+    CENTRE,
+    adapter_settings,
+    check_base,
+    check_reference,
+    state_of,
+)
+from asyncrl.trainer.scoring import load_models
+from asyncrl.trainer.sharding.lockstep import Lockstep
+from asyncrl.trainer.sharding.weights import Weights
+from asyncrl.trainer.snapshot import Snapshot
+from asyncrl.trainer.stepping import Stepping
+from asyncrl.wire.records import LearnerMetrics, TrainedStep
+from asyncrl.wire.weights.layout import Fingerprint
 
 Group = tuple[Sequence[Trajectory], FloatArray]
 """All samples of a group and their rewards `[G]`."""
@@ -62,7 +68,7 @@ class Learner:
         group_size: samples in every group.
         seed: of torch's random generators (the learner itself draws nothing today).
         temperature: of sampling; log-probabilities are of the same processed distribution.
-        truncation: of sampling; `trainer.policy` says what it means to the trainer.
+        truncation: of sampling; `asyncrl.trainer.policy` says what it means to the trainer.
         total_steps: where cosine and linear schedules end unless `schedule_steps` is set.
         max_tokens: of the longest response, for `overlong_buffer`.
         fence: keeps a trainer that was replaced from writing checkpoints.
@@ -155,9 +161,9 @@ class Learner:
         Their samples share micro-batches. A group is its trajectories and their rewards `[G]`.
 
         Returns:
-            For each group, `[G, SUMS]` of `trainer.disagreement` on the learner's device, the
-            engine's log-probabilities against the learner's; zeros where nothing was computed or an
-            older policy drew a token.
+            For each group, `[G, SUMS]` of `asyncrl.trainer.disagreement` on the learner's device,
+            the engine's log-probabilities against the learner's; zeros where nothing was computed
+            or an older policy drew a token.
 
         Raises:
             BatchError: a group does not fit; nothing was accumulated.

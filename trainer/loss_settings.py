@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.algorithms.registry import only_values_of, unused_by
+from asyncrl.trainer.algorithms.registry import only_values_of, unused_by
 
 
 def refuse_what_does_not_fit(config: Any) -> None:

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
-from trainer.config import TrainerConfig
-from trainer.lora.memory import adapter_parameters
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.lora.memory import adapter_parameters
 
 GIB = 2**30
 ACTIVATIONS_FACTOR = 1.5
@@ -24,7 +24,7 @@ _PROCESS = int(0.6 * GIB)
 """Of a process that has loaded torch, on a CPU; of CUDA's context and libraries on a GPU."""
 _LOGITS_AT_ONCE = 1 << 25
 _BLOCK = {False: 1 << 23, True: 1 << 26}
-"""`LOGIT_BUDGET` and `BLOCK` of `trainer.head`, by whether it is on a GPU; a test compares them."""
+"""`LOGIT_BUDGET` and `BLOCK` of `asyncrl.trainer.head`, with and without a GPU."""
 
 
 @dataclass(frozen=True, slots=True)

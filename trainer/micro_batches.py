@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.trajectory import Trajectory
-from trainer.algorithms.base import Rewards
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.algorithms.base import Rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Work:
     owners: list[tuple[int, int]]
     """`[B]` index of each sample's group among those added, and its place in the group."""
     is_padding: bool = False
-    """Whether it counts nowhere (`trainer.sharding.padding`)."""
+    """Whether it counts nowhere (`asyncrl.trainer.sharding.padding`)."""
 
     def add(self, trajectories: Sequence[Trajectory], advantages: Rewards, group: int) -> None:
         """Add a whole group."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from trainer.errors import UnsupportedModelError
+from asyncrl.trainer.errors import UnsupportedModelError
 
 
 def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from rollout.contexts import longest_response
-from rollout.trajectory import Trajectory
-from trainer.algorithms.base import (
+from asyncrl.rollout.contexts import longest_response
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.algorithms.base import (
     STD_EPSILON,
     Algorithm,
     Rewards,
@@ -18,16 +18,16 @@ from trainer.algorithms.base import (
     needs_critic,
     uses_proximal,
 )
-from trainer.algorithms.factory import make
-from trainer.algorithms.overlong import overlong_penalties
-from trainer.algorithms.reference_kl import WithReferenceKl
-from trainer.config import TrainerConfig
-from trainer.errors import TrainerError
-from trainer.fixed import Fixed, normalise
-from trainer.gradient_parts import GradientParts
-from trainer.normalization import denominator
-from trainer.ranks import World
-from trainer.totals import StepTotals
+from asyncrl.trainer.algorithms.factory import make
+from asyncrl.trainer.algorithms.overlong import overlong_penalties
+from asyncrl.trainer.algorithms.reference_kl import WithReferenceKl
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import TrainerError
+from asyncrl.trainer.fixed import Fixed, normalise
+from asyncrl.trainer.gradient_parts import GradientParts
+from asyncrl.trainer.normalization import denominator
+from asyncrl.trainer.ranks import World
+from asyncrl.trainer.totals import StepTotals
 
 
 class Objective:
@@ -101,7 +101,7 @@ class Objective:
         return kl.coefficient * kl.per_token(reference - logprobs.detach())
 
     def normalise(self, fixed: Sequence[Fixed], world: World) -> None:
-        """Normalise the advantages of a whole step, if the algorithm does; as `trainer.fixed`."""
+        """Normalise the advantages of a whole step, if the algorithm does (`trainer.fixed`)."""
         if self._config.normalises_over_step:
             normalise(fixed, STD_EPSILON, world)
 

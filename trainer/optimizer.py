@@ -9,9 +9,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from trainer.adamw import SmallAdamW
-from trainer.config import TrainerConfig
-from trainer.errors import NonFiniteError, TrainerError
+from asyncrl.trainer.adamw import SmallAdamW
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import NonFiniteError, TrainerError
 
 _KEPT_AS = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.uint8}
 

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.contexts import contexts_of
-from rollout.trajectory import BoolArray, IntArray, Trajectory
-from trainer.packing import Family, Layout
-from trainer.transfer import to_device
+from asyncrl.rollout.contexts import contexts_of
+from asyncrl.rollout.trajectory import BoolArray, IntArray, Trajectory
+from asyncrl.trainer.packing import Family, Layout
+from asyncrl.trainer.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)

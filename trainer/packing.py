@@ -4,9 +4,10 @@ Linear layers, norms and activations see `[1, T]` real tokens. Only attention ne
 sequence ends: `packed_attention`, registered with transformers under `ATTENTION_NAME`, spreads
 queries, keys and values over `[B, H, L_max, D]`, runs causal SDPA, and gathers the real tokens
 again. Where lengths are uneven and the padding would be large, it does so for several blocks, each
-of successive sequences of similar lengths. It pads nothing on a GPU in 16 bits (`trainer.varlen`)
-and on a CPU where sequences are not short (`trainer.tiled_attention`).
-Positions restart at 0 in each sequence, so rotary and learned positions are those of the sequence.
+of successive sequences of similar lengths. It pads nothing on a GPU in 16 bits
+(`asyncrl.trainer.varlen`) and on a CPU where sequences are not short
+(`asyncrl.trainer.tiled_attention`). Positions restart at 0 in each sequence, so rotary and learned
+positions are those of the sequence.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from trainer import tiled_attention as tiled
-from trainer import varlen
-from trainer.capped_attention import capped_attention
-from trainer.errors import UnsupportedModelError
-from trainer.transfer import to_device
+from asyncrl.trainer import tiled_attention as tiled
+from asyncrl.trainer import varlen
+from asyncrl.trainer.capped_attention import capped_attention
+from asyncrl.trainer.errors import UnsupportedModelError
+from asyncrl.trainer.transfer import to_device
 
 ATTENTION_NAME = "asyncrl_packed"
 """The name under which the attention function is registered with transformers."""
@@ -239,7 +240,7 @@ def packed_attention(
     """Causal attention within each packed sequence, by transformers' attention interface.
 
     `query` is `[1, H, T, D]`, `key` and `value` `[1, H_kv, T, D]`; returns `[1, T, H, D]`.
-    `softcap` and `s_aux` (sinks) are those of `trainer.capped_attention`.
+    `softcap` and `s_aux` (sinks) are those of `asyncrl.trainer.capped_attention`.
 
     Raises:
         UnsupportedModelError: the model does not pass the layout on, or needs something that this

@@ -2,10 +2,11 @@
 
 The log-probabilities are those of the *processed* distribution, from which the engine samples:
 logits divided by the temperature, restricted to the tokens that top-k, top-p and min-p leave in
-(`rollout.sampled_set`, the engines' function), and renormalised. With truncation the set is that of
-the *current* policy plus the drawn token. Without the drawn token, a token at the set's edge would
-have probability 0 after the smallest change of the weights, and no gradient to bring it back. The
-share of such tokens is reported (`mismatch.outside_nucleus`); at staleness 0 it is rounding.
+(`asyncrl.rollout.sampled_set`, the engines' function), and renormalised. With truncation the set is
+that of the *current* policy plus the drawn token. Without the drawn token, a token at the set's
+edge would have probability 0 after the smallest change of the weights, and no gradient to bring it
+back. The share of such tokens is reported (`mismatch.outside_nucleus`); at staleness 0 it is
+rounding.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rollout.trajectory import IntArray
-from rollout.truncation import EVERYTHING, Truncation
-from trainer import head, recompute
-from trainer.algorithms.base import Routes
-from trainer.cpu_layers import speed_up
-from trainer.errors import UnsupportedModelError
-from trainer.fused import MAX_LENGTH, FusedDecoder, why_not_trained_fused
-from trainer.head import LogitMap, Processing, TokenScores, process, score_tokens
-from trainer.lora.adapter import Adapter
-from trainer.lora.config import LoraConfig
-from trainer.model_loading import load_model
-from trainer.packed_batch import PackedBatch
-from trainer.packing import ATTENTION_NAME
-from trainer.router import routes_of
-from trainer.same_results import results_of, where_different
+from asyncrl.rollout.trajectory import IntArray
+from asyncrl.rollout.truncation import EVERYTHING, Truncation
+from asyncrl.trainer import head, recompute
+from asyncrl.trainer.algorithms.base import Routes
+from asyncrl.trainer.cpu_layers import speed_up
+from asyncrl.trainer.errors import UnsupportedModelError
+from asyncrl.trainer.fused import MAX_LENGTH, FusedDecoder, why_not_trained_fused
+from asyncrl.trainer.head import LogitMap, Processing, TokenScores, process, score_tokens
+from asyncrl.trainer.lora.adapter import Adapter
+from asyncrl.trainer.lora.config import LoraConfig
+from asyncrl.trainer.model_loading import load_model
+from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.trainer.packing import ATTENTION_NAME
+from asyncrl.trainer.router import routes_of
+from asyncrl.trainer.same_results import results_of, where_different
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,9 @@ class Policy:
         self._check_packing(model_path)
         _set_modes(self.model, gradient_checkpointing=gradient_checkpointing)
         if compiled:
-            from trainer.compiled import compile_blocks  # the compiler takes a second to import
+            from asyncrl.trainer.compiled import (
+                compile_blocks,  # the compiler takes a second to import
+            )
 
             batch = PackedBatch.of(_two_sequences(self.vocab_size), device)
             compile_blocks(self.model, model_path, lambda: self.hidden(batch), self._compute_dtype)
@@ -127,7 +130,7 @@ class Policy:
         Args:
             batch: of tokens.
             with_routes: also give what routers said, for models of which
-                `trainer.router.why_no_routes` says nothing.
+                `asyncrl.trainer.router.why_no_routes` says nothing.
         """
         if self._head is None:
             processing = Processing(LogitMap(self.temperature), self.truncation)

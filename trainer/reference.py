@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from trainer.config import TrainerConfig
-from trainer.packed_batch import PackedBatch
-from trainer.policy import Policy
-from trainer.sharding.rows import local
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.sharding.rows import local
 
 
 class Reference:

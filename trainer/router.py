@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer.algorithms.base import Routes
-from trainer.config import TrainerConfig
-from trainer.errors import UnsupportedModelError
+from asyncrl.trainer.algorithms.base import Routes
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import UnsupportedModelError
 
 
 def why_no_routes(model: PreTrainedModel) -> str | None:

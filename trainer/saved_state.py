@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.errors import CheckpointError
-from trainer.policy import Policy
-from trainer.ranks.update import Update
-from trainer.scoring import Models
-from trainer.training_state import Shardings, TrainingState
+from asyncrl.trainer.errors import CheckpointError
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.ranks.update import Update
+from asyncrl.trainer.scoring import Models
+from asyncrl.trainer.training_state import Shardings, TrainingState
 
 CENTRE = "advantage_centre"
 """`Stepping.centre`, among the state's values."""

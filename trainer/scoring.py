@@ -9,18 +9,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rollout.trajectory import Trajectory
-from rollout.truncation import Truncation
-from trainer.config import TrainerConfig
-from trainer.critic import Critic, Values, real_tokens
-from trainer.head import TokenScores
-from trainer.lora.reference import InitialAdapter
-from trainer.packed_batch import PackedBatch
-from trainer.policy import Policy
-from trainer.ranks import World
-from trainer.reference import Reference
-from trainer.router import check_routes
-from trainer.sharding.policy import ShardedPolicy
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.rollout.truncation import Truncation
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.critic import Critic, Values, real_tokens
+from asyncrl.trainer.head import TokenScores
+from asyncrl.trainer.lora.reference import InitialAdapter
+from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.ranks import World
+from asyncrl.trainer.reference import Reference
+from asyncrl.trainer.router import check_routes
+from asyncrl.trainer.sharding.policy import ShardedPolicy
 
 
 @dataclass(frozen=True, slots=True)

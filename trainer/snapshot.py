@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.checkpoint_tensors import Held
-from trainer.host_memory import memory_left
+from asyncrl.trainer.checkpoint_tensors import Held
+from asyncrl.trainer.host_memory import memory_left
 
 
 class Snapshot:

@@ -27,19 +27,19 @@ from dataclasses import dataclass
 
 import msgspec
 
-from trainer.accumulation import Accumulation
-from trainer.algorithms.reinforce_plus_plus import mean_of
-from trainer.config import TrainerConfig
-from trainer.critic_passes import take_pass
-from trainer.errors import TrainerError
-from trainer.objective import Objective
-from trainer.ranks import World
-from trainer.ranks.totals import of_all_ranks
-from trainer.ranks.update import Update
-from trainer.scoring import Models
-from trainer.sharding.lockstep import Lockstep
-from trainer.totals import StepTotals
-from wire.records import LearnerMetrics
+from asyncrl.trainer.accumulation import Accumulation
+from asyncrl.trainer.algorithms.reinforce_plus_plus import mean_of
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.critic_passes import take_pass
+from asyncrl.trainer.errors import TrainerError
+from asyncrl.trainer.objective import Objective
+from asyncrl.trainer.ranks import World
+from asyncrl.trainer.ranks.totals import of_all_ranks
+from asyncrl.trainer.ranks.update import Update
+from asyncrl.trainer.scoring import Models
+from asyncrl.trainer.sharding.lockstep import Lockstep
+from asyncrl.trainer.totals import StepTotals
+from asyncrl.wire.records import LearnerMetrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.trajectory import CUT_OFF, FloatArray, Trajectory
-from trainer.algorithms.base import Rewards, TokenBatch
-from trainer.normalization import Normalization, token_weights
-from trainer.transfer import to_device
+from asyncrl.rollout.trajectory import CUT_OFF, FloatArray, Trajectory
+from asyncrl.trainer.algorithms.base import Rewards, TokenBatch
+from asyncrl.trainer.normalization import Normalization, token_weights
+from asyncrl.trainer.transfer import to_device
 
 
 def token_batch(

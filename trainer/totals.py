@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.trajectory import CUT_OFF, Trajectory
-from trainer.algorithms.base import Finish, LossSums, Signal, StepSums, TokenBatch
-from trainer.errors import TrainerError
-from trainer.head import TokenScores
-from wire.records import (
+from asyncrl.rollout.trajectory import CUT_OFF, Trajectory
+from asyncrl.trainer.algorithms.base import Finish, LossSums, Signal, StepSums, TokenBatch
+from asyncrl.trainer.errors import TrainerError
+from asyncrl.trainer.head import TokenScores
+from asyncrl.wire.records import (
     BatchMetrics,
     LearnerMetrics,
     LearningMetrics,

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainer.checkpoint_index import Index, SavedTensor
-from trainer.checkpoint_tensors import Box
-from trainer.coded_moments import SCALE
-from trainer.errors import CheckpointError
+from asyncrl.trainer.checkpoint_index import Index, SavedTensor
+from asyncrl.trainer.checkpoint_tensors import Box
+from asyncrl.trainer.coded_moments import SCALE
+from asyncrl.trainer.errors import CheckpointError
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """That torch puts into the names of a wrapped module's parameters."""
@@ -171,7 +171,7 @@ class TrainingState:
     def _box(self, parameter: nn.Parameter, value: Tensor, key: str) -> Box:
         """Of an optimizer's tensor: sharded as the parameter is if it has its shape, or its rows.
 
-        Moments in 8 bits have scales (`trainer.coded_moments`), some for each row.
+        Moments in 8 bits have scales (`asyncrl.trainer.coded_moments`), some for each row.
         """
         own = self.sharding.own(parameter)
         if own is not parameter and (value.shape == own.shape or key.endswith(SCALE)):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainer.algorithms.base import LossSums, Signal
+from asyncrl.trainer.algorithms.base import LossSums, Signal
 
 SIGNALS: Mapping[str, Signal] = {
     "value_loss": Signal("half the squared error of the critic's values, clipped", per="loss"),

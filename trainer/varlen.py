@@ -9,7 +9,8 @@ copied into the order in which each segment needs them:
     keys      |p p p|p p p a a|p p p b b b|
 
 With fewer queries than keys, the kernel's causal mask is that of the last queries, as it must be.
-It exists for 16-bit types on CUDA only; everything else takes the padded way (`trainer.packing`).
+It exists for 16-bit types on CUDA only; everything else takes the padded way
+(`asyncrl.trainer.packing`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from trainer.transfer import to_device
+from asyncrl.trainer.transfer import to_device
 
 MAX_HEAD = 256
 """Numbers of a head that the kernel takes at most."""

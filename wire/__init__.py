@@ -13,9 +13,12 @@ atomic_files  replace a file as a whole
 weights/    the layout of one version of the weights in shared memory
 """
 
-from wire.addresses import RuntimeDirectory
-from wire.errors import NoReply, Unreachable, WireError
-from wire.keys import RunKey
-from wire.sockets import Hub, Line
+if __name__ == "wire":
+    raise ImportError("asyncrl's package wire is imported as asyncrl.wire", name="wire")
+
+from asyncrl.wire.addresses import RuntimeDirectory
+from asyncrl.wire.errors import NoReply, Unreachable, WireError
+from asyncrl.wire.keys import RunKey
+from asyncrl.wire.sockets import Hub, Line
 
 __all__ = ["Hub", "Line", "NoReply", "RunKey", "RuntimeDirectory", "Unreachable", "WireError"]

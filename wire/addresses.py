@@ -16,7 +16,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from wire.errors import AddressTooLong, FolderNotPrivate
+from asyncrl.wire.errors import AddressTooLong, FolderNotPrivate
 
 _PREFIX = "asyncrl-"
 _LOCK = ".lock"

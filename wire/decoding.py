@@ -4,9 +4,9 @@
     message = decoder.decode(body)
     messages = decoder.decode_all(body)  # of a socket: one, or those that were sent together
 
-A body is a message of the expected union, or an array of such messages (`wire.outbox`), or it is
-refused as a whole: both raise `FrameRefused` and nothing else, whatever the bytes are. Hub, Line
-and the reward pool's stream decode through it.
+A body is a message of the expected union, or an array of such messages (`asyncrl.wire.outbox`), or
+it is refused as a whole: both raise `FrameRefused` and nothing else, whatever the bytes are. Hub,
+Line and the reward pool's stream decode through it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from wire.errors import WireError
+from asyncrl.wire.errors import WireError
 
 In = TypeVar("In")
 
@@ -45,7 +45,7 @@ class Reason(StrEnum):
     UNAUTHENTICATED = "unauthenticated"
     """A connection that failed to authenticate, so that no frame of it was read."""
     UNKNOWN_PEER = "unknown_peer"
-    """Its sender's name is not the one that its key stands for (`wire.keys`)."""
+    """Its sender's name is not the one that its key stands for (`asyncrl.wire.keys`)."""
     TOO_LONG = "too_long"
     """It is longer than any message of its socket."""
     NOT_TEXT = "not_text"

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from wire.decoding import Amount, Count
-from wire.records import Measured
+from asyncrl.wire.decoding import Amount, Count
+from asyncrl.wire.records import Measured
 
 HELD_OUT = "held_out"
 """Name of the task's own held-out examples; the sets of `evaluation.sets` have others."""

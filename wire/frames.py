@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.trajectory import FloatArray, IntArray, SeedArray, Trajectory
-from wire.messages.data import TrajectoryDelivery
+from asyncrl.rollout.trajectory import FloatArray, IntArray, SeedArray, Trajectory
+from asyncrl.wire.messages.data import TrajectoryDelivery
 
 _INT32 = "<i4"
 _FLOAT32 = "<f4"

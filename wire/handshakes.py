@@ -7,8 +7,8 @@ import asyncio
 import zmq
 import zmq.asyncio
 
-from wire.decoding import FrameRefused, Reason
-from wire.refusals import Refusals
+from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.refusals import Refusals
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _ERROR = FrameRefused(

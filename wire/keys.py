@@ -28,7 +28,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from wire.errors import KeyUnusable
+from asyncrl.wire.errors import KeyUnusable
 
 _KEY_BYTES = 32
 _PASS_BYTES = 16

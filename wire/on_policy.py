@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple, Self
 
-from wire.records import LearnerMetrics
+from asyncrl.wire.records import LearnerMetrics
 
 
 class OnPolicySteps(NamedTuple):

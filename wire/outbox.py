@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from wire.parts import PART_BYTES
+from asyncrl.wire.parts import PART_BYTES
 
 MAX_MESSAGES = 1024
 """Messages of a body at most."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from wire.decoding import FrameRefused, Reason
+from asyncrl.wire.decoding import FrameRefused, Reason
 
 PART_BYTES = 96 << 10
 """Length of every part but the last. With CURVE's overhead it is below malloc's 128 KiB."""

@@ -26,9 +26,9 @@ from typing import Self
 
 import msgspec
 
-from wire.decoding import Amount, Count
-from wire.environments import EnvironmentCounts
-from wire.noise_floor import NoiseFloor
+from asyncrl.wire.decoding import Amount, Count
+from asyncrl.wire.environments import EnvironmentCounts
+from asyncrl.wire.noise_floor import NoiseFloor
 
 Measured = float | None
 """A measurement; None where there was nothing to measure or the result was not finite."""
@@ -182,10 +182,10 @@ class LearnerMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Whether staleness was 0, without lenient reuse and without a sample deadline, and no process
     was known to have another policy (`wrong_policy`), and there was one update of the weights
     (`learning.optimizer_steps`). None: recorded by an earlier version of
-    asyncrl (`wire.on_policy`)."""
+    asyncrl (`asyncrl.wire.on_policy`)."""
     mismatch: MismatchMetrics = MismatchMetrics()
     algorithm: dict[str, Measured] = {}
-    """The signals that the algorithm declares (`trainer.algorithms.base.Signal`), by name."""
+    """The algorithm's signals (`asyncrl.trainer.algorithms.base.Signal`), by name."""
 
 
 class TrainerTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from wire.decoding import FrameRefused, Reason
+from asyncrl.wire.decoding import FrameRefused, Reason
 
 logger = logging.getLogger(__name__)
 

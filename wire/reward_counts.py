@@ -6,7 +6,7 @@ from typing import Self
 
 import msgspec
 
-from wire.decoding import Amount, Count
+from asyncrl.wire.decoding import Amount, Count
 
 
 class ServiceCounts(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,9 +2,9 @@
 
     magic | record | record | ... | index | length of the index (8 bytes) | digest (16 bytes)
 
-Records and index are MessagePack and are decoded like messages (`wire.decoding`). The digest is
-BLAKE2b of everything before it. A file is accepted or refused as a whole: if single records could
-be refused, damage would remove long samples more often than short ones.
+Records and index are MessagePack and are decoded like messages (`asyncrl.wire.decoding`). The
+digest is BLAKE2b of everything before it. A file is accepted or refused as a whole: if single
+records could be refused, damage would remove long samples more often than short ones.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rollout.trajectory import KeptTokens, SampleId
-from wire.atomic_files import replacing
-from wire.decoding import Count, FrameDecoder
-from wire.errors import WireError
-from wire.frames import (
+from asyncrl.rollout.trajectory import KeptTokens, SampleId
+from asyncrl.wire.atomic_files import replacing
+from asyncrl.wire.decoding import Count, FrameDecoder
+from asyncrl.wire.errors import WireError
+from asyncrl.wire.frames import (
     decode_floats,
     decode_seeds,
     decode_tokens,
@@ -67,8 +67,8 @@ class Index(msgspec.Struct, frozen=True):
 class UnfinishedSample(msgspec.Struct, frozen=True):
     """The L tokens of one sample, with the distributions that they were drawn from.
 
-    Arrays are those of `rollout.trajectory.KeptTokens`. Versions are left out: a policy of a later
-    version than the checkpoint's no longer exists, and all tokens are verified in any case.
+    Arrays are those of `asyncrl.rollout.trajectory.KeptTokens`. Versions are left out: a policy of
+    a later version than the checkpoint's no longer exists, and all tokens are verified in any case.
     """
 
     sample: SampleId
@@ -88,7 +88,7 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
     observed: bytes = b""
     """`[L]` uint8, 0 or 1; empty: no token was observed."""
     contexts: tuple[Count, ...] = ()
-    """`rollout.trajectory.Trajectory.contexts`"""
+    """`asyncrl.rollout.trajectory.Trajectory.contexts`"""
 
     @classmethod
     def of(cls, sample: SampleId, prompt_id: str, kept: KeptTokens) -> UnfinishedSample:

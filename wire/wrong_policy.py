@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from wire.weights.layout import Fingerprint
+from asyncrl.wire.weights.layout import Fingerprint
 
 Cause = Literal["weights", "temperature", "lag", "kv", "tokenizer", "unknown"]
 """Other weights · another temperature · all tokens follow an earlier version · KV of older weights

@@ -22,9 +22,8 @@ from asyncrl.cli import (  # noqa: F401 - these add commands
 )
 from asyncrl.cli.app import app
 from asyncrl.errors import AsyncrlError, Interrupted, UserError
-from asyncrl.package_guard import refuse_foreign_packages
+from asyncrl.monitoring.wording import without_controls
 from asyncrl.run.folder_lock import UnlockableError
-from monitoring.wording import without_controls
 
 _ABOUT_PATHS = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST),
@@ -54,14 +53,13 @@ def _main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal or log that is not UTF-8
         sys.stdout.reconfigure(errors="replace")
     sys.path.insert(0, str(Path.cwd()))  # so that `my_rewards:function` is found
-    from engine.errors import EngineError
-    from monitoring.errors import MonitoringError
-    from scheduler.errors import SchedulerError
-    from trainer.errors import TrainerError
-    from wire.errors import WireError
+    from asyncrl.engine.errors import EngineError
+    from asyncrl.monitoring.errors import MonitoringError
+    from asyncrl.scheduler.errors import SchedulerError
+    from asyncrl.trainer.errors import TrainerError
+    from asyncrl.wire.errors import WireError
 
     try:
-        refuse_foreign_packages()
         app()
     except AsyncrlError as error:
         _exit(error, error.exit_code)

@@ -13,13 +13,13 @@ from asyncrl.run.command_lines import DEFAULT_RUNS
 from asyncrl.suggestions import shortened
 
 if TYPE_CHECKING:
-    from wire.messages import control
+    from asyncrl.wire.messages import control
 
 
 @app.command(rich_help_panel=STEERING, epilog="Example: asyncrl stop arithmetic")
 def stop(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Finish the current step, write a checkpoint, end the run."""
-    from wire.messages import control
+    from asyncrl.wire.messages import control
 
     _request(name, runs, control.StopRequest())
 
@@ -27,7 +27,7 @@ def stop(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
 @app.command(rich_help_panel=STEERING, epilog="Example: asyncrl pause arithmetic")
 def pause(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Stop generating tokens; everything is kept."""
-    from wire.messages import control
+    from asyncrl.wire.messages import control
 
     _request(name, runs, control.PauseRequest())
 
@@ -35,7 +35,7 @@ def pause(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
 @app.command("resume", rich_help_panel=STEERING, epilog="Example: asyncrl resume arithmetic")
 def resume_run(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Continue after `pause`. (To continue a run that ended: asyncrl run CONFIG --resume.)"""
-    from wire.messages import control
+    from asyncrl.wire.messages import control
 
     _request(name, runs, control.ResumeRequest())
 
@@ -52,7 +52,7 @@ def scale(
 
     What leaving generators have begun is not lost: see docs/elastic.md.
     """
-    from wire.messages import control
+    from asyncrl.wire.messages import control
 
     _request(name, runs, control.ScaleRequest(generators))
 
@@ -63,7 +63,7 @@ def drain(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
 
     `stop` ends it sooner: it gives up all steps but the current one.
     """
-    from wire.messages import control
+    from asyncrl.wire.messages import control
 
     _request(name, runs, control.DrainRequest())
 
@@ -71,7 +71,7 @@ def drain(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
 @app.command(rich_help_panel=STEERING, epilog="Example: asyncrl checkpoint arithmetic")
 def checkpoint(name: OrderedRun = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Write a checkpoint now, and return when it is on the disk. The run continues."""
-    from wire.messages import control
+    from asyncrl.wire.messages import control
 
     _request(name, runs, control.CheckpointRequest())
 
@@ -90,7 +90,7 @@ def set_setting(
 
     docs/steering.md lists the settings and from when on each holds.
     """
-    from wire.messages import control
+    from asyncrl.wire.messages import control
 
     name, assignment = (None, words[0]) if len(words) == 1 else (words[0], words[1])
     key, separator, value = assignment.partition("=")
@@ -110,7 +110,7 @@ def _request(name: str | None, runs: Path, request: control.Request) -> None:
     """
     from asyncrl.run.choosing import find_run_for_order
     from asyncrl.run.control import ask
-    from wire.messages import control
+    from asyncrl.wire.messages import control
 
     run = find_run_for_order(name, runs)
     reply, name = ask(run, request), run.resolve().name

@@ -22,7 +22,7 @@ from asyncrl.run.command_lines import DEFAULT_RUNS, resume_command
 from asyncrl.simulation.command import simulate
 
 if TYPE_CHECKING:
-    from wire.records import RunResult
+    from asyncrl.wire.records import RunResult
 
 
 @app.command(rich_help_panel=TRAINING, epilog="Example: asyncrl init first")
@@ -180,8 +180,8 @@ def evaluate(
     Responses are sampled as in training.
     """
     from asyncrl.evaluation.command import evaluate_model, resolve_target
+    from asyncrl.monitoring.evaluation_text import estimates
     from asyncrl.tasks.model import no_transformers_bars
-    from monitoring.evaluation_text import estimates
 
     console = TerminalConsole(markup=False)
     with no_transformers_bars():
@@ -261,9 +261,9 @@ def _end_with(parent: int) -> None:
 
 def _incomplete(directory: Path) -> list[str]:
     """What the evaluations before and after training of a run lack."""
-    from monitoring.errors import RecordError
-    from monitoring.evaluation_text import incomplete
-    from monitoring.evaluations_log import read_evaluations
+    from asyncrl.monitoring.errors import RecordError
+    from asyncrl.monitoring.evaluation_text import incomplete
+    from asyncrl.monitoring.evaluations_log import read_evaluations
 
     with contextlib.suppress(OSError, RecordError):
         records = read_evaluations(directory / "evaluations.jsonl")
@@ -274,7 +274,7 @@ def _incomplete(directory: Path) -> list[str]:
 def _print_result(
     console: Console, directory: Path, result: RunResult, *, planned: int, to_continue: str
 ) -> None:
-    from monitoring.wording import counted, number
+    from asyncrl.monitoring.wording import counted, number
 
     before, after = result.accuracy_before, result.accuracy_after
     if before is not None and after is not None:

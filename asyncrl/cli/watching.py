@@ -22,7 +22,7 @@ def status(name: RunName = None, runs: Runs = DEFAULT_RUNS, as_json: Json = Fals
     """Show what an active run is doing."""
     from asyncrl.run.control import ask
     from asyncrl.run.directory import find_run
-    from wire.messages import control
+    from asyncrl.wire.messages import control
 
     run = find_run(name, runs)
     reply = ask(run, control.StatusRequest())
@@ -31,8 +31,8 @@ def status(name: RunName = None, runs: Runs = DEFAULT_RUNS, as_json: Json = Fals
     if as_json:
         typer.echo(json.dumps(reply.status, indent=2))
     else:
-        from monitoring.discovery import metrics_line
-        from monitoring.status_text import status_lines
+        from asyncrl.monitoring.discovery import metrics_line
+        from asyncrl.monitoring.status_text import status_lines
 
         typer.echo("\n".join([*status_lines(reply.status), *metrics_line(run)]))
 
@@ -40,8 +40,8 @@ def status(name: RunName = None, runs: Runs = DEFAULT_RUNS, as_json: Json = Fals
 @app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl report arithmetic")
 def report(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Write report.html of a run: active, finished or killed."""
+    from asyncrl.monitoring.report.write import write_report
     from asyncrl.run.directory import find_run
-    from monitoring.report.write import write_report
 
     typer.echo(f"report: {write_report(find_run(name, runs))}")
 
@@ -120,9 +120,9 @@ def samples(
 
     They are a choice of a few per step; run.log_samples=jsonl keeps all.
     """
+    from asyncrl.monitoring.sample_text import legend, newest, sample_text
+    from asyncrl.monitoring.samples import read_samples, trained_on
     from asyncrl.run.directory import find_run
-    from monitoring.sample_text import legend, newest, sample_text
-    from monitoring.samples import read_samples, trained_on
 
     run = find_run(name, runs)
     found = newest(trained_on(read_samples(run / "samples.jsonl")), count)
@@ -141,8 +141,8 @@ def list_all(runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
     """List the runs of a folder, the one that changed last first."""
     from rich.table import Table
 
+    from asyncrl.monitoring.wording import number
     from asyncrl.run.run_list import list_runs
-    from monitoring.wording import number
 
     found = list_runs(runs)
     if as_json:
@@ -174,11 +174,11 @@ def compare(
     """Compare runs: results, reward curves, and the settings that differ."""
     from rich.table import Table
 
+    from asyncrl.monitoring.report import compare as comparing
+    from asyncrl.monitoring.report.data import load_run
+    from asyncrl.monitoring.report.series import thin
+    from asyncrl.monitoring.wording import sparkline, without_controls
     from asyncrl.run.directory import find_run
-    from monitoring.report import compare as comparing
-    from monitoring.report.data import load_run
-    from monitoring.report.series import thin
-    from monitoring.wording import sparkline, without_controls
 
     if not 2 <= len(names) <= 12:
         raise UserError(f"give the names of 2 to 12 runs, not {len(names)}")

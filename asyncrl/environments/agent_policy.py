@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import PurePath
 
+from asyncrl.engine.config import SamplingConfig
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.openai_messages import POLICY, PolicySettings
-from engine.config import SamplingConfig
 
 
 def with_policy(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl.cache.config import CacheConfig
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.rewards.config import RewardConfig
-from cache.config import CacheConfig
 
 
 def with_default_functions(values: Any) -> Any:

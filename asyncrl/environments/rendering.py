@@ -37,8 +37,8 @@ from asyncrl.environments.chat_template import end_of_turn, nearest_context
 from asyncrl.environments.conversation_check import PROBE_QUESTION, ConversationCheck, History
 from asyncrl.environments.token_pieces import TokenPieces
 from asyncrl.errors import RenderingError
+from asyncrl.rollout.trajectory import IntArray
 from asyncrl.tasks.chat_template import ChatTemplate, Message, Tools
-from rollout.trajectory import IntArray
 
 
 class TurnRenderer:

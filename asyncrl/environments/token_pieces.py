@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from asyncrl.rollout.trajectory import IntArray
 from asyncrl.tasks.model_tokenizer import special_ids
-from rollout.trajectory import IntArray
 
 
 class TokenPieces:

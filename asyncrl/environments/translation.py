@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrl.environments.protocol import Action, BadAnswerError, Message, Observation
 from asyncrl.errors import AsyncrlError
-from rollout.trajectory import IntArray
+from asyncrl.rollout.trajectory import IntArray
 
 _TOKEN_CHARACTERS = 256
 """More than a token has. A text that is longer for each token that it may have is not tokenised:

@@ -13,15 +13,20 @@ from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
 from asyncrl.config import RunConfig, load_config
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.factory import create_engine
+from asyncrl.engine.protocol import Engine
 from asyncrl.errors import AsyncrlError, ModelError, UserError, first_error
 from asyncrl.evaluation.plan import plan_of
 from asyncrl.evaluation.round import EvaluationRound
+from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
 from asyncrl.processes.generator.environment_setup import episodes_with, start_environments
 from asyncrl.processes.generator.generation import SampleGeneration
 from asyncrl.processes.generator.sample_generator import SampleGenerator
 from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.server.keeping import served
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.directory import find_run
 from asyncrl.run.exporting import model_of
 from asyncrl.run.model_check import check_files
@@ -33,14 +38,9 @@ from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.tasks.token_bytes import stop_rule
-from engine.errors import EngineError
-from engine.factory import create_engine
-from engine.protocol import Engine
-from monitoring.metrics import GeneratorMetrics, new_registry
-from rollout.trajectory import SampleId
-from trainer.checkpoint_files import choose
-from trainer.errors import CheckpointError
-from wire.evaluations import EvaluationRecord
+from asyncrl.trainer.checkpoint_files import choose
+from asyncrl.trainer.errors import CheckpointError
+from asyncrl.wire.evaluations import EvaluationRecord
 
 
 def resolve_target(

@@ -21,9 +21,9 @@ from asyncrl.evaluation.round import EvaluationRound
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.worker import Worker
-from wire.evaluations import EvaluationRecord
-from wire.messages import from_generator, to_generator
-from wire.messages.to_generator import FixedVersion
+from asyncrl.wire.evaluations import EvaluationRecord
+from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.messages.to_generator import FixedVersion
 
 Say = Callable[[str], None]
 

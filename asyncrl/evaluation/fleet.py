@@ -12,8 +12,8 @@ from asyncrl.run.fleet import Fleet
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.waiting import Waiter
 from asyncrl.run.worker import Worker
-from wire.evaluations import EvaluationRecord
-from wire.messages.from_generator import EvaluationMissed, EvaluationSample
+from asyncrl.wire.evaluations import EvaluationRecord
+from asyncrl.wire.messages.from_generator import EvaluationMissed, EvaluationSample
 
 
 class FleetEvaluation:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.evaluation.config import EvaluationConfig
-from monitoring.evaluations_log import EvaluationsLog, read_evaluations
-from trainer.best_checkpoint import BestCheckpoint, write_best
-from wire.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation
+from asyncrl.monitoring.evaluations_log import EvaluationsLog, read_evaluations
+from asyncrl.trainer.best_checkpoint import BestCheckpoint, write_best
+from asyncrl.wire.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from asyncrl.launch.agents.config import AgentsConfig
 from asyncrl.launch.cluster_config import ClusterConfig
 from asyncrl.launch.ray.config import RayConfig
-from wire.limits import MAX_THREADS, START_SECONDS, WEEK_SECONDS
+from asyncrl.wire.limits import MAX_THREADS, START_SECONDS, WEEK_SECONDS
 
 GpuName = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
 GpuNumber = Annotated[int, Field(ge=0, le=1024)]

@@ -31,9 +31,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PACKAGES = (
-    "asyncrl", "cache", "engine", "monitoring", "rollout", "scheduler", "trainer", "wire",
-)  # fmt: skip
 MARK_VARIABLE = "ASYNCRL_PROCESS_MARK"
 """In the environment of a child and of all that it starts; its keeper finds them by it."""
 RUN_MARK = "ASYNCRL_CONTROLLER_MARK"
@@ -58,13 +55,17 @@ _FOLDERS = ("logs", "timeline", "engine", "slots", "samples", "cache", "unfinish
 def code_version() -> str:
     """Version of asyncrl here and a digest of its sources; empty if it cannot be imported."""
     digest = hashlib.blake2b(digest_size=4)
-    for package in PACKAGES:
-        spec = importlib.util.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            return ""
-        root = Path(spec.submodule_search_locations[0])
-        for path in sorted(root.rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    spec = importlib.util.find_spec("asyncrl")
+    if spec is None or not spec.submodule_search_locations:
+        return ""
+    root = Path(spec.submodule_search_locations[0])
+    for path in sorted(
+        Path(folder, file)
+        for folder, _, files in os.walk(root, followlinks=True)  # asyncrl/engine is a link
+        for file in files
+        if file.endswith(".py")
+    ):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     try:
         version = importlib.metadata.version("asyncrl")
     except importlib.metadata.PackageNotFoundError:

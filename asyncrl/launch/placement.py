@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from asyncrl.engine.config import EngineKind
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import Gpu
 from asyncrl.trainer_names import rank_of
-from engine.config import EngineKind
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ORDER = "CUDA_DEVICE_ORDER"

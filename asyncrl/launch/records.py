@@ -33,8 +33,8 @@ from asyncrl.launch.identity import (
     session_members,
     with_variable,
 )
-from monitoring.errors import RecordError
-from monitoring.jsonl import RetryingJsonlWriter, read_jsonl
+from asyncrl.monitoring.errors import RecordError
+from asyncrl.monitoring.jsonl import RetryingJsonlWriter, read_jsonl
 
 MARK_VARIABLE = "ASYNCRL_CONTROLLER_MARK"
 """The environment variable that every process of a run inherits."""

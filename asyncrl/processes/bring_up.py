@@ -22,14 +22,14 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import first_error
+from asyncrl.monitoring.exporter import Exporter
+from asyncrl.monitoring.metrics import ProcessMetrics, new_registry
+from asyncrl.monitoring.timeline import Timeline
+from asyncrl.monitoring.tracing.tracer import Tracer
 from asyncrl.processes.spec import ChildKeys, ChildSpec
-from monitoring.exporter import Exporter
-from monitoring.metrics import ProcessMetrics, new_registry
-from monitoring.timeline import Timeline
-from monitoring.tracing.tracer import Tracer
-from wire import Line
-from wire.addresses import MeetingPlace
-from wire.sessions.line import SessionLine
+from asyncrl.wire import Line
+from asyncrl.wire.addresses import MeetingPlace
+from asyncrl.wire.sessions.line import SessionLine
 
 MetricsT = TypeVar("MetricsT", bound=ProcessMetrics)
 
@@ -151,7 +151,7 @@ def _tracer(
     settings = config.monitoring.tracing
     if not settings.enabled:
         return None
-    from monitoring.tracing.opening import open_tracer
+    from asyncrl.monitoring.tracing.opening import open_tracer
 
     return open_tracer(
         settings,

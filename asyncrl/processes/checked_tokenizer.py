@@ -10,7 +10,7 @@ import msgspec
 from asyncrl.errors import WrongPolicyError
 from asyncrl.processes.bring_up import Child
 from asyncrl.tasks.model_tokenizer import load_tokenizer, tokenizer_digest
-from wire.wrong_policy import WrongPolicy, compare_tokenizers
+from asyncrl.wire.wrong_policy import WrongPolicy, compare_tokenizers
 
 
 async def load_checked_tokenizer(

@@ -17,13 +17,13 @@ import sys
 import msgspec
 import zmq.asyncio
 
+from asyncrl.engine.errors import EngineError
 from asyncrl.errors import AsyncrlError
 from asyncrl.launch.parent_death import end_with_parent
+from asyncrl.monitoring.errors import MonitoringError
 from asyncrl.processes.spec import ChildKeys, ChildSpec, GeneratorKeys, RelayKeys, read_spec
-from engine.errors import EngineError
-from monitoring.errors import MonitoringError
-from trainer.errors import TrainerError
-from wire.errors import WireError
+from asyncrl.trainer.errors import TrainerError
+from asyncrl.wire.errors import WireError
 
 SHUTDOWN_SECONDS = 10
 """Longest time that a child may take to clean up after SIGTERM."""

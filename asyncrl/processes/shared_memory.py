@@ -8,7 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
-from wire.weights.layout import SHARED_MEMORY
+from asyncrl.wire.weights.layout import SHARED_MEMORY
 
 _KINDS = r"(?:(?:trainer|relay-\d+)(?:\.\d+)?-weights-\d+|exchange)"
 

@@ -10,12 +10,12 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from asyncrl.config import RunConfig, load_config, parse_config
+from asyncrl.monitoring.config import MonitoringConfig
+from asyncrl.monitoring.exporter import Exporter, exporter_for
 from asyncrl.processes.meetings import MEETINGS
-from monitoring.config import MonitoringConfig
-from monitoring.exporter import Exporter, exporter_for
-from wire.keys import HubKeys, LineKeys, RunKey
-from wire.weights.layout import SHARED_MEMORY
-from wire.wrong_policy import TokenizerDigest
+from asyncrl.wire.keys import HubKeys, LineKeys, RunKey
+from asyncrl.wire.weights.layout import SHARED_MEMORY
+from asyncrl.wire.wrong_policy import TokenizerDigest
 
 Role = Literal["generator", "trainer", "relay"]
 
@@ -50,7 +50,7 @@ class ChildSpec(msgspec.Struct, frozen=True):
     """Where the generators run, which a trainer with other GPUs cannot see; None: as torch decides
     in any process."""
     fence: str = ""
-    """The word of this trainer (`trainer.fence`)."""
+    """The word of this trainer (`asyncrl.trainer.fence`)."""
     ports: tuple[int, ...] = ()
     """That it listens at, in this order, where the user has fixed them: of the trainer for
     trajectories; of a relay for its trainer's weights, its node's weights and files."""
@@ -76,7 +76,7 @@ class ChildSpec(msgspec.Struct, frozen=True):
     relay_address: str = ""
     """Where that relay listens; the launcher knows it on the process's node only."""
     trace_key: str = ""
-    """Of the run (`monitoring.tracing.ids`)."""
+    """Of the run (`asyncrl.monitoring.tracing.ids`)."""
     rank: int = 0
     """Of a trainer's process, among its ranks."""
     ranks: int = 1

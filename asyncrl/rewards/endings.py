@@ -8,8 +8,8 @@ import signal
 
 import msgspec
 
+from asyncrl.monitoring.wording import without_controls
 from asyncrl.rewards.protocol import Ending
-from monitoring.wording import without_controls
 
 _OUTPUT_LINES = 20
 """Last lines of its output that an error message quotes."""

@@ -23,7 +23,7 @@ from asyncrl.rewards.loading import check_name
 from asyncrl.rewards.protocol import Call
 from asyncrl.rewards.streams import MAX_FRAME, pack
 from asyncrl.rewards.values import ABSURD
-from wire.reward_counts import RewardCounts
+from asyncrl.wire.reward_counts import RewardCounts
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from asyncrl.errors import RewardError
+from asyncrl.monitoring.wording import without_controls
 from asyncrl.rewards import protocol
 from asyncrl.rewards.cgroup import ControlGroup
 from asyncrl.rewards.config import RewardConfig
@@ -25,8 +26,7 @@ from asyncrl.rewards.endings import how_it_ended, how_it_exited, read_ending
 from asyncrl.rewards.protocol import FromWorker
 from asyncrl.rewards.streams import MAX_FRAME, pack, take_frame
 from asyncrl.rewards.supervisor import KILL_SECONDS
-from monitoring.wording import without_controls
-from wire.decoding import FrameDecoder, FrameRefused, Reason
+from asyncrl.wire.decoding import FrameDecoder, FrameRefused, Reason
 
 log = logging.getLogger(__name__)
 

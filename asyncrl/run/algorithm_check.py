@@ -8,7 +8,7 @@ import sys
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
-from trainer.algorithms.registry import is_own
+from asyncrl.trainer.algorithms.registry import is_own
 
 _SECONDS = 120.0
 """Longest wait for it; it imports torch."""

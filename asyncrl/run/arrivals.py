@@ -20,7 +20,7 @@ from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.orders import last_scale
 from asyncrl.run.scaling import Scaling
-from wire.messages import to_trainer
+from asyncrl.wire.messages import to_trainer
 
 
 class Arrivals:

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from asyncrl.run.replies import EncodedOnce
-from wire.messages import control
+from asyncrl.wire.messages import control
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.checkpoint_files import newest_complete
-from wire.messages.from_trainer import CheckpointFailed, CheckpointWritten
+from asyncrl.trainer.checkpoint_files import newest_complete
+from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritten
 
 
 class CheckpointRecord:

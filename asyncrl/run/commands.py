@@ -8,15 +8,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from asyncrl.config_by_step import ConfigByStep
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.dealing import Deals
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.moves import Moves
 from asyncrl.run.progress import Progress
 from asyncrl.run.sample_reports import SampleReports
 from asyncrl.run.sample_requests import SampleRequests
-from rollout.trajectory import SampleId
-from scheduler import commands
-from wire.messages import to_generator, to_trainer
+from asyncrl.scheduler import commands
+from asyncrl.wire.messages import to_generator, to_trainer
 
 
 class CommandExecutor:

@@ -16,11 +16,11 @@ from asyncrl.errors import UserError
 from asyncrl.run.audience import Audience
 from asyncrl.run.command_lines import command_for, resume_command
 from asyncrl.run.directory import is_alive, read_state
-from wire import Hub, Line, RunKey, Unreachable
-from wire.addresses import is_private
-from wire.errors import KeyUnusable, NoReply
-from wire.messages import control
-from wire.refusals import Refusals
+from asyncrl.wire import Hub, Line, RunKey, Unreachable
+from asyncrl.wire.addresses import is_private
+from asyncrl.wire.errors import KeyUnusable, NoReply
+from asyncrl.wire.messages import control
+from asyncrl.wire.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 

@@ -68,11 +68,11 @@ from asyncrl.run.unfinished_work import UnfinishedWork
 from asyncrl.run.user_requests import UserRequests
 from asyncrl.run.waiting import Waiter
 from asyncrl.run.watchdog import Watchdog
+from asyncrl.scheduler import events
 from asyncrl.tasks.prompts import Task
-from scheduler import events
-from wire import Hub
-from wire.evaluations import EvaluationRecord
-from wire.messages import control, from_trainer
+from asyncrl.wire import Hub
+from asyncrl.wire.evaluations import EvaluationRecord
+from asyncrl.wire.messages import control, from_trainer
 
 WATCH_SECONDS = 0.2
 SHOW_SECONDS = 0.25

@@ -38,6 +38,7 @@ import msgspec
 from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.identity import status_of
+from asyncrl.monitoring.jsonl import read_undamaged
 from asyncrl.run import failed_starts, folder_lock
 from asyncrl.run.command_lines import command_for
 from asyncrl.run.inputs import RunInputs
@@ -45,12 +46,11 @@ from asyncrl.run.leftovers import clear_leftovers
 from asyncrl.run.resuming import find_resume_point
 from asyncrl.run.surroundings import Folder
 from asyncrl.run.template_date import forget_unnamed
-from monitoring.jsonl import read_undamaged
-from trainer.checkpoint_files import ResumePoint
-from trainer.fence import fenced, raise_fence
-from wire.atomic_files import write_atomically
-from wire.records import RunResult, StepMetrics
-from wire.wrong_policy import TokenizerDigest
+from asyncrl.trainer.checkpoint_files import ResumePoint
+from asyncrl.trainer.fence import fenced, raise_fence
+from asyncrl.wire.atomic_files import write_atomically
+from asyncrl.wire.records import RunResult, StepMetrics
+from asyncrl.wire.wrong_policy import TokenizerDigest
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ _UNCHANGEABLE = (
     ("sampling", "stop"),
 )
 """Settings that a resumed run may not change: its data order, its model or what a response is
-depends on them. A checkpoint has others (`trainer.checkpoint_manifest.settings_of`)."""
+depends on them. A checkpoint has others (`asyncrl.trainer.checkpoint_manifest.settings_of`)."""
 
 
 Ending = Literal["done", "stopped", "failed"]
@@ -91,7 +91,7 @@ class RunState(msgspec.Struct):
     metrics_ports: dict[str, int] = {}
     """For each process, the port on which it serves its metrics."""
     trace_key: str = ""
-    """Drawn at the run's first start: ids of traces depend on it (`monitoring.tracing.ids`)."""
+    """Drawn at the run's first start. Ids of traces depend on it (`monitoring.tracing`)."""
     web: str = ""
     """Address of the web page; empty where there is none."""
     tokenizer: TokenizerDigest | None = None
@@ -122,7 +122,7 @@ class RunDirectory:
         self.folder = Folder.at(path)
         """What the path led to when the run began."""
         self.fence = fence
-        """The word of its next trainer (`trainer.fence`)."""
+        """The word of its next trainer (`asyncrl.trainer.fence`)."""
         self.resume_point = resume_point
         """Where the run continues; a new run starts at step 0 without a checkpoint."""
         self.state = state

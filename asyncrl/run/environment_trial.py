@@ -15,11 +15,11 @@ from asyncrl.environments.pool import EnvironmentFailed
 from asyncrl.environments.protocol import Traits
 from asyncrl.processes.generator.environment_setup import episodes_with, start_environments
 from asyncrl.processes.generator.generation import SampleGeneration
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.overview import turns_line
 from asyncrl.tasks.prompts import Task
-from rollout.trajectory import SampleId
-from wire.frames import encode_tokens
-from wire.messages.to_generator import PromptPayload
+from asyncrl.wire.frames import encode_tokens
+from asyncrl.wire.messages.to_generator import PromptPayload
 
 _TRIAL_SECONDS = 30.0
 """Longest wait for the first `reset`; a run is not refused for one that takes longer."""

@@ -27,6 +27,13 @@ from asyncrl.errors import (
 from asyncrl.evaluation.round import Accuracy
 from asyncrl.health import Health, beat_of
 from asyncrl.launch.records import ProcessRecords
+from asyncrl.monitoring.discovery import Targets, targets_file
+from asyncrl.monitoring.errors import MonitoringError, ReportError
+from asyncrl.monitoring.exporter import exporter_for
+from asyncrl.monitoring.live import LiveView
+from asyncrl.monitoring.metrics import ControllerMetrics, new_registry
+from asyncrl.monitoring.metrics_log import MetricsLog, read_metrics
+from asyncrl.monitoring.report.write import write_report
 from asyncrl.processes.shared_memory import local_run_id, remove_stale_files
 from asyncrl.processes.spec import ChildSpec, is_relay
 from asyncrl.rewards.server.keeping import open_reward_servers
@@ -54,19 +61,12 @@ from asyncrl.run.sinks import open_sinks
 from asyncrl.run.surroundings import Surroundings
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.model_tokenizer import tokenizer_digest
-from monitoring.discovery import Targets, targets_file
-from monitoring.errors import MonitoringError, ReportError
-from monitoring.exporter import exporter_for
-from monitoring.live import LiveView
-from monitoring.metrics import ControllerMetrics, new_registry
-from monitoring.metrics_log import MetricsLog, read_metrics
-from monitoring.report.write import write_report
-from wire import Hub, RunKey, RuntimeDirectory
-from wire.errors import AddressTooLong
-from wire.messages import control
-from wire.records import RunResult
-from wire.refusals import Refusals
-from wire.wrong_policy import TokenizerDigest, compare_tokenizers
+from asyncrl.wire import Hub, RunKey, RuntimeDirectory
+from asyncrl.wire.errors import AddressTooLong
+from asyncrl.wire.messages import control
+from asyncrl.wire.records import RunResult
+from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.wrong_policy import TokenizerDigest, compare_tokenizers
 
 TARGETS_SECONDS = 0.5
 """Time between two looks at which processes Prometheus should be told of."""

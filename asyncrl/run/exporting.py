@@ -7,11 +7,11 @@ from pathlib import Path
 
 from asyncrl.errors import UserError
 from asyncrl.run.directory import find_run
-from trainer.checkpoint_files import choose, path_of
-from trainer.checkpoint_manifest import read_manifest
-from trainer.errors import CheckpointError
-from trainer.export_files import RECORD, default_place, is_export_of
-from trainer.lora.files import ADAPTER
+from asyncrl.trainer.checkpoint_files import choose, path_of
+from asyncrl.trainer.checkpoint_manifest import read_manifest
+from asyncrl.trainer.errors import CheckpointError
+from asyncrl.trainer.export_files import RECORD, default_place, is_export_of
+from asyncrl.trainer.lora.files import ADAPTER
 
 
 def export_run(
@@ -89,7 +89,7 @@ def describe(exported: Path) -> str:
     """What an export is, for the terminal."""
     import msgspec
 
-    from trainer.export_files import ExportRecord
+    from asyncrl.trainer.export_files import ExportRecord
 
     record = msgspec.json.decode((exported / RECORD).read_bytes(), type=ExportRecord)
     size = sum(one.bytes for one in record.files.values())
@@ -100,7 +100,7 @@ def _export(checkpoint: Path, place: Path, dtype: str | None, *, adapter: bool =
     read_manifest(checkpoint)  # says that it is of another format before torch is imported
     import torch
 
-    from trainer.export import export, export_adapter
+    from asyncrl.trainer.export import export, export_adapter
 
     write = export_adapter if adapter else export
     write(checkpoint, place, getattr(torch, dtype) if dtype else None)

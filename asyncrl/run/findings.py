@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from monitoring.metrics import ControllerMetrics
-from wire.records import StepMetrics
-from wire.wrong_policy import Cause, WrongPolicy
+from asyncrl.monitoring.metrics import ControllerMetrics
+from asyncrl.wire.records import StepMetrics
+from asyncrl.wire.wrong_policy import Cause, WrongPolicy
 
 _LASTING: tuple[Cause, ...] = ("weights", "tokenizer")
 _IN_STEP = 16

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from asyncrl.launch.config import LauncherConfig
 from asyncrl.launch.interface import Launcher
+from asyncrl.monitoring.discovery import Target
 from asyncrl.processes.spec import ChildSpec, Role, keys_of
 from asyncrl.run.ending import attended, end_all, raise_if_late
 from asyncrl.run.installations import Installations
@@ -19,11 +20,10 @@ from asyncrl.run.node_files import NodeFiles
 from asyncrl.run.relays import Relays
 from asyncrl.run.worker import Worker, cause_of_death, left_early, what_starts
 from asyncrl.trainer_names import trainer_name
-from monitoring.discovery import Target
-from wire import Hub, RunKey
-from wire.decoding import FrameRefused, Reason
-from wire.messages import to_generator, to_relay, to_trainer
-from wire.weights.layout import WeightManifest
+from asyncrl.wire import Hub, RunKey
+from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.messages import to_generator, to_relay, to_trainer
+from asyncrl.wire.weights.layout import WeightManifest
 
 logger = logging.getLogger(__name__)
 
@@ -356,7 +356,7 @@ class Fleet:
         Args:
             lost: the trainer that it replaces, or one of its ranks.
             resume_from: the step of the checkpoint that it continues from; None: from the model.
-            fence: its word (`trainer.fence`).
+            fence: its word (`asyncrl.trainer.fence`).
         """
         if not self._may_replace(lost):
             return None

@@ -12,12 +12,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from asyncrl.config import RunConfig
-from monitoring.metrics import ControllerMetrics
-from monitoring.timeline import Timeline
-from monitoring.tracing.records import Value
-from monitoring.tracing.tracer import Moment, Tracer
-from rollout.trajectory import SampleId
-from scheduler import commands, events
+from asyncrl.monitoring.metrics import ControllerMetrics
+from asyncrl.monitoring.timeline import Timeline
+from asyncrl.monitoring.tracing.records import Value
+from asyncrl.monitoring.tracing.tracer import Moment, Tracer
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import commands, events
 
 _MAX_EVENTS = 64
 """Of one sample; later ones are left out."""
@@ -43,14 +43,14 @@ def open_group_traces(
 
     Args:
         config: of the run.
-        key: of the run, see `monitoring.tracing.ids`.
+        key: of the run, see `asyncrl.monitoring.tracing.ids`.
         metrics: count the spans.
         closing: ends it.
     """
     settings, run = config.monitoring.tracing, config.run.name
     if not settings.enabled:
         return None
-    from monitoring.tracing.opening import open_tracer
+    from asyncrl.monitoring.tracing.opening import open_tracer
 
     name = "controller"
     tracer = open_tracer(

@@ -25,10 +25,10 @@ from asyncrl.run.training import Training
 from asyncrl.run.unfinished_work import UnfinishedWork
 from asyncrl.run.waiting import Waiter
 from asyncrl.run.worker import Worker
-from scheduler import events
-from scheduler.errors import ImpossibleEvent, SenderOutOfStep
-from wire.decoding import Reason
-from wire.messages import from_generator, from_relay, from_trainer
+from asyncrl.scheduler import events
+from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
+from asyncrl.wire.decoding import Reason
+from asyncrl.wire.messages import from_generator, from_relay, from_trainer
 
 logger = logging.getLogger(__name__)
 

@@ -32,10 +32,10 @@ from asyncrl.run.relays import Relays
 from asyncrl.run.weight_fetching import WeightFetching
 from asyncrl.run.weight_routes import MAX_TRIES
 from asyncrl.run.worker import Worker
-from wire import RunKey
-from wire.messages import from_relay, to_relay
-from wire.messages.to_generator import InstallWeights, Verify
-from wire.weights.layout import WeightManifest
+from asyncrl.wire import RunKey
+from asyncrl.wire.messages import from_relay, to_relay
+from asyncrl.wire.messages.to_generator import InstallWeights, Verify
+from asyncrl.wire.weights.layout import WeightManifest
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from asyncrl.processes.meetings import remove_meetings
 from asyncrl.run.devices import engine_device, needs_of
 from asyncrl.run.prepare import Prepared
 from asyncrl.trainer_names import trainer_name
-from wire import RuntimeDirectory
+from asyncrl.wire import RuntimeDirectory
 
 
 @dataclass(frozen=True, slots=True)

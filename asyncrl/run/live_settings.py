@@ -26,9 +26,9 @@ from asyncrl.run.orders import Effect
 from asyncrl.run.safe_settings import When, check_is_safe
 from asyncrl.run.training import Training
 from asyncrl.run.unfinished_work import UnfinishedWork
+from asyncrl.wire.messages import to_generator, to_trainer
+from asyncrl.wire.messages.control import SetRequest
 from asyncrl.yaml_text import parse_yaml
-from wire.messages import to_generator, to_trainer
-from wire.messages.control import SetRequest
 
 
 class LiveSettings:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncrl.errors import UserError
+from asyncrl.monitoring.wording import without_controls
 from asyncrl.suggestions import nearest
-from monitoring.wording import without_controls
 
 _TAIL_BYTES = 1 << 18
 """That the last lines of a file are looked for in."""

@@ -11,8 +11,8 @@ from asyncrl.errors import ModelError, UserError
 from asyncrl.launch.gpus import torch_build
 from asyncrl.run.model_check import why_not_whole
 from asyncrl.run.model_files import header_of, weight_files
-from trainer.lora.config import FINER_ENGINES, LoraConfig
-from trainer.lora.files import PREFIX, TENSORS, why_not_started_from
+from asyncrl.trainer.lora.config import FINER_ENGINES, LoraConfig
+from asyncrl.trainer.lora.files import PREFIX, TENSORS, why_not_started_from
 
 MAX_SERVED_RANK = 512
 """Of an adapter that vLLM 0.32.0 keeps apart."""

@@ -1,7 +1,8 @@
 """Lines of metrics.jsonl that a killed controller did not write, from the trainer's checkpoint.
 
 The trainer saves a step before the controller has recorded it if the controller is killed in
-between. So a checkpoint holds what the trainer knows of its steps (`wire.records.TrainedStep`).
+between. So a checkpoint holds what the trainer knows of its steps
+(`asyncrl.wire.records.TrainedStep`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Iterable
 import msgspec
 
 from asyncrl.run.group_totals import groups_of_lost_record
-from wire.environments import EnvironmentCounts
-from wire.noise_floor import NoiseFloor
-from wire.records import (
+from asyncrl.wire.environments import EnvironmentCounts
+from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.records import (
     IdleShares,
     StepGroups,
     StepMetrics,

@@ -25,7 +25,7 @@ from asyncrl.errors import UserError
 from asyncrl.launch.agents.config import AgentsConfig, host_and_port
 from asyncrl.launch.agents.secret import read_secret
 from asyncrl.launch.gpus import Gpu, TorchBuild
-from wire.weights.layout import SHARED_MEMORY
+from asyncrl.wire.weights.layout import SHARED_MEMORY
 
 _GIB = 2**30
 _SHARED_GIB = 1.0

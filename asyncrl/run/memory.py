@@ -17,9 +17,9 @@ from asyncrl.launch.gpus import torch_build
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.run.model_files import parameters
 from asyncrl.tasks import hub
-from trainer.algorithms.registry import has_critic
-from trainer.host_memory import host_bytes
-from trainer.memory import ModelShape, Samples, StepMemory, remedies, step_memory
+from asyncrl.trainer.algorithms.registry import has_critic
+from asyncrl.trainer.host_memory import host_bytes
+from asyncrl.trainer.memory import ModelShape, Samples, StepMemory, remedies, step_memory
 
 _MIB = 2**20
 

@@ -26,7 +26,7 @@ from asyncrl.run.model_files import DAMAGED, INDEX, WHOLE, header_of, headers_of
 from asyncrl.run.positions_check import description_of
 from asyncrl.tasks.model import default_cache_dir
 from asyncrl.tasks.prompts import Task, held_out_sets
-from wire.atomic_files import write_atomically
+from asyncrl.wire.atomic_files import write_atomically
 
 _POINTER = b"version https://git-lfs"
 _AGAIN = "; download or save the model again"

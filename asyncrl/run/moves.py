@@ -21,10 +21,10 @@ from asyncrl.config import RunConfig
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.unfinished_folders import moved_folder, remove_moved
 from asyncrl.run.unfinished_work import read_unfinished, settings_digest
-from scheduler.commands import ReleaseSamples
-from wire.messages.from_generator import Released
-from wire.messages.to_generator import Release
-from wire.unfinished import UnfinishedRefused
+from asyncrl.scheduler.commands import ReleaseSamples
+from asyncrl.wire.messages.from_generator import Released
+from asyncrl.wire.messages.to_generator import Release
+from asyncrl.wire.unfinished import UnfinishedRefused
 
 logger = logging.getLogger(__name__)
 

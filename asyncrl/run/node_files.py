@@ -18,9 +18,9 @@ from typing import Any
 from asyncrl.processes.spec import files_hub
 from asyncrl.run.relays import Relays
 from asyncrl.run.worker import Worker
-from wire import Hub, RunKey
-from wire.messages import from_relay, to_relay
-from wire.messages.files import Server
+from asyncrl.wire import Hub, RunKey
+from asyncrl.wire.messages import from_relay, to_relay
+from asyncrl.wire.messages.files import Server
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ import msgspec
 from asyncrl.changes import AT_A_STEP
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import UserError
+from asyncrl.monitoring.errors import RecordError
+from asyncrl.monitoring.jsonl import JsonlWriter, read_undamaged
+from asyncrl.wire.messages import control
+from asyncrl.wire.orders import OrderRecord, Value
 from asyncrl.yaml_text import parse_yaml
-from monitoring.errors import RecordError
-from monitoring.jsonl import JsonlWriter, read_undamaged
-from wire.messages import control
-from wire.orders import OrderRecord, Value
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from asyncrl.run.memory import Device, critic_parameters, memory_text, size
 from asyncrl.run.model_files import parameters
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.prompts import Task
-from trainer.estimates import estimate_of
-from trainer.memory import StepMemory
-from wire.weights.layout import SHARED_MEMORY
+from asyncrl.trainer.estimates import estimate_of
+from asyncrl.trainer.memory import StepMemory
+from asyncrl.wire.weights.layout import SHARED_MEMORY
 
 _PROCESS = 0.6 * 2**30
 """Bytes of a process that has loaded torch, measured on a CPU (PSS)."""

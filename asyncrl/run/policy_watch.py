@@ -16,11 +16,11 @@ from asyncrl.run.rescored import conclusion
 from asyncrl.run.waiting import Waiter
 from asyncrl.run.worker import Worker
 from asyncrl.run_section import OnWrongPolicy
-from wire.messages.from_generator import Rescored
-from wire.messages.from_trainer import WrongPolicyFound
-from wire.messages.to_generator import Rescore, ToRescore
-from wire.weights.layout import ADAPTER_ENDINGS, Fingerprint
-from wire.wrong_policy import WrongPolicy, compare_weights, listed, not_compared
+from asyncrl.wire.messages.from_generator import Rescored
+from asyncrl.wire.messages.from_trainer import WrongPolicyFound
+from asyncrl.wire.messages.to_generator import Rescore, ToRescore
+from asyncrl.wire.weights.layout import ADAPTER_ENDINGS, Fingerprint
+from asyncrl.wire.wrong_policy import WrongPolicy, compare_weights, listed, not_compared
 
 RESCORE_SECONDS = 30.0
 """Longest wait for a generator that scores tokens again."""

@@ -13,9 +13,12 @@ import shutil
 
 from asyncrl.config import RunConfig
 from asyncrl.cores import divide_machine
+from asyncrl.engine.errors import EngineStartError
+from asyncrl.engine.sglang.interpreter import check_interpreter
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.errors import UserError
 from asyncrl.launch.ray.opening import check_ray
+from asyncrl.monitoring.sinks.config import missing_credentials, missing_package
 from asyncrl.rewards import judge, reward_model
 from asyncrl.rewards.addresses import starts_servers
 from asyncrl.rewards.config import RewardConfig
@@ -26,9 +29,6 @@ from asyncrl.run.lora_check import check_peft, check_serving
 from asyncrl.run.machine_checks import compiler
 from asyncrl.tasks.map_messages import MAP
 from asyncrl.user_functions import check_name
-from engine.errors import EngineStartError
-from engine.sglang.interpreter import check_interpreter
-from monitoring.sinks.config import missing_credentials, missing_package
 
 
 def check_machine(config: RunConfig) -> None:

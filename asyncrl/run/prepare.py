@@ -36,7 +36,7 @@ from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.tasks.template_variables import names_the_date
-from trainer.memory import StepMemory
+from asyncrl.trainer.memory import StepMemory
 
 
 @dataclass(frozen=True, slots=True)

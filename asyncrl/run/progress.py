@@ -11,6 +11,12 @@ import msgspec
 from asyncrl.config import RunConfig
 from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
+from asyncrl.monitoring.controller_metrics import GENERATOR_STATES
+from asyncrl.monitoring.evaluation_text import evaluation_lines
+from asyncrl.monitoring.live import LiveView
+from asyncrl.monitoring.metrics import ControllerMetrics
+from asyncrl.monitoring.metrics_log import MetricsLog
+from asyncrl.monitoring.run_view import RunView
 from asyncrl.run import warnings
 from asyncrl.run.findings import Findings
 from asyncrl.run.fleet import Fleet
@@ -18,22 +24,16 @@ from asyncrl.run.generation_totals import GenerationTotals
 from asyncrl.run.group_totals import RunGroups, in_flight, too_few_groups
 from asyncrl.run.reward_totals import RewardTotals
 from asyncrl.run.staleness_totals import StalenessTotals
-from monitoring.controller_metrics import GENERATOR_STATES
-from monitoring.evaluation_text import evaluation_lines
-from monitoring.live import LiveView
-from monitoring.metrics import ControllerMetrics
-from monitoring.metrics_log import MetricsLog
-from monitoring.run_view import RunView
-from scheduler.scheduler import Scheduler
-from scheduler.view import SchedulerView
-from wire.environments import EnvironmentCounts
-from wire.evaluations import EvaluationRecord, accuracy_of
-from wire.messages.from_trainer import StepFinished
-from wire.noise_floor import NoiseFloor
-from wire.on_policy import OnPolicySteps
-from wire.records import IdleShares, RunResult, StepMetrics, TokenCounts
-from wire.reward_counts import RewardCounts
-from wire.wrong_policy import WrongPolicy
+from asyncrl.scheduler.scheduler import Scheduler
+from asyncrl.scheduler.view import SchedulerView
+from asyncrl.wire.environments import EnvironmentCounts
+from asyncrl.wire.evaluations import EvaluationRecord, accuracy_of
+from asyncrl.wire.messages.from_trainer import StepFinished
+from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.on_policy import OnPolicySteps
+from asyncrl.wire.records import IdleShares, RunResult, StepMetrics, TokenCounts
+from asyncrl.wire.reward_counts import RewardCounts
+from asyncrl.wire.wrong_policy import WrongPolicy
 
 
 class _StepWarnings:

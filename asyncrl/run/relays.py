@@ -17,7 +17,7 @@ from asyncrl.launch.config import LauncherConfig
 from asyncrl.launch.interface import Launcher
 from asyncrl.processes.spec import ChildSpec, keys_of
 from asyncrl.run.worker import Worker
-from wire import RunKey
+from asyncrl.wire import RunKey
 
 _PAUSE_SECONDS = 1.0
 """Shortest time between two starts of a relay on one node."""

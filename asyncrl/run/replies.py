@@ -8,9 +8,9 @@ from collections.abc import Callable
 import msgspec
 
 from asyncrl.config import RunConfig
+from asyncrl.monitoring.run_view import RunView
 from asyncrl.run.fleet import Fleet
-from monitoring.run_view import RunView
-from wire.messages import control
+from asyncrl.wire.messages import control
 
 
 class EncodedOnce:

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from rollout.trajectory import BoolArray, FloatArray
-from wire.frames import decode_floats, decode_tokens
-from wire.messages.from_generator import Rescored
-from wire.messages.from_trainer import SuspectSample, WrongPolicyFound
-from wire.wrong_policy import Cause, WrongPolicy
+from asyncrl.rollout.trajectory import BoolArray, FloatArray
+from asyncrl.wire.frames import decode_floats, decode_tokens
+from asyncrl.wire.messages.from_generator import Rescored
+from asyncrl.wire.messages.from_trainer import SuspectSample, WrongPolicyFound
+from asyncrl.wire.wrong_policy import Cause, WrongPolicy
 
 
 def conclusion(asked: WrongPolicyFound, answer: Rescored) -> WrongPolicy:

@@ -16,19 +16,19 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.monitoring.errors import RecordError
+from asyncrl.monitoring.jsonl import read_undamaged
+from asyncrl.monitoring.metrics_log import drop_superseded
+from asyncrl.monitoring.samples import SampleRecord
+from asyncrl.monitoring.trained_samples import copy_later
 from asyncrl.run.lost_records import add_lost
 from asyncrl.run.unfinished_folders import remove_moved, remove_unfinished
-from monitoring.errors import RecordError
-from monitoring.jsonl import read_undamaged
-from monitoring.metrics_log import drop_superseded
-from monitoring.samples import SampleRecord
-from monitoring.trained_samples import copy_later
-from trainer.checkpoint_files import ResumePoint, choose, set_aside, steps_of, up_to
-from trainer.checkpoint_manifest import check_settings, settings_of
-from trainer.errors import CheckpointError
-from wire.atomic_files import write_atomically
-from wire.evaluations import EvaluationRecord
-from wire.records import StepMetrics, TrainedStep
+from asyncrl.trainer.checkpoint_files import ResumePoint, choose, set_aside, steps_of, up_to
+from asyncrl.trainer.checkpoint_manifest import check_settings, settings_of
+from asyncrl.trainer.errors import CheckpointError
+from asyncrl.wire.atomic_files import write_atomically
+from asyncrl.wire.evaluations import EvaluationRecord
+from asyncrl.wire.records import StepMetrics, TrainedStep
 
 
 def find_resume_point(path: Path, config: RunConfig, step: int | None) -> ResumePoint:

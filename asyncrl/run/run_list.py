@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import ConfigError
+from asyncrl.monitoring.jsonl import read_tail, read_undamaged
 from asyncrl.run import failed_starts
 from asyncrl.run.directory import is_alive, read_state
+from asyncrl.wire.records import StepMetrics
 from asyncrl.yaml_text import read_yaml
-from monitoring.jsonl import read_tail, read_undamaged
-from wire.records import StepMetrics
 
 _TAIL_BYTES = 1 << 18
 """Of metrics.jsonl, in which the last step is looked for."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout.trajectory import SampleId
-from wire.messages.from_generator import SampleFinished, SampleRewarded
-from wire.messages.to_trainer import Expect, ExpectedSample
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.messages.from_generator import SampleFinished, SampleRewarded
+from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 
 
 class SampleReports:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.tasks.prompts import Prompt, Task, held_out_sets, prompt_order
-from rollout.trajectory import SampleId
-from wire.frames import encode_tokens
-from wire.messages.to_generator import (
+from asyncrl.wire.frames import encode_tokens
+from asyncrl.wire.messages.to_generator import (
     Evaluate,
     FixedVersion,
     Generate,
@@ -19,7 +19,7 @@ from wire.messages.to_generator import (
     Unfinished,
     Verify,
 )
-from wire.unfinished import Place
+from asyncrl.wire.unfinished import Place
 
 
 @dataclass(frozen=True, slots=True)

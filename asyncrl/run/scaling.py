@@ -8,17 +8,17 @@ from asyncrl.run.fleet import Fleet
 from asyncrl.run.orders import Effect
 from asyncrl.run.training import Training
 from asyncrl.run.worker import Worker
-from scheduler.events import GeneratorLeaves
-from wire.messages.control import ScaleRequest
-from wire.messages.to_generator import Shutdown
+from asyncrl.scheduler.events import GeneratorLeaves
+from asyncrl.wire.messages.control import ScaleRequest
+from asyncrl.wire.messages.to_generator import Shutdown
 
 
 class Scaling:
     """Brings the number of generators to the one that was ordered.
 
     Those with the highest indices leave: they get no more work, and what they have moves
-    (`scheduler.leaving`). A joiner is told to install the newest weights and given work as soon as
-    it is ready.
+    (`asyncrl.scheduler.leaving`). A joiner is told to install the newest weights and given work as
+    soon as it is ready.
     """
 
     def __init__(self, fleet: Fleet, training: Training, evaluation: FleetEvaluation) -> None:

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from asyncrl.config import RunConfig
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
-from monitoring.jsonl import read_tail
-from monitoring.sinks.config import SinkKind
-from monitoring.sinks.follow import read_state
-from wire.records import StepMetrics
+from asyncrl.monitoring.jsonl import read_tail
+from asyncrl.monitoring.sinks.config import SinkKind
+from asyncrl.monitoring.sinks.follow import read_state
+from asyncrl.wire.records import StepMetrics
 
 _CHECK_SECONDS = 1.0
 BEHIND_SECONDS = 120.0
@@ -56,7 +56,7 @@ class Sinks:
         run: Path,
         records: ProcessRecords,
         say: Callable[[str], None],
-        program: Sequence[str] = (sys.executable, "-m", "monitoring.sinks"),
+        program: Sequence[str] = (sys.executable, "-m", "asyncrl.monitoring.sinks"),
     ) -> None:
         self._program = program
         self._seconds = config.monitoring.sink_seconds
@@ -113,7 +113,8 @@ class Sinks:
         words = _last_line(sink.log)
         return (
             f"{': ' + words if words else ''}. Training continues, and metrics.jsonl has "
-            f"everything; `python -m monitoring.sinks {self._run} {sink.kind} --once` sends it "
+            f"everything; `python -m asyncrl.monitoring.sinks {self._run} {sink.kind} --once` "
+            "sends it "
             "later"
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wire.records import EngineStats
+from asyncrl.wire.records import EngineStats
 
 ROW_SECONDS = 40.0
 """Row-seconds over which a speed is averaged: 5 s of 8 running samples (of as many as there are
@@ -23,9 +23,9 @@ class _Generator:
 class SpeedMeter:
     """Tokens per second for each running sample, by generator.
 
-    The scheduler smooths them (`scheduler.speeds`). Time in which a generator generates nothing
-    does not count: it is idle, paused or installs weights. Its first average is dropped, because
-    engines compile and fill caches then.
+    The scheduler smooths them (`asyncrl.scheduler.speeds`). Time in which a generator generates
+    nothing does not count: it is idle, paused or installs weights. Its first average is dropped,
+    because engines compile and fill caches then.
     """
 
     def __init__(self) -> None:

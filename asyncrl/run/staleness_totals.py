@@ -6,8 +6,8 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable
 
-from wire.on_policy import OnPolicySteps, is_on_policy
-from wire.records import StalenessMetrics, StepMetrics
+from asyncrl.wire.on_policy import OnPolicySteps, is_on_policy
+from asyncrl.wire.records import StalenessMetrics, StepMetrics
 
 
 class StalenessTotals:

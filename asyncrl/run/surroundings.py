@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from asyncrl.errors import AsyncrlError, Interrupted, RunFailed
 from asyncrl.run.command_lines import resume_command
-from wire import Hub, RuntimeDirectory, WireError
+from asyncrl.wire import Hub, RuntimeDirectory, WireError
 
 LOOK_SECONDS = 2.0
 """Between two looks, of a few system calls each."""

@@ -1,7 +1,7 @@
 """Replaces a trainer that was lost by one that continues from the newest whole checkpoint.
 
     lost ──► choose a checkpoint ──► start trainer.N ──► ready ──► records back to its step ──►
-    `TrainerJoined`: the scheduler has the generators rewind (`scheduler.rewind`)
+    `TrainerJoined`: the scheduler has the generators rewind (`asyncrl.scheduler.rewind`)
 
 Generators continue meanwhile. A trainer that cannot be replaced ends the run: one that never became
 ready and ended by itself, one that a user's mistake ends, or one whose replacements finish no step
@@ -15,6 +15,8 @@ import asyncio
 from asyncrl.config import RunConfig
 from asyncrl.errors import RunFailed
 from asyncrl.evaluation.fleet import FleetEvaluation
+from asyncrl.monitoring.errors import RecordError
+from asyncrl.monitoring.metrics_log import read_metrics
 from asyncrl.processes.shared_memory import remove_weights
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet
@@ -23,12 +25,10 @@ from asyncrl.run.resuming import rewind
 from asyncrl.run.training import Training
 from asyncrl.run.waiting import Waiter
 from asyncrl.run.worker import Worker
-from monitoring.errors import RecordError
-from monitoring.metrics_log import read_metrics
-from trainer.checkpoint_files import ResumePoint, choose
-from trainer.errors import CheckpointError
-from trainer.fence import raise_fence
-from wire.records import StepMetrics
+from asyncrl.trainer.checkpoint_files import ResumePoint, choose
+from asyncrl.trainer.errors import CheckpointError
+from asyncrl.trainer.fence import raise_fence
+from asyncrl.wire.records import StepMetrics
 
 MAX_TRIES = 3
 """Trainers that may be lost in a row without finishing a step, or at the same step."""

@@ -19,13 +19,13 @@ from asyncrl.run.sample_reports import SampleReports
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.waiting import Waiter
 from asyncrl.run.worker import Worker
-from scheduler import events
-from scheduler.commands import RunOutcome
-from scheduler.errors import ImpossibleEvent, SenderOutOfStep
-from scheduler.scheduler import Scheduler
-from wire.messages.from_generator import SampleFinished, SampleRewarded
-from wire.messages.from_trainer import StepFinished
-from wire.messages.to_generator import Rewind
+from asyncrl.scheduler import events
+from asyncrl.scheduler.commands import RunOutcome
+from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
+from asyncrl.scheduler.scheduler import Scheduler
+from asyncrl.wire.messages.from_generator import SampleFinished, SampleRewarded
+from asyncrl.wire.messages.from_trainer import StepFinished
+from asyncrl.wire.messages.to_generator import Rewind
 
 logger = logging.getLogger(__name__)
 

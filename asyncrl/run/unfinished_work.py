@@ -20,9 +20,9 @@ from asyncrl.config_by_step import ConfigByStep
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.unfinished_folders import remove_unfinished, unfinished_folder
-from trainer.checkpoint_files import path_of
-from wire.messages.to_generator import SaveUnfinished
-from wire.unfinished import Index, UnfinishedRefused, read_index
+from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.wire.messages.to_generator import SaveUnfinished
+from asyncrl.wire.unfinished import Index, UnfinishedRefused, read_index
 
 logger = logging.getLogger(__name__)
 

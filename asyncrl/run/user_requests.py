@@ -21,9 +21,9 @@ from asyncrl.run.replies import EncodedOnce
 from asyncrl.run.scaling import Scaling
 from asyncrl.run.training import Training
 from asyncrl.run.waiting import Waiter
-from scheduler import events
-from scheduler.state import SchedulerState
-from wire.messages import control, from_trainer, to_trainer
+from asyncrl.scheduler import events
+from asyncrl.scheduler.state import SchedulerState
+from asyncrl.wire.messages import control, from_trainer, to_trainer
 
 STATUS_SECONDS = 0.5
 """Age up to which an answer to `status` is given again, unless an order has been given since."""

@@ -6,11 +6,11 @@ Pure functions. Each returns the text of a warning, or None.
 from __future__ import annotations
 
 from asyncrl.config import RunConfig
+from asyncrl.engine.config import MAX_TOP_K_LOGPROBS
 from asyncrl.processes.generator.deadlines import deadline_warning
 from asyncrl.processes.generator.lenient_reuse import lenient_warning
-from engine.config import MAX_TOP_K_LOGPROBS
-from wire.noise_floor import NoiseFloor
-from wire.records import TokenCounts
+from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.records import TokenCounts
 
 MIN_OUTSIDE_SHARE = 0.01
 """Share of tokens outside the stored top-K above which a larger K is worth suggesting. By the model

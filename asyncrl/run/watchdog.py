@@ -12,8 +12,8 @@ from asyncrl.run.progress import Progress
 from asyncrl.run.trainer_restarts import TrainerRestarts
 from asyncrl.run.training import Training
 from asyncrl.run.worker import Worker
-from scheduler.events import GeneratorLost
-from wire.messages import to_trainer
+from asyncrl.scheduler.events import GeneratorLost
+from asyncrl.wire.messages import to_trainer
 
 
 class Watchdog:

@@ -21,14 +21,14 @@ from rich.console import Console
 
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.monitoring.live import LiveView
+from asyncrl.monitoring.run_view import RunView
 from asyncrl.run.audience import VIEW_SECONDS
 from asyncrl.run.command_lines import resume_command
 from asyncrl.run.control import REPLY_SECONDS, open_line
 from asyncrl.run.directory import is_alive, read_state
-from monitoring.live import LiveView
-from monitoring.run_view import RunView
-from wire.errors import NoReply
-from wire.messages import control
+from asyncrl.wire.errors import NoReply
+from asyncrl.wire.messages import control
 
 ASK_SECONDS = control.WATCH_SECONDS / 3
 """Between two requests of a watcher."""

@@ -22,10 +22,10 @@ from asyncrl.run.weight_routes import (
     WeightRoutes,
 )
 from asyncrl.run.worker import Worker
-from wire import RunKey
-from wire.messages import from_relay, to_relay
-from wire.messages.chain import Parent
-from wire.weights.layout import WeightManifest
+from asyncrl.wire import RunKey
+from asyncrl.wire.messages import from_relay, to_relay
+from asyncrl.wire.messages.chain import Parent
+from asyncrl.wire.weights.layout import WeightManifest
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from wire.weights.chunks import name_of, trainer_of
-from wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.chunks import name_of, trainer_of
+from asyncrl.wire.weights.layout import WeightManifest
 
 MAX_TRIES = 3
 """Failures in a row after which a relay is given up; after twice as many the node is."""
@@ -91,7 +91,7 @@ class _Node:
     here: WeightManifest | None = None
     """Of the newest whole file on it."""
     version: str = ""
-    """What nodes call that version (`wire.weights.chunks.name_of`)."""
+    """What nodes call that version (`asyncrl.wire.weights.chunks.name_of`)."""
     fetching: str = ""
     """The version that is on its way."""
     attempt: int = -1

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from asyncrl.launch.config import LauncherConfig
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.processes.spec import Role
-from wire.messages import from_generator, from_relay, from_trainer
-from wire.weights.layout import WeightManifest
+from asyncrl.wire.messages import from_generator, from_relay, from_trainer
+from asyncrl.wire.weights.layout import WeightManifest
 
 _RELAY_SHARE, _RELAY_SECONDS = 0.25, 10.0
 """Of `launcher.silence_seconds`, and at least, for a relay. Who speaks through a silent relay is

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from asyncrl.scheduler import events
 from asyncrl.simulation.sim_request import SimRequest
-from scheduler import events
 
 
 class FinishedReport(msgspec.Struct, frozen=True, gc=False):

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Literal
 
 from asyncrl.errors import UserError
-from rollout.trajectory import SampleId
+from asyncrl.rollout.trajectory import SampleId
 
 GoBack = Literal["restore", "replay", "start over"]
 """How an environment gets to before a turn that verification has changed: at once from a snapshot,

@@ -18,16 +18,16 @@ from statistics import fmean, median
 import numpy as np
 
 from asyncrl.config import RunConfig, load_config
+from asyncrl.engine.drafting.calibration import rising
 from asyncrl.errors import UserError
+from asyncrl.monitoring.jsonl import read_jsonl
+from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.monitoring.spans import Span, SpanKind, read_spans
 from asyncrl.processes.generator.engine_log import EngineRecord
 from asyncrl.simulation.cost import MeasuredCost
 from asyncrl.simulation.lengths import Survival
 from asyncrl.trainer_names import rank_of
-from engine.drafting.calibration import rising
-from monitoring.jsonl import read_jsonl
-from monitoring.metrics_log import read_metrics
-from monitoring.spans import Span, SpanKind, read_spans
-from wire.records import StepMetrics, TokenCounts
+from asyncrl.wire.records import StepMetrics, TokenCounts
 
 WARM_UP = 3
 """First steps of a run, which are left out: caches are empty and kernels are not chosen yet."""

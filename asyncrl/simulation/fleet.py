@@ -7,6 +7,9 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import commands, events
+from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.simulation.agenda import Agenda, FinishedReport
 from asyncrl.simulation.cost import Costs
 from asyncrl.simulation.environments import Environments
@@ -17,9 +20,6 @@ from asyncrl.simulation.outcome import Installs
 from asyncrl.simulation.sim_generator import GeneratorSetting, SimGenerator
 from asyncrl.simulation.sim_request import Tally
 from asyncrl.simulation.sim_turns import TurnGenerator
-from rollout.trajectory import SampleId
-from scheduler import commands, events
-from scheduler.config import SchedulerConfig
 
 _AT_ONCE = 1e-12
 """Seconds; what is due within them is due now."""

@@ -15,10 +15,10 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.simulation.cost import Costs
 from asyncrl.simulation.lengths import Lengths, Survival
 from asyncrl.simulation.sim_request import SimRequest, Tally
-from rollout.trajectory import SampleId
 
 _DRAWS = 1000
 """Most draws of a length that is longer than an accepted prefix."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from rollout.trajectory import UNKNOWN_VERSION, SampleId
+from asyncrl.rollout.trajectory import UNKNOWN_VERSION, SampleId
 
 
 @dataclass(slots=True)

@@ -17,10 +17,10 @@ import math
 import random
 from dataclasses import dataclass, field
 
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.simulation.environments import Environments, Plan
 from asyncrl.simulation.sim_generator import GeneratorSetting, SimGenerator
 from asyncrl.simulation.sim_request import SimRequest
-from rollout.trajectory import SampleId
 
 _AT_ONCE = 1e-9
 """Seconds; what is due within them is due now."""

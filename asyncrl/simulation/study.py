@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.scheduler.config import DynamicSamplingConfig, SchedulerConfig
 from asyncrl.simulation.cost import DEVICES, MODELS, Cost, Costs, kv_tokens, roofline
 from asyncrl.simulation.environments import Environments
 from asyncrl.simulation.failures import Failures, Stragglers
@@ -17,7 +18,6 @@ from asyncrl.simulation.fit import WARM_UP, Fit
 from asyncrl.simulation.lengths import Lengths, Rule, Survival, empirical, lognormal
 from asyncrl.simulation.network import Network
 from asyncrl.simulation.world import Outcome, Setting, World
-from scheduler.config import DynamicSamplingConfig, SchedulerConfig
 
 MODES: Mapping[str, tuple[Mapping[str, Any], float]] = {
     "sync": ({"on_update": "keep", "max_off_policy_steps": 0}, 0.0),

@@ -13,6 +13,8 @@ import random
 from collections import Counter
 
 from asyncrl.errors import UserError
+from asyncrl.scheduler import commands, events
+from asyncrl.scheduler.scheduler import Scheduler
 from asyncrl.simulation.agenda import Agenda, Due, FinishedReport, FromTrainer
 from asyncrl.simulation.failures import LossTimes
 from asyncrl.simulation.fleet import Fleet, Setting
@@ -20,8 +22,6 @@ from asyncrl.simulation.network import BYTES_PER_TOKEN
 from asyncrl.simulation.outcome import Mark, Outcome
 from asyncrl.simulation.sim_generator import SimGenerator
 from asyncrl.simulation.sim_trainer import SimTrainer
-from scheduler import commands, events
-from scheduler.scheduler import Scheduler
 
 __all__ = ["Outcome", "Setting", "World"]
 

@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import RenderingError
+from asyncrl.monitoring.wording import without_controls
 from asyncrl.rewards.streams import MAX_FRAME, pack
 from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
 from asyncrl.tasks.template_messages import Answer, Failed, Limits, Render
-from monitoring.wording import without_controls
 
 Message = dict[str, Any]
 """A chat message: `role` and `content`, and what the template knows besides (`tool_calls`)."""

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.trajectory import IntArray
-from wire.evaluations import HELD_OUT
+from asyncrl.rollout.trajectory import IntArray
+from asyncrl.wire.evaluations import HELD_OUT
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from asyncrl.engine.stopping import StopRule
 from asyncrl.errors import ModelError
 from asyncrl.tasks.model_tokenizer import special_ids
-from engine.stopping import StopRule
 
 _TRIALS = 64
 _TRIAL_TOKENS = 6

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
 
 from asyncrl.errors import AsyncrlError
+from asyncrl.monitoring.jsonl import read_tail
 from asyncrl.web import orders
 from asyncrl.web.controller_link import Source
 from asyncrl.web.events import EventStream
@@ -23,9 +24,8 @@ from asyncrl.web.feed import Feed
 from asyncrl.web.reference import reference_page
 from asyncrl.web.sections import NAMES, ORDER_BYTES, newest_samples, recent_spans
 from asyncrl.web.step_file import StepFile
-from monitoring.jsonl import read_tail
-from wire.messages import control
-from wire.orders import OrderRecord
+from asyncrl.wire.messages import control
+from asyncrl.wire.orders import OrderRecord
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -190,7 +190,8 @@ def _add_page(app: FastAPI) -> None:
         "/page.js": ("text/javascript", _file("asyncrl.web", "static/page.js")),
         "/page.css": (
             "text/css",
-            _file("monitoring.report", "report.css") + _file("asyncrl.web", "static/page.css"),
+            _file("asyncrl.monitoring.report", "report.css")
+            + _file("asyncrl.web", "static/page.css"),
         ),
         "/docs": ("text/html", reference_page(app.openapi()).encode()),
     }

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from wire.messages import control
+from asyncrl.wire.messages import control
 
 _Text = Annotated[str, Field(max_length=1000)]
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from monitoring.report.markup import Child, Markup, element
+from asyncrl.monitoring.report.markup import Child, Markup, element
 
 
 def reference_page(openapi: Mapping[str, Any]) -> str:

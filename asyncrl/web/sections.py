@@ -16,20 +16,20 @@ from typing import Protocol
 
 import msgspec
 
+from asyncrl.monitoring.jsonl import read_tail
+from asyncrl.monitoring.occupancy import SlotPiece
+from asyncrl.monitoring.report.data import RunData, load_config, load_state, rank_of
+from asyncrl.monitoring.report.health import health
+from asyncrl.monitoring.report.lanes import Window
+from asyncrl.monitoring.report.learning import learning
+from asyncrl.monitoring.report.markup import Markup
+from asyncrl.monitoring.report.sections import orders, samples, settings
+from asyncrl.monitoring.report.time_line import MAX_LANES, recent_time_line, time_line
+from asyncrl.monitoring.report.work import work
+from asyncrl.monitoring.samples import SampleRecord, trained_on
+from asyncrl.monitoring.spans import Span, merge
 from asyncrl.web.step_file import StepFile
-from monitoring.jsonl import read_tail
-from monitoring.occupancy import SlotPiece
-from monitoring.report.data import RunData, load_config, load_state, rank_of
-from monitoring.report.health import health
-from monitoring.report.lanes import Window
-from monitoring.report.learning import learning
-from monitoring.report.markup import Markup
-from monitoring.report.sections import orders, samples, settings
-from monitoring.report.time_line import MAX_LANES, recent_time_line, time_line
-from monitoring.report.work import work
-from monitoring.samples import SampleRecord, trained_on
-from monitoring.spans import Span, merge
-from wire.orders import OrderRecord
+from asyncrl.wire.orders import OrderRecord
 
 RECENT_SECONDS = 120.0
 """The part of the time lines that the page of an active run shows."""

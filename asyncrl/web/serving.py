@@ -25,8 +25,8 @@ from pathlib import Path
 
 from asyncrl.errors import UserError
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
+from asyncrl.monitoring.config import WebConfig, is_loopback
 from asyncrl.web.tokens import read_token, token_path, write_token
-from monitoring.config import WebConfig, is_loopback
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from asyncrl.engine.torch.weights import ModuleWeights
 from asyncrl.processes import child
 from asyncrl.processes.generator import noise_floor
+from asyncrl.trainer.learner import Learner
+from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.records import LearnerMetrics
 from benchmarks.alerts.switch import present
-from engine.torch.weights import ModuleWeights
-from trainer.learner import Learner
-from wire.noise_floor import NoiseFloor
-from wire.records import LearnerMetrics
 
 SLOW_SECONDS = 6.0
 """Of an optimizer step of a slowed trainer."""
@@ -61,8 +61,8 @@ _really_compared = noise_floor._compared  # noqa: SLF001 - where the engine's ve
 
 def inject() -> None:
     """Put the faulty parts in the places of the real ones, in this process."""
+    import asyncrl.engine.torch.core as torch_core
     import asyncrl.processes.trainer.setup as trainer_setup
-    import engine.torch.core as torch_core
 
     trainer_setup.Learner = FaultyLearner  # type: ignore[misc]
     torch_core.ModuleWeights = FaultyWeights  # type: ignore[misc]

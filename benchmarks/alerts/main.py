@@ -26,12 +26,12 @@ from typing import BinaryIO
 
 import yaml
 
+from asyncrl.monitoring.rules.faster import RULES
 from benchmarks.alerts.faults import FAULTS, NOT_INJECTED, Fault, mounted
 from benchmarks.alerts.switch import VARIABLE
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
 from benchmarks.report import add_smoke, write_json
 from benchmarks.watching_prometheus import Prometheus, watching
-from monitoring.rules.faster import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "examples" / "arithmetic.yaml"

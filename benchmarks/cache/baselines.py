@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.rollout.trajectory import IntArray
 from benchmarks.cache.work import ACCEPTED, BUDGET, PROMPT, step_numbers
-from rollout.trajectory import IntArray
 
 VLLM_DEPTH, OWN_DEPTH = 24, 64
 MAX_REQUESTS = 10_000

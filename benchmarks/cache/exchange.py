@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.exchange import SharedCache
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.rollout.trajectory import IntArray
 from benchmarks.cache.work import GROUP, PROMPT
-from cache.config import CacheConfig
-from cache.exchange import SharedCache
-from cache.tree import RolloutCache
-from rollout.trajectory import IntArray
 
 RING = 4 << 20
 

@@ -25,14 +25,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache, warm_up
+from asyncrl.rollout.trajectory import IntArray
 from benchmarks.cache import exchange as cache_exchange
 from benchmarks.cache import memory as cache_memory
 from benchmarks.cache.baselines import OWN_DEPTH, VLLM_DEPTH, ArcticDrafter, NaiveDrafter, arctic
 from benchmarks.cache.work import BUDGET, insert_speed, replay, rollouts, step_speed
 from benchmarks.report import add_smoke, write_json
-from cache.config import CacheConfig
-from cache.tree import RolloutCache, warm_up
-from rollout.trajectory import IntArray
 
 TARGETS = {"insert_vs_arctic": 8.0, "step_vs_arctic": 8.0, "bytes_vs_arctic": 0.5}
 """The last one is an upper bound."""
@@ -130,7 +130,7 @@ def load_seconds(directory: str) -> float:
     """Seconds until the kernels can be called in a new process (imports included)."""
     environment = os.environ | {"NUMBA_CACHE_DIR": directory}
     start = time.perf_counter()
-    code = "from cache.tree import warm_up; warm_up()"
+    code = "from asyncrl.cache.tree import warm_up; warm_up()"
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=300)
     return time.perf_counter() - start
 

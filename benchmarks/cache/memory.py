@@ -15,11 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache, warm_up
+from asyncrl.rollout.trajectory import IntArray
 from benchmarks.cache.baselines import MAX_REQUESTS, VLLM_DEPTH, arctic
 from benchmarks.cache.work import GROUP, PROMPT, rollouts
-from cache.config import CacheConfig
-from cache.tree import RolloutCache, warm_up
-from rollout.trajectory import IntArray
 
 
 def resident_bytes() -> int:

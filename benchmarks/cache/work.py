@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollout.trajectory import IntArray
+from asyncrl.rollout.trajectory import IntArray
 
 PROMPT = np.arange(900_000, 900_020, dtype=np.int32)
 GROUP, BUDGET, ACCEPTED = 8, 32, 5
 
 
 class Drafter(Protocol):
-    """The part of `cache.tree.RolloutCache` that engines use."""
+    """The part of `asyncrl.cache.tree.RolloutCache` that engines use."""
 
     def open(self, key: str, context: IntArray) -> int:
         """As `RolloutCache.open`."""

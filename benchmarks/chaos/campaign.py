@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.launch.identity import ProcessIdentity, identity_of
+from asyncrl.monitoring.errors import RecordError
+from asyncrl.monitoring.group_account import GroupAccount, read_account
+from asyncrl.monitoring.spans import SpanKind, read_timelines
+from asyncrl.wire.records import StepMetrics
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
 from benchmarks.chaos.victims import Fault
-from monitoring.errors import RecordError
-from monitoring.group_account import GroupAccount, read_account
-from monitoring.spans import SpanKind, read_timelines
-from wire.records import StepMetrics
 
 STEPS_AFTER = 3
 """Steps that must be finished after a kill before the next one: those that it can have delayed."""

@@ -12,10 +12,10 @@ from typing import BinaryIO, NamedTuple
 
 from asyncrl.launch.identity import ProcessIdentity, status_of, with_variable
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecord
+from asyncrl.monitoring.jsonl import read_jsonl
 from benchmarks.chaos.live_run import LiveRun
 from benchmarks.machines.namespaces import Machine
 from benchmarks.machines.ray import RayMachines
-from monitoring.jsonl import read_jsonl
 
 CHILD = "asyncrl.processes.child"
 KEEPER = "asyncrl.launch.keeper"

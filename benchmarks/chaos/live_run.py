@@ -14,12 +14,12 @@ import msgspec
 
 from asyncrl.launch.identity import ProcessIdentity, send, with_variable
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecord
+from asyncrl.monitoring.jsonl import read_jsonl
+from asyncrl.monitoring.metrics_log import read_metrics
 from asyncrl.run.directory import read_state
+from asyncrl.wire.records import StepMetrics
+from asyncrl.wire.weights.layout import SHARED_MEMORY
 from benchmarks.run_command import run_command
-from monitoring.jsonl import read_jsonl
-from monitoring.metrics_log import read_metrics
-from wire.records import StepMetrics
-from wire.weights.layout import SHARED_MEMORY
 
 _POLL_SECONDS = 0.05
 _LAST_LINE_BYTES = 1 << 18

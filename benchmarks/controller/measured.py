@@ -17,15 +17,14 @@ from typing import Any
 
 import numpy as np
 
-import wire.outbox
 from asyncrl.config import parse_config
 from asyncrl.processes.spec import ChildSpec, is_relay
 from asyncrl.run.controller import Controller, Message
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.fleet import Fleet
 from asyncrl.tasks.prompts import LoadedTask, Prompt
+from asyncrl.wire import Hub, RunKey, RuntimeDirectory, outbox
 from benchmarks.plain_sockets import without_curve
-from wire import Hub, RunKey, RuntimeDirectory
 
 GROUP_SIZE = 8
 
@@ -142,12 +141,12 @@ class Cost:
 
 def measure(load: Load, *, steps: int) -> Cost:
     """Train so many steps of as many samples as there are rows."""
-    limit, wire.outbox.MAX_MESSAGES = wire.outbox.MAX_MESSAGES, 1024 if load.batched else 1
+    limit, outbox.MAX_MESSAGES = outbox.MAX_MESSAGES, 1024 if load.batched else 1
     try:
         with without_curve(enabled=not load.curve), tempfile.TemporaryDirectory() as folder:
             return asyncio.run(_measure(Path(folder), load, steps=steps))
     finally:
-        wire.outbox.MAX_MESSAGES = limit
+        outbox.MAX_MESSAGES = limit
 
 
 async def _measure(folder: Path, load: Load, *, steps: int) -> Cost:
@@ -181,7 +180,7 @@ async def _measure(folder: Path, load: Load, *, steps: int) -> Cost:
         "key": str(folder / "key"),
         "address": hub.address,
         "folder": str(runtime.path),
-        "max_messages": wire.outbox.MAX_MESSAGES,
+        "max_messages": outbox.MAX_MESSAGES,
     }
     command = [sys.executable, "-m", "benchmarks.controller.peers", json.dumps(options)]
     running = asyncio.create_task(controller.run())

@@ -14,15 +14,14 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import wire.outbox
 from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.relay.control import ControlRelay
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire import Line, RunKey, outbox
+from asyncrl.wire.messages import from_generator, from_trainer, to_generator, to_trainer
+from asyncrl.wire.records import EngineStats, LearnerMetrics, TrainerTimes
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 from benchmarks.plain_sockets import without_curve
-from rollout.trajectory import SampleId
-from wire import Line, RunKey
-from wire.messages import from_generator, from_trainer, to_generator, to_trainer
-from wire.records import EngineStats, LearnerMetrics, TrainerTimes
-from wire.weights.layout import Fingerprint, WeightManifest
 
 SLOTS = 256
 LENGTH = 1000
@@ -184,6 +183,6 @@ async def serve(options: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    wire.outbox.MAX_MESSAGES = given["max_messages"]
+    outbox.MAX_MESSAGES = given["max_messages"]
     with without_curve(enabled=not given["curve"]):
         asyncio.run(serve(given))

@@ -8,11 +8,11 @@ import numpy as np
 
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.intake import Intake
-from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from trainer.group_check import check_trajectory
-from wire.frames import digest_of, encode_trajectory
-from wire.messages.data import TrajectoryDelivery
-from wire.messages.to_trainer import Expect, ExpectedSample
+from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from asyncrl.trainer.group_check import check_trajectory
+from asyncrl.wire.frames import digest_of, encode_trajectory
+from asyncrl.wire.messages.data import TrajectoryDelivery
+from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 
 VOCAB = 151_936
 MAX_BYTES = 64 << 20

@@ -14,13 +14,13 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.group_check import check_trajectory
+from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
+from asyncrl.wire.frames import decode_trajectory, digest_of, encode_trajectory
+from asyncrl.wire.messages.data import Received, TrajectoryDelivery
+from asyncrl.wire.parts import join, split
 from benchmarks.delivery.ends import MAX_BYTES, NAME, VOCAB, TrainerEnd, delivery_of
-from rollout.trajectory import Trajectory
-from trainer.group_check import check_trajectory
-from wire import Hub, Line, RunKey, RuntimeDirectory
-from wire.frames import decode_trajectory, digest_of, encode_trajectory
-from wire.messages.data import Received, TrajectoryDelivery
-from wire.parts import join, split
 
 PATHS = ("bare", "digest", "checks", "ipc", "curve", "whole")
 

@@ -9,6 +9,10 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
+from asyncrl.wire.keys import LineKeys
+from asyncrl.wire.messages.data import Received, TrajectoryDelivery
+from asyncrl.wire.outbox import ONE_PART
 from benchmarks.delivery.ends import (
     MAX_BYTES,
     NAME,
@@ -19,10 +23,6 @@ from benchmarks.delivery.ends import (
     trajectory_of,
 )
 from benchmarks.plain_sockets import without_curve
-from wire import Hub, Line, RunKey, RuntimeDirectory
-from wire.keys import LineKeys
-from wire.messages.data import Received, TrajectoryDelivery
-from wire.outbox import ONE_PART
 
 _SECONDS = 300
 

@@ -85,8 +85,8 @@ def _measure_all(
     kinds: Sequence[str], sizes: Sizes, names: Sequence[str]
 ) -> tuple[Found, dict[str, str]]:
     """One engine and one model after the other; and why engines are missing."""
+    from asyncrl.engine.errors import EngineError
     from benchmarks.engines.measure import measure
-    from engine.errors import EngineError
 
     found: Found = {}
     missing: dict[str, str] = {}

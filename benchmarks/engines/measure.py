@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.factory import create_engine
+from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams, ScoreRequest
+from asyncrl.engine.sglang.config import SglangConfig
+from asyncrl.engine.vllm.config import VllmConfig
+from asyncrl.wire.weights.layout import SHARED_MEMORY
+from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.engines.cpu import cpu_seconds
 from benchmarks.sglang_interpreter import sglang_python
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.factory import create_engine
-from engine.protocol import Engine, GenerateRequest, SamplingParams, ScoreRequest
-from engine.sglang.config import SglangConfig
-from engine.vllm.config import VllmConfig
-from wire.weights.layout import SHARED_MEMORY
-from wire.weights.writer import WeightPublisher
 
 PROMPT = 16
 TOP_K = 8

@@ -18,6 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import Engine, GenerateRequest, TokenChunk
+from asyncrl.rollout.trajectory import Provenance
+from asyncrl.wire.records import EngineStats
+from asyncrl.wire.weights.writer import published
 from benchmarks.exactness.model import Codes
 from benchmarks.exactness.responses import (
     LENGTH,
@@ -29,14 +37,6 @@ from benchmarks.exactness.responses import (
     make_request,
 )
 from benchmarks.tiny_models import random_qwen3
-from cache.config import CacheConfig
-from cache.tree import RolloutCache
-from engine.config import EngineConfig
-from engine.errors import EngineError
-from engine.protocol import Engine, GenerateRequest, TokenChunk
-from rollout.trajectory import Provenance
-from wire.records import EngineStats
-from wire.weights.writer import published
 
 KINDS = ("torch", "vllm", "sglang")
 MODES = (
@@ -152,9 +152,9 @@ class TorchBench(Bench):
 
     def prepare(self, mode: str) -> None:
         """Make a new core for each mode."""
-        from engine.drafting.fixed_budget import FixedBudget
-        from engine.torch.core import CoreSettings, DecodeCore
-        from engine.torch.model import load_model
+        from asyncrl.engine.drafting.fixed_budget import FixedBudget
+        from asyncrl.engine.torch.core import CoreSettings, DecodeCore
+        from asyncrl.engine.torch.model import load_model
 
         torch.set_num_threads(1)
         device = torch.device("cpu")
@@ -269,8 +269,8 @@ def open_bench(kind: str, seed: int) -> Iterator[Bench]:
 
 
 def _vllm(path: str, old: Any, new: Any, seed: int) -> Bench:
-    from engine.vllm.client.engine import VllmEngine
-    from engine.vllm.config import VllmConfig
+    from asyncrl.engine.vllm.client.engine import VllmEngine
+    from asyncrl.engine.vllm.config import VllmConfig
 
     config = EngineConfig(
         kind="vllm",
@@ -284,9 +284,9 @@ def _vllm(path: str, old: Any, new: Any, seed: int) -> Bench:
 
 
 def _sglang(path: str, old: Any, new: Any, seed: int) -> Bench:
+    from asyncrl.engine.sglang.client.engine import SglangEngine
+    from asyncrl.engine.sglang.config import SglangConfig
     from benchmarks.sglang_interpreter import sglang_python
-    from engine.sglang.client.engine import SglangEngine
-    from engine.sglang.config import SglangConfig
 
     config = EngineConfig(
         kind="sglang",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.rollout.acceptance import accept_lenient, symbols_of, verify_kept
 from benchmarks.exactness.model import (
     Codes,
     Doubles,
@@ -20,7 +21,6 @@ from benchmarks.exactness.model import (
     name,
     top_ids,
 )
-from rollout.acceptance import accept_lenient, symbols_of, verify_kept
 
 VOCABULARY = 64
 

@@ -14,6 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.rollout.acceptance import (
+    Verdicts,
+    accept_chain,
+    accept_lenient,
+    accept_tree,
+    symbols_of,
+    verify_kept,
+)
 from benchmarks.exactness.model import (
     Codes,
     Doubles,
@@ -26,14 +34,6 @@ from benchmarks.exactness.model import (
     name,
     random_policy,
     top_ids,
-)
-from rollout.acceptance import (
-    Verdicts,
-    accept_chain,
-    accept_lenient,
-    accept_tree,
-    symbols_of,
-    verify_kept,
 )
 
 VOCABULARY, LENGTH, TOP_K, TREE_NODES = 4, 4, 2, 6

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.rollout.trajectory import KeptTokens
 from benchmarks.exactness.model import Codes, TabularPolicy, cells, nucleus
-from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from rollout.trajectory import KeptTokens
 
 VOCABULARY, LENGTH, STOP, TOP_K = 6, 4, 5, 3
 TEMPERATURE, TOP_P = 0.8, 0.95

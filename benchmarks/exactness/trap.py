@@ -22,8 +22,8 @@ from functools import cache
 
 import numpy as np
 
+from asyncrl.rollout.acceptance import accept_chain, verify_kept
 from benchmarks.exactness.model import Codes, Doubles, TabularPolicy, cells, draw, log_of_listed
-from rollout.acceptance import accept_chain, verify_kept
 
 VOCABULARY, LENGTH, STEP = 3, 2, 1.5
 SEQUENCES = VOCABULARY**LENGTH

@@ -9,19 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.drafting.fixed_budget import FixedBudget
+from asyncrl.engine.factory import create_engine
+from asyncrl.engine.protocol import Engine
+from asyncrl.engine.sglang.config import SglangConfig
+from asyncrl.engine.torch.config import TorchConfig
+from asyncrl.engine.vllm.config import VllmConfig
+from asyncrl.wire.weights.writer import published
 from benchmarks.exactness_loop.harness import Harness
 from benchmarks.exactness_loop.modes import PROMPTS, Mode
 from benchmarks.exactness_loop.outcome import LoopSettings, Outcome
 from benchmarks.sglang_interpreter import sglang_python
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.drafting.fixed_budget import FixedBudget
-from engine.factory import create_engine
-from engine.protocol import Engine
-from engine.sglang.config import SglangConfig
-from engine.torch.config import TorchConfig
-from engine.vllm.config import VllmConfig
-from wire.weights.writer import published
 
 _POLL_SECONDS = 0.005
 _RESET_SECONDS = 60.0

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.engine.protocol import Engine, SamplingParams
+from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
+from asyncrl.monitoring.timeline import Timeline
 from asyncrl.processes.generator.activity import Activity
 from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.generator.held_sample import HeldSample
@@ -16,12 +19,9 @@ from asyncrl.processes.generator.reports import GeneratorRecords
 from asyncrl.processes.generator.sample_generator import SampleGenerator
 from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.rewards.calls import Reward
+from asyncrl.rollout.trajectory import SampleId, Trajectory, VerifiableTrajectory
+from asyncrl.wire.reward_counts import RewardCounts
 from benchmarks.exactness_loop.outcome import reward_of
-from engine.protocol import Engine, SamplingParams
-from monitoring.metrics import GeneratorMetrics, new_registry
-from monitoring.timeline import Timeline
-from rollout.trajectory import SampleId, Trajectory, VerifiableTrajectory
-from wire.reward_counts import RewardCounts
 
 
 class EngineClock:

@@ -28,24 +28,24 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.engine.protocol import Engine
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.sample_requests import SampleRequests
+from asyncrl.scheduler import commands, events
+from asyncrl.scheduler.scheduler import Scheduler
 from asyncrl.tasks.prompts import LoadedTask, Prompt
+from asyncrl.wire.frames import decode_trajectory
+from asyncrl.wire.messages import data
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.exactness_loop.faults import Faults
 from benchmarks.exactness_loop.generator import EngineClock
 from benchmarks.exactness_loop.member import Member
 from benchmarks.exactness_loop.outcome import Delivered, LoopSettings, Outcome
 from benchmarks.exactness_loop.run_ahead import RunAhead
 from benchmarks.exactness_loop.turnover import Turnover
-from engine.protocol import Engine
-from rollout.trajectory import SampleId
-from scheduler import commands, events
-from scheduler.scheduler import Scheduler
-from wire.frames import decode_trajectory
-from wire.messages import data
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
-from wire.weights.layout import WeightManifest
-from wire.weights.writer import WeightPublisher
 
 DEADLINE_SECONDS = 600.0
 """Of a whole run."""

@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from asyncrl.engine.protocol import Engine
+from asyncrl.wire.messages import data
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.records import TokenCounts
 from benchmarks.exactness_loop.generator import EngineClock, FakeLine, generator_process
 from benchmarks.exactness_loop.outcome import LoopSettings
-from engine.protocol import Engine
-from wire.messages import data
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
-from wire.records import TokenCounts
 
 
 class Loop(Protocol):

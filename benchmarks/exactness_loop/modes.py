@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.stopping import StopRule
+from asyncrl.scheduler.config import SchedulerConfig
 from benchmarks.exactness_loop.distributions import ResponseSpace
 from benchmarks.exactness_loop.outcome import LoopSettings
 from benchmarks.tiny_models import random_qwen3
-from engine.protocol import SamplingParams
-from engine.stopping import StopRule
-from scheduler.config import SchedulerConfig
 
 SPACE = ResponseSpace(max_tokens=8, stop=2, vocabulary=4)
 STRINGS = replace(SPACE, strings=StopRule.of(["abbabb", "bbbb"], [b"ab", b"b", b"", b"a"]))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.protocol import SamplingParams
-from rollout.trajectory import IntArray, Provenance, SampleId, VerifiableTrajectory
-from scheduler.config import SchedulerConfig
-from wire.messages.to_generator import Generate
-from wire.records import TokenCounts
-from wire.unfinished import read_sample
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.rollout.trajectory import IntArray, Provenance, SampleId, VerifiableTrajectory
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.wire.messages.to_generator import Generate
+from asyncrl.wire.records import TokenCounts
+from asyncrl.wire.unfinished import read_sample
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from asyncrl.config import parse_config
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.unfinished_folders import unfinished_folder
 from asyncrl.run.unfinished_work import UnfinishedWork
-from scheduler.config import SchedulerConfig
-from wire.messages.to_generator import ToGenerator
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.wire.messages.to_generator import ToGenerator
 
 _POLL_SECONDS = 0.001
 

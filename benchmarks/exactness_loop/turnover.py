@@ -11,11 +11,11 @@ import numpy as np
 from asyncrl.config import parse_config
 from asyncrl.run.moves import Moves
 from asyncrl.run.sample_requests import SampleRequests
+from asyncrl.scheduler import commands, events
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
 from benchmarks.exactness_loop.generator import EngineClock
 from benchmarks.exactness_loop.outcome import LoopSettings
-from scheduler import commands, events
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
 
 if TYPE_CHECKING:
     from benchmarks.exactness_loop.member import Member

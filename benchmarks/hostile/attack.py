@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import zmq
 
 from asyncrl.run.control import control_key_file
+from asyncrl.wire import RunKey
+from asyncrl.wire.keys import LineKeys
+from asyncrl.wire.sockets import identify
 from benchmarks.hostile.frames import Frames
 from benchmarks.hostile.run import Run
 from benchmarks.hostile.victim import CONTROLLER
-from wire import RunKey
-from wire.keys import LineKeys
-from wire.sockets import identify
 
 PER_CONNECTION = 250
 """Frames of one peer: more than twice of what it takes to be cut off."""

@@ -6,10 +6,17 @@ import random
 
 import msgspec
 
-from rollout.trajectory import SampleId, Segment
-from wire.messages import control, data, from_generator, from_trainer, to_generator, to_trainer
-from wire.records import LearnerMetrics, TrainerTimes
-from wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.rollout.trajectory import SampleId, Segment
+from asyncrl.wire.messages import (
+    control,
+    data,
+    from_generator,
+    from_trainer,
+    to_generator,
+    to_trainer,
+)
+from asyncrl.wire.records import LearnerMetrics, TrainerTimes
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 
 def _tagged(tag: bytes, rest: bytes) -> bytes:

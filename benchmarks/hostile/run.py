@@ -18,14 +18,14 @@ from typing import Self
 
 import msgspec
 
+from asyncrl.monitoring.discovery import targets_file
+from asyncrl.monitoring.metrics_log import read_metrics
 from asyncrl.rewards.process_tree import descendants
 from asyncrl.run.control import ask
 from asyncrl.run.directory import read_state
+from asyncrl.wire import RunKey
+from asyncrl.wire.messages import control
 from benchmarks.hostile.victim import CONTROLLER, Order
-from monitoring.discovery import targets_file
-from monitoring.metrics_log import read_metrics
-from wire import RunKey
-from wire.messages import control
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 300.0

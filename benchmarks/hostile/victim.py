@@ -22,8 +22,8 @@ from asyncrl.config import load_config
 from asyncrl.launch.parent_death import end_with_parent
 from asyncrl.run.execute import execute
 from asyncrl.run.prepare import prepare
+from asyncrl.wire import Hub, RunKey
 from benchmarks.hostile.frames import Frames
-from wire import Hub, RunKey
 
 CONTROLLER = "controller"
 

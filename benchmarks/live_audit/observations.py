@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncrl.config import RunConfig
+from asyncrl.monitoring.trained_samples import TrainedSample
+from asyncrl.rollout.trajectory import Provenance
 from asyncrl.tasks.prompts import Task
 from benchmarks.live_audit.games import LIES, NUMBER
 from benchmarks.live_audit.statements import Statement, of_mass, sum_of
-from monitoring.trained_samples import TrainedSample
-from rollout.trajectory import Provenance
 
 _OBSERVED = str(int(Provenance.OBSERVED))
 

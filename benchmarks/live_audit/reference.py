@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from asyncrl.config import RunConfig
+from asyncrl.monitoring.trained_samples import TrainedSample
 from benchmarks.live_audit.statements import Statement, two_sided
 from benchmarks.live_audit.tokens import load, policy_of
-from monitoring.trained_samples import TrainedSample
 
 Score = Callable[[TrainedSample, list[int]], float]
 """The reward of a response (without its stop token's special meaning) to a record's prompt."""

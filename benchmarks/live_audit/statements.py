@@ -33,8 +33,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import chi2, norm
 
+from asyncrl.rollout.trajectory import Provenance
 from benchmarks.live_audit.tokens import FIRST, VERSIONS_BEFORE, Doubles, Integers, Mask, Tokens
-from rollout.trajectory import Provenance
 
 MAX_SKEW = 0.2
 """A sum whose skewness is larger is not tested: it is not normal enough."""

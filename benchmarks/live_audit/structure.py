@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 
 from asyncrl.config import RunConfig
+from asyncrl.monitoring.trained_samples import TrainedSample
+from asyncrl.rollout.trajectory import Provenance
 from benchmarks.live_audit.tokens import Tokens
-from monitoring.trained_samples import TrainedSample
-from rollout.trajectory import Provenance
 
 TOLERANCE = {"torch": 1e-4, "vllm": 1e-3, "sglang": 1e-3}
 """Largest difference of a recorded and the recomputed log-probability, in nats, by engine."""

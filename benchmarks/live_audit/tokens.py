@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.config import RunConfig
-from monitoring.trained_samples import TrainedSample
-from rollout.trajectory import Provenance
+from asyncrl.monitoring.trained_samples import TrainedSample
+from asyncrl.rollout.trajectory import Provenance
 
 Doubles = NDArray[np.float64]
 Integers = NDArray[np.int64]

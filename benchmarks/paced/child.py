@@ -17,15 +17,15 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from asyncrl.engine.protocol import Score, ScoreRequest, TokenChunk
+from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.processes import child
 from asyncrl.processes.spec import ChildSpec
 from asyncrl.simulation.cost import Cost
+from asyncrl.trainer.learner import Group, Learner
+from asyncrl.wire.records import LearnerMetrics
+from asyncrl.wire.weights.layout import WeightManifest
 from benchmarks.paced.pace import PacedDevice, cost_of_environment
-from engine.protocol import Score, ScoreRequest, TokenChunk
-from engine.torch.core import DecodeCore
-from trainer.learner import Group, Learner
-from wire.records import LearnerMetrics
-from wire.weights.layout import WeightManifest
 
 RECORDS = "paced"
 """Folder in the run's directory with a file for each device."""
@@ -118,8 +118,8 @@ class PacedLearner(Learner):
 
 def pace(name: str, folder: Path, cost: Cost) -> None:
     """Put the paced core and learner in the places of the real ones, in this process."""
+    import asyncrl.engine.torch.engine as torch_engine
     import asyncrl.processes.trainer.setup as trainer_setup
-    import engine.torch.engine as torch_engine
 
     device = PacedDevice(folder / RECORDS / f"{name}.jsonl")
     for paced in (PacedCore, PacedLearner):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import load_config
+from asyncrl.monitoring.jsonl import read_jsonl
+from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.monitoring.spans import clip, idle_by_cause, read_timelines
 from benchmarks.paced.child import RECORDS
 from benchmarks.paced.pace import Work, pace_variable
 from benchmarks.paced.setting import CONFIG, Paced
-from monitoring.jsonl import read_jsonl
-from monitoring.metrics_log import read_metrics
-from monitoring.spans import clip, idle_by_cause, read_timelines
 
 _ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 600.0

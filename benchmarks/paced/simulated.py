@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 
 from asyncrl.config import load_config
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.simulation.lengths import Survival
 from asyncrl.simulation.outcome import mean
 from asyncrl.simulation.world import Outcome, Setting, World
 from benchmarks.paced.pace import Scale
 from benchmarks.paced.run import Numbers
 from benchmarks.paced.setting import CONFIG, MODES, PROMPT_TOKENS, VERIFY, Machine, Paced
-from rollout.trajectory import SampleId
 
 REDRAFT = 0.735
 """Acceptance of a rejected continuation as a draft: the sum of squares of `model.LETTERS`."""

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.monitoring.metrics_log import read_metrics
 from benchmarks.peers.shared_data import Step, read_steps
 from benchmarks.peers.trl_environment import ensure_trl
 from benchmarks.peers.workloads import EXAMPLES
 from benchmarks.run_command import run_command
-from monitoring.metrics_log import read_metrics
 
 CONFIG = EXAMPLES / "arithmetic.yaml"
 ROOT = EXAMPLES.parent

@@ -14,7 +14,7 @@ from asyncrl.rewards.loading import load_function
 from asyncrl.run.sample_requests import RandomStreams
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.prompts import Prompt, Task, prompt_order
-from wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.fingerprint import fingerprint
 
 
 @dataclass(frozen=True)

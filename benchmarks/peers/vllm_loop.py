@@ -23,11 +23,11 @@ from typing import Any
 async def train(options: argparse.Namespace) -> None:
     """Train to the last step."""
     from asyncrl.config import load_config
+    from asyncrl.engine.factory import create_engine
+    from asyncrl.trainer.learner import Learner
+    from asyncrl.wire.weights.layout import SHARED_MEMORY
+    from asyncrl.wire.weights.writer import WeightPublisher
     from benchmarks.peers.shared_data import StepLog, mean, prompts_by_step, reward_of, task_of
-    from engine.factory import create_engine
-    from trainer.learner import Learner
-    from wire.weights.layout import SHARED_MEMORY
-    from wire.weights.writer import WeightPublisher
 
     config = load_config(options.config, tuple(options.settings))
     task, reward, path = task_of(config), reward_of(config), config.model.path
@@ -76,9 +76,9 @@ async def _generate(
     engine: Any, config: Any, sampling: Any, prompts: list[Any], step: int
 ) -> list[list[Any]]:
     """All samples of a step, by group."""
+    from asyncrl.engine.protocol import GenerateRequest
+    from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
     from asyncrl.run.sample_requests import sample_seed
-    from engine.protocol import GenerateRequest
-    from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
 
     async def one(prompt: Any, group: int, index: int) -> Trajectory:
         sample = SampleId(group, index)

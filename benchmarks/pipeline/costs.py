@@ -98,10 +98,10 @@ async def _measure(model: str, prompts: int, more: Sequence[str]) -> Costs:
 
 async def _passes(config: Any, task: Any, model: str, cache: Any) -> tuple[list[int], float, float]:
     """Lengths of the responses, and tokens per second decoded and scored."""
+    from asyncrl.engine.factory import create_engine
+    from asyncrl.engine.protocol import GenerateRequest
+    from asyncrl.rollout.trajectory import SampleId, TrajectoryBuilder
     from asyncrl.run.sample_requests import sample_seed
-    from engine.factory import create_engine
-    from engine.protocol import GenerateRequest
-    from rollout.trajectory import SampleId, TrajectoryBuilder
 
     engine_config = config.engine.model_copy(update={"threads": 1})
     engine = create_engine(engine_config, model, cache_config=cache, seed=0)

@@ -13,8 +13,8 @@ those of generation and training.
 
 The first and last steps are not timed (the table names the timed ones): the pipeline has to fill,
 and near the end there is nothing left to run ahead for. Idle shares come from the processes' time
-lines (`monitoring.spans`). Accuracy is that of the last checkpoint on held-out problems, sampled as
-in training, with the same random numbers for all modes.
+lines (`asyncrl.monitoring.spans`). Accuracy is that of the last checkpoint on held-out problems,
+sampled as in training, with the same random numbers for all modes.
 
 --quick: one seed, 50 steps, about 9 minutes on two quiet cores; the interval of its
 accuracy_difference covers the noise of the evaluation only. In full: three seeds, 160 steps, about
@@ -33,6 +33,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.wire.evaluations import accuracy_of
 from benchmarks.pipeline.costs import measure_costs
 from benchmarks.pipeline.findings import Findings
 from benchmarks.pipeline.model import SMOKE_MODEL, ModelRecipe, ensure_model
@@ -43,8 +45,6 @@ from benchmarks.pipeline.run import RunError, RunNumbers, carry_out, read_run
 from benchmarks.pipeline.tables import tables
 from benchmarks.report import add_smoke, write_json
 from benchmarks.widen import widen
-from trainer.checkpoint_files import path_of
-from wire.evaluations import accuracy_of
 
 PRINTED_WIDTH = 132
 """Characters per line if the output goes to a file."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.monitoring.report.markup import Markup, element
+from asyncrl.monitoring.report.series import smooth, ticks
 from benchmarks.pipeline.run import RunNumbers
-from monitoring.report.markup import Markup, element
-from monitoring.report.series import smooth, ticks
 
 WIDTH, HEIGHT = 860, 440
 LEFT, RIGHT, TOP, BOTTOM = 64, 190, 44, 52

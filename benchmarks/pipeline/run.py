@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.monitoring.spans import Span, SpanKind, clip, flatten, idle_by_cause, read_timelines
 from benchmarks.pipeline.modes import CONFIG, Effort, Mode
 from benchmarks.run_command import run_command
-from monitoring.metrics_log import read_metrics
-from monitoring.spans import Span, SpanKind, clip, flatten, idle_by_cause, read_timelines
 
 GENERATOR, TRAINER = "generator-0", "trainer"
 

@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.config import load_config
+from asyncrl.monitoring.trained_samples import TrainedSample, read_trained_samples
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from benchmarks.report import add_smoke, write_json
 from benchmarks.rewards_audit.recompute import Auditor, Finding
 from benchmarks.run_command import run_command
-from monitoring.trained_samples import TrainedSample, read_trained_samples
 
 ROOT = Path(__file__).resolve().parents[2]
 GAMES = Path(__file__).with_name("games.py")

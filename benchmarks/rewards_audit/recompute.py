@@ -28,12 +28,12 @@ from asyncrl.environments.protocol import (
 from asyncrl.environments.registry import load_factory
 from asyncrl.environments.session_calls import Session
 from asyncrl.environments.translation import Translation
+from asyncrl.monitoring.trained_samples import TrainedSample
 from asyncrl.processes.generator.branches import answered
 from asyncrl.processes.generator.environment_setup import translation_of
 from asyncrl.processes.generator.episode import Episode, Turn
+from asyncrl.rollout.trajectory import IntArray
 from asyncrl.tasks.prompts import Task
-from monitoring.trained_samples import TrainedSample
-from rollout.trajectory import IntArray
 
 _TIMEOUT = 60.0
 _CLOSE_TO = 1e-5

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.factory import create_engine
+from asyncrl.engine.protocol import Engine
 from benchmarks.rollout.ngram import NgramEngine, command_of, refusal
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.factory import create_engine
-from engine.protocol import Engine
 
 PLAIN, SUFFIX, OURS, CHAIN, NGRAM = "plain", "suffix", "ours", "chain", "ngram"
 SUFFIX_TOKENS = 16
@@ -109,7 +109,7 @@ def with_torch(config: EngineConfig, **settings: Any) -> EngineConfig:
 @contextlib.contextmanager
 def _suffix_arguments() -> Iterator[None]:
     """Start our vLLM engine with vLLM's own `suffix` method instead of our drafting."""
-    from engine.vllm.client import launch
+    from asyncrl.engine.vllm.client import launch
 
     plain = launch.engine_args
 

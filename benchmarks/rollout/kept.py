@@ -23,19 +23,19 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file
 
-from asyncrl.tasks.prompts import Prompt, Task
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.factory import create_engine
-from engine.protocol import Engine, GenerateRequest, SamplingParams, TokenChunk
-from rollout.trajectory import (
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.factory import create_engine
+from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.rollout.trajectory import (
     KeptTokens,
     Provenance,
     SampleId,
     TrajectoryBuilder,
     VerifiableTrajectory,
 )
-from wire.weights.writer import published
+from asyncrl.tasks.prompts import Prompt, Task
+from asyncrl.wire.weights.writer import published
 
 _TOP_K = 8
 """Of a vocabulary of 64 tokens: some lie outside, as with a language's vocabulary."""

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.errors import EngineError, EngineStartError
-from engine.protocol import GenerateRequest, TokenChunk
-from engine.sglang.interpreter import path_of
-from wire.records import EngineStats, TokenCounts
-from wire.weights.layout import WeightManifest
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError, EngineStartError
+from asyncrl.engine.protocol import GenerateRequest, TokenChunk
+from asyncrl.engine.sglang.interpreter import path_of
+from asyncrl.wire.records import EngineStats, TokenCounts
+from asyncrl.wire.weights.layout import WeightManifest
 
 _ASK = """
 import torch
@@ -74,7 +74,7 @@ def command_of(config: EngineConfig, model: str, draft_tokens: int) -> list[str]
 
 
 class NgramEngine:
-    """The part of `engine.protocol.Engine` that `benchmarks.rollout.passes` uses.
+    """The part of `asyncrl.engine.protocol.Engine` that `benchmarks.rollout.passes` uses.
 
     Args:
         command: starts a server (`benchmarks.rollout.ngram_server`).

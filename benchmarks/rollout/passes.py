@@ -25,12 +25,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.tasks.prompts import Prompt, Task
+from asyncrl.wire.weights.writer import published
 from benchmarks.rollout.contestants import NGRAM, OURS, PLAIN, SUFFIX, Contestant
 from benchmarks.rollout.findings import Kind, Pass, RepeatedPasses
-from engine.errors import EngineError
-from engine.protocol import GenerateRequest, SamplingParams
-from wire.weights.writer import published
 
 GROUP = 8
 """Samples of one prompt, as in training."""

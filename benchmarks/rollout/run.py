@@ -14,6 +14,8 @@ from functools import partial
 from importlib import util
 from typing import Any
 
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError, EngineStartError
 from benchmarks.policies import Policies
 from benchmarks.rollout import trees as rollout_trees
 from benchmarks.rollout.contestants import contestants
@@ -21,8 +23,6 @@ from benchmarks.rollout.findings import LEFT_OUT, TREE_NODES, Findings
 from benchmarks.rollout.kept import kept_tokens
 from benchmarks.rollout.passes import OVERHEAD_ROWS, Bench, Plan, Workload
 from benchmarks.sglang_interpreter import sglang_python
-from engine.config import EngineConfig
-from engine.errors import EngineError, EngineStartError
 
 KINDS = ("vllm", "torch", "sglang")
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 from unittest import mock
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.drafting.fixed_budget import FixedBudget
+from asyncrl.engine.factory import create_engine
 from benchmarks.rollout.contestants import CHAIN, OURS, Contestant, with_torch
 from benchmarks.rollout.passes import Bench, Plan, Workload
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.drafting.fixed_budget import FixedBudget
-from engine.factory import create_engine
 
 ROWS = 8
 BUDGETS = (16, 32, 64, 127)
@@ -49,7 +49,7 @@ def tree_and_chain(
         for name in (CHAIN, OURS)
     ]
     plan = Plan(rows=(ROWS,), repeats=repeats, step_rows=(), overhead_repeats=0)
-    with mock.patch("engine.torch.core.DraftPlanner", FixedBudget):
+    with mock.patch("asyncrl.engine.torch.core.DraftPlanner", FixedBudget):
         found = asyncio.run(Bench(both, work, plan).run())
     at = found.rows[ROWS]
     chain, tree = (at.drafting(name)["accepted_per_step"] for name in (CHAIN, OURS))

@@ -39,11 +39,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from asyncrl.trainer.cpu_layers import onednn_is_faster, product
 from benchmarks.peers.trl_environment import TrlMissingError, ensure_trl
 from benchmarks.report import add_smoke, write_json
 from benchmarks.targets import targets_table
 from benchmarks.trainer.workloads import GROUP_SIZE, Costs, Workload, costs_of
-from trainer.cpu_layers import onednn_is_faster, product
 
 WORKLOADS = (
     Workload("100m", 64, hidden=768, layers=16, prompt=64, longest=512, tokens=3_000),

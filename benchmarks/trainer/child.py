@@ -53,10 +53,10 @@ def _peak() -> int:
 
 
 def _asyncrl(path: str, groups: list[dict[str, Any]], **settings: Any) -> Callable[[], float]:
-    from rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
-    from trainer.config import TrainerConfig
-    from trainer.cpu_memory import keep_freed_memory
-    from trainer.learner import Learner
+    from asyncrl.rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
+    from asyncrl.trainer.config import TrainerConfig
+    from asyncrl.trainer.cpu_memory import keep_freed_memory
+    from asyncrl.trainer.learner import Learner
 
     keep_freed_memory()  # as a run's trainer does on a CPU
     config = TrainerConfig(learning_rate=_RATE, device="cpu", correction="none", **settings)

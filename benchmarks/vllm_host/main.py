@@ -53,11 +53,11 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.cache.config import CacheConfig
 from benchmarks.report import add_smoke, write_json
 from benchmarks.vllm_host.clocks import DRAW
 from benchmarks.vllm_host.models import tiny_model, wide_model
 from benchmarks.vllm_host.sides import PROMPT, Ours, Plain, Side, Spent, config_of, timed
-from cache.config import CacheConfig
 
 
 class Effort(NamedTuple):

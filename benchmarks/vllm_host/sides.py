@@ -13,20 +13,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.place import CachePlace
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.vllm.client.engine import VllmEngine
+from asyncrl.engine.vllm.client.environment import prepare, process_log
+from asyncrl.engine.vllm.client.process import shut_down
+from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.processes.generator.generation import SampleGeneration
 from asyncrl.processes.generator.sample_generator import SampleGenerator
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.frames import encode_tokens
+from asyncrl.wire.messages.to_generator import PromptPayload
 from benchmarks.vllm_host.clocks import OURS, PLAIN
-from cache.config import CacheConfig
-from cache.place import CachePlace
-from engine.config import EngineConfig
-from engine.protocol import SamplingParams
-from engine.vllm.client.engine import VllmEngine
-from engine.vllm.client.environment import prepare, process_log
-from engine.vllm.client.process import shut_down
-from engine.vllm.config import VllmConfig
-from rollout.trajectory import SampleId
-from wire.frames import encode_tokens
-from wire.messages.to_generator import PromptPayload
 
 PROMPT = 16
 """Tokens."""
@@ -118,7 +118,7 @@ class Ours:
     ) -> AsyncIterator[Ours]:
         """Start it with clocks around what runs in vLLM's core."""
         prepare(config, process_log("ERROR"))  # before vLLM is imported
-        from engine.vllm.client import launch
+        from asyncrl.engine.vllm.client import launch
 
         vars(launch)["EXTENSION_PATH"] = OURS
         engine = VllmEngine(config, path, cache_config=cache, seed=1)
@@ -229,7 +229,7 @@ def _launch(config: EngineConfig, path: str) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 
-    from engine.vllm.client.launch import core_processes, engine_args
+    from asyncrl.engine.vllm.client.launch import core_processes, engine_args
 
     class NullProcessor(OutputProcessor):  # type: ignore[misc]
         """Looks for the end of requests, and at nothing else."""

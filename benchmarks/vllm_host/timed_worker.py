@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from asyncrl.engine.vllm.worker import sampling, scheduler
+from asyncrl.engine.vllm.worker.extension import WorkerExtension
 from benchmarks.vllm_host.clocks import DRAW, SAMPLER
-from engine.vllm.worker import sampling, scheduler
-from engine.vllm.worker.extension import WorkerExtension
 
 
 class _Nothing:

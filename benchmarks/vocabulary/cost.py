@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.drawing import Streams, draw, identify, top_k, warm_up
-from engine.sampling import uniforms
-from rollout.acceptance import symbols_of, verify_kept
+from asyncrl.engine.drawing import Streams, draw, identify, top_k, warm_up
+from asyncrl.engine.sampling import uniforms
+from asyncrl.rollout.acceptance import symbols_of, verify_kept
 
 VOCABULARIES = (32_000, 151_936)
 HIDDEN = 1024

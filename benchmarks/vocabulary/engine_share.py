@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file
 
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.factory import create_engine
-from engine.protocol import Engine, GenerateRequest, SamplingParams
-from rollout.trajectory import IntArray, KeptTokens, Provenance, SampleId, TrajectoryBuilder
-from wire.weights.writer import published
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.factory import create_engine
+from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams
+from asyncrl.rollout.trajectory import IntArray, KeptTokens, Provenance, SampleId, TrajectoryBuilder
+from asyncrl.wire.weights.writer import published
 
 
 @dataclass(frozen=True)

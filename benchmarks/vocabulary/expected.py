@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.rollout.trajectory import IntArray
 from benchmarks.vocabulary.rules import Doubles, TextRatios, kept_shares
-from rollout.trajectory import IntArray
 
 
 @dataclass(frozen=True)

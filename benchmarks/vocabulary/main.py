@@ -34,6 +34,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from asyncrl.rollout.trajectory import IntArray
 from benchmarks.report import add_smoke, write_json
 from benchmarks.vocabulary import cost, markov
 from benchmarks.vocabulary.corpus import CorpusShape
@@ -45,7 +46,6 @@ from benchmarks.vocabulary.policies import FLAT, LANGUAGE, PolicyVersions, Steps
 from benchmarks.vocabulary.rules import kept_shares
 from benchmarks.vocabulary.tables import tables
 from benchmarks.vocabulary.training import TrainingRecipe
-from rollout.trajectory import IntArray
 
 KS = (4, 8, 16, 64)
 LENGTHS = (64, 256)

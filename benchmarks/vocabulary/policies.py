@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.tasks.model import default_cache_dir
+from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.trainer.export import export
 from benchmarks.run_command import run_command
 from benchmarks.vocabulary.language_model import PROMPTS, LanguageModel, ensure_language_model
 from benchmarks.vocabulary.training import TrainingRecipe
-from trainer.checkpoint_files import path_of
-from trainer.export import export
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _RUN = ("benchmarks/vocabulary/run.yaml", "benchmarks/vocabulary/reward.py")

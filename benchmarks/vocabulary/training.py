@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rollout.trajectory import IntArray
+from asyncrl.rollout.trajectory import IntArray
 
 _VECTOR_LENGTH = 0.4
 """Mean length of the first embeddings, about that of random ones."""

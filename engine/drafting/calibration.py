@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.jit import kernel
+from asyncrl.engine.jit import kernel
 
 Floats = NDArray[np.float64]
 

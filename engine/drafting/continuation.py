@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 Index = NDArray[np.integer[Any]]
 

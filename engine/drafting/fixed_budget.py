@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
 class FixedBudget:
     """Fills every step with drafts up to a fixed number of tokens; learns nothing.
 
     What is drafted then never depends on how long steps take. It satisfies
-    `engine.drafting.planner.Planner`.
+    `asyncrl.engine.drafting.planner.Planner`.
 
     Args:
         max_step_tokens: most tokens of a step.

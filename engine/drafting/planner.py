@@ -30,10 +30,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.drafting.calibration import Calibration, Floats
-from engine.drafting.step_time_kernels import cell_of
-from engine.drafting.step_times import StepTimes
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.engine.drafting.calibration import Calibration, Floats
+from asyncrl.engine.drafting.step_time_kernels import cell_of
+from asyncrl.engine.drafting.step_times import StepTimes
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 TRYING = 0.004
 """Share of the time that may be spent on exploration."""
@@ -161,7 +161,7 @@ class DraftPlanner:
         """Decide how many of each row's proposed nodes to feed: the first `keep[i]` of row i.
 
         Args:
-            path_probabilities: `[N]` as in `cache.tree.Drafts`, falling within a row.
+            path_probabilities: `[N]` as in `asyncrl.cache.tree.Drafts`, falling within a row.
             offsets: `[n+1]`
             rows: n, the decoding rows; each feeds one ordinary token besides its drafts.
             other_tokens: as in `ask`.

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.tree import Drafts
-from engine.drafting.continuation import Continuations, path_probabilities
-from engine.drafting.source import NO_HANDLE, DraftSource
-from engine.jit import kernel
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.cache.tree import Drafts
+from asyncrl.engine.drafting.continuation import Continuations, path_probabilities
+from asyncrl.engine.drafting.source import NO_HANDLE, DraftSource
+from asyncrl.engine.jit import kernel
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 Index = NDArray[np.integer[Any]]
 

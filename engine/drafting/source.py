@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cache.tree import Drafts
-from rollout.trajectory import IntArray
+from asyncrl.cache.tree import Drafts
+from asyncrl.rollout.trajectory import IntArray
 
 NO_HANDLE = -1
 """Handle of a response that neither drafts from the source nor feeds it."""
 
 
 class DraftSource(Protocol):
-    """Proposes how responses may continue. `cache.tree.RolloutCache` is the real one.
+    """Proposes how responses may continue. `asyncrl.cache.tree.RolloutCache` is the real one.
 
     A response is known by the handle that `open` returns.
     """

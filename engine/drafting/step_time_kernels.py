@@ -1,4 +1,4 @@
-"""The arithmetic of `engine.drafting.step_times`, compiled: a table of cells in one array.
+"""The arithmetic of `asyncrl.engine.drafting.step_times`, compiled: a table of cells in one array.
 
 The table is read again after almost every step in which rows have ended. As Python objects its 60
 cells took 0.4 ms a reading, a quarter of what the drafter costs. Single array operations in place
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.drafting.calibration import Floats, rising
-from engine.jit import kernel
+from asyncrl.engine.drafting.calibration import Floats, rising
+from asyncrl.engine.jit import kernel
 
 CELLS = 256
 """Enough for the largest number of tokens that an int32 holds."""

@@ -12,7 +12,7 @@
 
 A single stalled step does little harm: a difference is cut to three times the usual one, and of a
 cell's first two steps the quicker counts. There is no clock and no randomness in this module. Its
-arithmetic is compiled (`engine.drafting.step_time_kernels`).
+arithmetic is compiled (`asyncrl.engine.drafting.step_time_kernels`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import math
 
 import numpy as np
 
-from engine.drafting.calibration import Floats
-from engine.drafting.step_time_kernels import (
+from asyncrl.engine.drafting.calibration import Floats
+from asyncrl.engine.drafting.step_time_kernels import (
     ASKED,
     CELL,
     CELLS,

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.tree import Drafts
-from engine.jit import kernel
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.cache.tree import Drafts
+from asyncrl.engine.jit import kernel
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 LongArray = NDArray[np.int64]
 

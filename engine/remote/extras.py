@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.trajectory import FloatArray, IntArray, KeptTokens
+from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens
 
 NO_TICKET = 0
 """In place of a request's ticket: it generates nothing."""
@@ -25,7 +25,7 @@ class DrafterSettings(msgspec.Struct, frozen=True):
     cache: dict[str, Any]
     """A `CacheConfig` as JSON."""
     place: str
-    """A `CachePlace` as `cache.place.to_json` gives it."""
+    """A `CachePlace` as `asyncrl.cache.place.to_json` gives it."""
     fixed_step_tokens: int | None
     """The engine's `max_step_tokens`: fill steps with drafts to this many tokens. None: draft what
     pays."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.remote.calls import RemoteWorker
+from asyncrl.engine.remote.calls import RemoteWorker
 
 
 class SglangWorker(RemoteWorker):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from engine.errors import EngineStartError
-from engine.sglang.config import SglangConfig
+from asyncrl.engine.errors import EngineStartError
+from asyncrl.engine.sglang.config import SglangConfig
 
 SGLANG_VERSION = "0.5.23"
 """The only one that `engine/sglang/worker` is written against."""

@@ -1,4 +1,4 @@
-"""What SGLang itself is started with, for `engine.sglang.worker.main`."""
+"""What SGLang itself is started with, for `asyncrl.engine.sglang.worker.main`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Self
 
 import msgspec
 
-from engine.remote.extras import DrafterSettings
+from asyncrl.engine.remote.extras import DrafterSettings
 
 VARIABLE = "ASYNCRL_SGLANG_SETTINGS"
 """The variable with a `WorkerSettings` as JSON."""

@@ -14,15 +14,15 @@ from operator import itemgetter
 
 import numpy as np
 
-from engine.protocol import GenerateRequest
-from engine.requests import SeedStream
-from engine.torch.drafting import Drafter
-from engine.torch.parked import ParkingLot
-from engine.torch.reports import Unreported
-from engine.torch.rows import NewRows, Rows
-from engine.torch.slots import SlotCache
-from engine.torch.waiting import context_of, fed_context, logits_of
-from rollout.trajectory import IntArray
+from asyncrl.engine.protocol import GenerateRequest
+from asyncrl.engine.requests import SeedStream
+from asyncrl.engine.torch.drafting import Drafter
+from asyncrl.engine.torch.parked import ParkingLot
+from asyncrl.engine.torch.reports import Unreported
+from asyncrl.engine.torch.rows import NewRows, Rows
+from asyncrl.engine.torch.slots import SlotCache
+from asyncrl.engine.torch.waiting import context_of, fed_context, logits_of
+from asyncrl.rollout.trajectory import IntArray
 
 
 class Admission:

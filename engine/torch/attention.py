@@ -1,7 +1,7 @@
 """Attention of queries against keys under a mask, as a layer of the model wants it.
 
 torch's kernels compute plain scores. Capped ones and sinks are written out
-(`rollout.attention`), and so take several times as long.
+(`asyncrl.rollout.attention`), and so take several times as long.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollout.attention import capped, weights_of
+from asyncrl.rollout.attention import capped, weights_of
 
 SCORE_BUDGET = 1 << 25
 """Scores (numbers) of a fresh context in memory at once, where they are written out or masked."""

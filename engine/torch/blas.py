@@ -19,8 +19,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.torch.jit import kernel
-from rollout.trajectory import FloatArray
+from asyncrl.engine.torch.jit import kernel
+from asyncrl.rollout.trajectory import FloatArray
 
 
 @cache

@@ -1,6 +1,6 @@
 """The attention of one forward pass in blocks of adjacent rows, each a padded batch.
 
-Shapes as in `engine.torch.slots`.
+Shapes as in `asyncrl.engine.torch.slots`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.torch.reach import Hidden
-from rollout.trajectory import IntArray
+from asyncrl.engine.torch.reach import Hidden
+from asyncrl.rollout.trajectory import IntArray
 
 LongArray = NDArray[np.int64]
 

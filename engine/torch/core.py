@@ -21,29 +21,29 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from engine.config import WeightStaging
-from engine.drafting.planner import DraftPlanner, Planner
-from engine.drafting.source import DraftSource
-from engine.drafting.trees import TokenTrees
-from engine.drawing import UNREPORTED_K
-from engine.errors import RequestError
-from engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
-from engine.requests import Limits, SeedStream
-from engine.torch.admission import Admission
-from engine.torch.drafting import Drafter
-from engine.torch.draws import Draws, draw_step
-from engine.torch.feed import Feed
-from engine.torch.model import SlotModel
-from engine.torch.paths import choose, moved_places
-from engine.torch.reports import Unreported
-from engine.torch.rows import Rows
-from engine.torch.scoring import score_all
-from engine.torch.verification import judge_rows
-from engine.torch.waiting import Waiting
-from engine.torch.weights import ModuleWeights
-from rollout.trajectory import FinishReason
-from wire.records import EngineStats, TokenCounts
-from wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.engine.config import WeightStaging
+from asyncrl.engine.drafting.planner import DraftPlanner, Planner
+from asyncrl.engine.drafting.source import DraftSource
+from asyncrl.engine.drafting.trees import TokenTrees
+from asyncrl.engine.drawing import UNREPORTED_K
+from asyncrl.engine.errors import RequestError
+from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
+from asyncrl.engine.requests import Limits, SeedStream
+from asyncrl.engine.torch.admission import Admission
+from asyncrl.engine.torch.drafting import Drafter
+from asyncrl.engine.torch.draws import Draws, draw_step
+from asyncrl.engine.torch.feed import Feed
+from asyncrl.engine.torch.model import SlotModel
+from asyncrl.engine.torch.paths import choose, moved_places
+from asyncrl.engine.torch.reports import Unreported
+from asyncrl.engine.torch.rows import Rows
+from asyncrl.engine.torch.scoring import score_all
+from asyncrl.engine.torch.verification import judge_rows
+from asyncrl.engine.torch.waiting import Waiting
+from asyncrl.engine.torch.weights import ModuleWeights
+from asyncrl.rollout.trajectory import FinishReason
+from asyncrl.wire.records import EngineStats, TokenCounts
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 _STEP_TOKENS = 4096
 """Most tokens of a decoding step where the planner decides, if their logits fit into memory."""

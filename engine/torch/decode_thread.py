@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engine.errors import EngineError
-from engine.protocol import TokenChunk
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import TokenChunk
 
 T = TypeVar("T")
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.drafting.continuation import Continuations
-from engine.drafting.planner import Planner
-from engine.drafting.proposals import Proposer
-from engine.drafting.source import NO_HANDLE, DraftSource
-from engine.drafting.trees import TokenTrees, no_trees, plant
-from engine.torch.draws import Draws
-from engine.torch.paths import Paths
-from engine.torch.rows import Rows
-from engine.torch.step_kernels import pick_tokens
-from engine.torch.waiting import context_of
-from engine.turns import turn_end
-from rollout.acceptance import AcceptedPaths, accept_tree
+from asyncrl.engine.drafting.continuation import Continuations
+from asyncrl.engine.drafting.planner import Planner
+from asyncrl.engine.drafting.proposals import Proposer
+from asyncrl.engine.drafting.source import NO_HANDLE, DraftSource
+from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
+from asyncrl.engine.torch.draws import Draws
+from asyncrl.engine.torch.paths import Paths
+from asyncrl.engine.torch.rows import Rows
+from asyncrl.engine.torch.step_kernels import pick_tokens
+from asyncrl.engine.torch.waiting import context_of
+from asyncrl.engine.turns import turn_end
+from asyncrl.rollout.acceptance import AcceptedPaths, accept_tree
 
 
 class Drafter:

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.drafting.trees import TokenTrees
-from engine.drawing import Drawn, Streams
-from engine.errors import EngineError
-from engine.logits import Distributions, distributions_of
-from engine.torch.rows import NewRows, Rows
-from engine.torch.step_kernels import place_draws
-from rollout.trajectory import FloatArray, IntArray, SeedArray
+from asyncrl.engine.drafting.trees import TokenTrees
+from asyncrl.engine.drawing import Drawn, Streams
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.logits import Distributions, distributions_of
+from asyncrl.engine.torch.rows import NewRows, Rows
+from asyncrl.engine.torch.step_kernels import place_draws
+from asyncrl.rollout.trajectory import FloatArray, IntArray, SeedArray
 
 _NONE = np.empty(0, np.int32)
 

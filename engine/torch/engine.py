@@ -21,16 +21,16 @@ from functools import partial
 
 import torch
 
-from engine.config import EngineConfig
-from engine.drafting.source import DraftSource
-from engine.errors import EngineError, EngineStartError
-from engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
-from engine.torch.core import CoreSettings, DecodeCore
-from engine.torch.decode_thread import DecodeThread
-from engine.torch.kernels import warm_up
-from engine.torch.model import load_model
-from wire.records import EngineStats
-from wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.drafting.source import DraftSource
+from asyncrl.engine.errors import EngineError, EngineStartError
+from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
+from asyncrl.engine.torch.core import CoreSettings, DecodeCore
+from asyncrl.engine.torch.decode_thread import DecodeThread
+from asyncrl.engine.torch.kernels import warm_up
+from asyncrl.engine.torch.model import load_model
+from asyncrl.wire.records import EngineStats
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class _Reader:
 
 
 class TorchEngine:
-    """The embedded generator; satisfies `engine.protocol.Engine`. One process, one event loop."""
+    """The embedded generator, an `asyncrl.engine.protocol.Engine`. One process, one event loop."""
 
     def __init__(
         self,

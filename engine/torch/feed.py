@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.drafting.trees import TokenTrees
-from engine.torch.reach import Hidden
-from engine.torch.rows import NewRows, Rows
-from rollout.trajectory import IntArray
+from asyncrl.engine.drafting.trees import TokenTrees
+from asyncrl.engine.torch.reach import Hidden
+from asyncrl.engine.torch.rows import NewRows, Rows
+from asyncrl.rollout.trajectory import IntArray
 
 
 @dataclass(frozen=True, slots=True)

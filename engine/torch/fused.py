@@ -2,14 +2,15 @@
 
 A small model's decode step is bound by the number of operations: transformers' forward pass of a
 layer is about 40 of them, each some microseconds of Python and dispatch. Here the whole pass is one
-compiled call (`engine.torch.fused_pass`), which gives up Python's lock once: a layer is four matrix
-products (queries, keys and values at once; output; gate and up at once; down) and three loops, on
-buffers that stay. The last layer computes only the tokens whose logits are wanted.
+compiled call (`asyncrl.engine.torch.fused_pass`), which gives up Python's lock once: a layer is
+four matrix products (queries, keys and values at once; output; gate and up at once; down) and three
+loops, on buffers that stay. The last layer computes only the tokens whose logits are wanted.
 
 The weights of fused products are rows of one tensor, and the module's parameters become views of
 it. So there is one copy of each weight, and installed weights are used at once.
 
-`rollout.fused` says which models have it. All others run through transformers' forward pass.
+`asyncrl.rollout.fused` says which models have it. All others run through transformers' forward
+pass.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from engine.errors import EngineError
-from engine.torch.blas import sgemm_address
-from engine.torch.fused_pass import Buffers, Places, Weights, forward
-from engine.torch.invariant import missing
-from engine.torch.reach import Reach
-from engine.torch.slots import SlotCache
-from rollout.trajectory import FloatArray
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.torch.blas import sgemm_address
+from asyncrl.engine.torch.fused_pass import Buffers, Places, Weights, forward
+from asyncrl.engine.torch.invariant import missing
+from asyncrl.engine.torch.reach import Reach
+from asyncrl.engine.torch.slots import SlotCache
+from asyncrl.rollout.trajectory import FloatArray
 
 _NOTHING: FloatArray = np.empty(0, np.float32)
 
 
 class FusedDecoder:
-    """The forward pass of one model. See `rollout.fused`.
+    """The forward pass of one model. See `asyncrl.rollout.fused`.
 
     Args:
-        model: of a family in `rollout.fused`, float32, on a CPU. Its weights become views.
+        model: of a family in `asyncrl.rollout.fused`, float32, on a CPU. Its weights become views.
         cache: its KV slots, allocated. What they hold is lost.
         batch_invariant: whether a row's logits must not depend on what else is in the batch
-            (`engine.torch.invariant`): products then see whole blocks of rows.
+            (`asyncrl.engine.torch.invariant`): products then see whole blocks of rows.
 
     Raises:
         EngineError: torch's BLAS has no `sgemm_`; `sgemm_address` gives None.
@@ -153,7 +154,10 @@ def _weights_of(model: Any, positions: int) -> Weights:
 def _linear(layers: list[tuple[nn.Linear, ...]]) -> tuple[FloatArray, FloatArray]:
     """Weights `[N, out, in]` and biases `[N, out or 0]` of products over the same input."""
     weight = _joined([[one.weight for one in product] for product in layers])
-    biases = [[one.bias for one in product if one.bias is not None] for product in layers]
+    of_layers: list[list[torch.Tensor | None]] = [
+        [one.bias for one in product] for product in layers
+    ]
+    biases = [[one for one in product if one is not None] for product in of_layers]
     return weight, _joined(biases)
 
 

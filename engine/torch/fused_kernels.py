@@ -1,4 +1,4 @@
-"""Compiled kernels of `engine.torch.fused`: what lies between two matrix products.
+"""Compiled kernels of `asyncrl.engine.torch.fused`: what lies between two matrix products.
 
 Shapes: T packed tokens, C hidden size, H query heads, J key/value heads, D head size, S slots.
 All numbers are float32.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.torch.jit import kernel
-from rollout.fused_kernels import LongArray, exp, inverse_size
-from rollout.trajectory import FloatArray
+from asyncrl.engine.torch.jit import kernel
+from asyncrl.rollout.fused_kernels import LongArray, exp, inverse_size
+from asyncrl.rollout.trajectory import FloatArray
 
 
 @kernel.of_vectors

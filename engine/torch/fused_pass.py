@@ -1,4 +1,4 @@
-"""The compiled forward pass of `engine.torch.fused`: all layers in one call.
+"""The compiled forward pass of `asyncrl.engine.torch.fused`: all layers in one call.
 
     embed + norm -> [qkv, rotate_and_store, attend, o, add_and_norm, gate and up, gated, down,
                      add_and_norm] x layers -> head
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.torch.blas import multiply
-from engine.torch.fused_kernels import add_and_norm, attend, embed, rotate_and_store
-from engine.torch.jit import kernel
-from engine.torch.reach import BoolArray
-from rollout.fused_kernels import LongArray, gated
-from rollout.trajectory import FloatArray
+from asyncrl.engine.torch.blas import multiply
+from asyncrl.engine.torch.fused_kernels import add_and_norm, attend, embed, rotate_and_store
+from asyncrl.engine.torch.jit import kernel
+from asyncrl.engine.torch.reach import BoolArray
+from asyncrl.rollout.fused_kernels import LongArray, gated
+from asyncrl.rollout.trajectory import FloatArray
 
 
 class Weights(NamedTuple):
@@ -64,7 +64,7 @@ class Weights(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the tokens of a pass lie and what they attend to; see `engine.torch.reach.Reach`."""
+    """Where the tokens of a pass lie and what they attend to (`asyncrl.engine.torch.reach`)."""
 
     position: LongArray
     """`[T]` in their contexts."""
@@ -108,7 +108,7 @@ def forward(
     """Compute the logits after the wanted tokens; the KV of all tokens is written to its places.
 
     Args:
-        sgemm: `engine.torch.blas.sgemm_address`.
+        sgemm: `asyncrl.engine.torch.blas.sgemm_address`.
         weights: of the model.
         ids: `[T]` tokens.
         places: of the tokens.

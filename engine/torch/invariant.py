@@ -28,10 +28,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.torch.attention import ScoreRule
-from engine.torch.jit import kernel
-from engine.torch.reach import Reach
-from rollout.trajectory import FloatArray
+from asyncrl.engine.torch.attention import ScoreRule
+from asyncrl.engine.torch.jit import kernel
+from asyncrl.engine.torch.reach import Reach
+from asyncrl.rollout.trajectory import FloatArray
 
 TOKENS = 32
 """Tokens per thread of which a forward pass feeds a multiple: two vectors of AVX-512."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-import cache.tree
-from engine.drafting.proposals import warm_up as warm_up_proposals
-from engine.drafting.step_times import warm_up as warm_up_step_times
-from engine.drafting.trees import plant
-from engine.drawing import warm_up as warm_up_drawing
-from engine.torch.step_kernels import (
+from asyncrl.cache import tree
+from asyncrl.engine.drafting.proposals import warm_up as warm_up_proposals
+from asyncrl.engine.drafting.step_times import warm_up as warm_up_step_times
+from asyncrl.engine.drafting.trees import plant
+from asyncrl.engine.drawing import warm_up as warm_up_drawing
+from asyncrl.engine.torch.step_kernels import (
     GeneratedTokens,
     advance_rows,
     append_draws,
@@ -18,7 +18,7 @@ from engine.torch.step_kernels import (
     pick_tokens,
     place_draws,
 )
-from rollout.acceptance import accept_tree, warm_up_verification
+from asyncrl.rollout.acceptance import accept_tree, warm_up_verification
 
 
 def warm_up(*, drafting: bool) -> None:
@@ -28,11 +28,11 @@ def warm_up(*, drafting: bool) -> None:
         drafting: whether there is a cache to draft from.
     """
     if drafting:
-        cache.tree.warm_up()
+        tree.warm_up()
         warm_up_step_times()
     none, two = np.array([-1, -1], np.int32), np.array([2], np.int32)
     one = np.array([0, 1], np.int32)
-    forked = cache.tree.Drafts(one, none, np.array([0, 2], np.int32), np.ones(2, np.float32))
+    forked = tree.Drafts(one, none, np.array([0, 2], np.int32), np.ones(2, np.float32))
     trees = plant(forked, two, two, 2)
     trees.hidden()
     accept_tree(np.zeros(3, np.int64), trees.tokens, trees.parents, trees.offsets)
@@ -43,7 +43,7 @@ def warm_up(*, drafting: bool) -> None:
 
 
 def _warm_up_step() -> None:
-    """The loops of `engine.torch.step_kernels`, for two rows with a draw each."""
+    """The loops of `asyncrl.engine.torch.step_kernels`, for two rows with a draw each."""
     zero, none = np.zeros(2, np.int32), np.empty(0, np.int32)
     seeds, flags = np.zeros(2, np.uint64), np.zeros(2, np.bool_)
     row, starts, _, _, noise = place_draws(zero + 1, none, zero, seeds, seeds)

@@ -13,16 +13,16 @@ import torch
 from numpy.typing import NDArray
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from engine.errors import EngineError, EngineStartError
-from engine.torch.blas import sgemm_address
-from engine.torch.blocks import Block, causal_blocks, decode_block, resumed_blocks
-from engine.torch.feed import Feed
-from engine.torch.fused import FusedDecoder
-from engine.torch.invariant import filled_up, missing
-from engine.torch.reach import Reach
-from engine.torch.slots import SlotAttention, SlotCache, StepLayout
-from rollout.fused import why_not_fused
-from rollout.trajectory import IntArray
+from asyncrl.engine.errors import EngineError, EngineStartError
+from asyncrl.engine.torch.blas import sgemm_address
+from asyncrl.engine.torch.blocks import Block, causal_blocks, decode_block, resumed_blocks
+from asyncrl.engine.torch.feed import Feed
+from asyncrl.engine.torch.fused import FusedDecoder
+from asyncrl.engine.torch.invariant import filled_up, missing
+from asyncrl.engine.torch.reach import Reach
+from asyncrl.engine.torch.slots import SlotAttention, SlotCache, StepLayout
+from asyncrl.rollout.fused import why_not_fused
+from asyncrl.rollout.trajectory import IntArray
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()
@@ -68,7 +68,7 @@ class SlotModel:
         slots: rows that can run at once.
         max_len: places of a slot.
         batch_invariant: whether a row's logits must not depend on what else is in the batch, see
-            `engine.torch.invariant`.
+            `asyncrl.engine.torch.invariant`.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class SlotModel:
 
     @property
     def is_fused(self) -> bool:
-        """Whether it computes in `engine.torch.fused`."""
+        """Whether it computes in `asyncrl.engine.torch.fused`."""
         return self._fused is not None
 
     def fuse(self) -> None:
-        """Compute in `engine.torch.fused` from now on, where the slots are allocated."""
+        """Compute in `asyncrl.engine.torch.fused` from now on, where the slots are allocated."""
         self._fused = FusedDecoder(self.module, self.cache, batch_invariant=self._invariant)
 
     def forward(self, feed: Feed) -> torch.Tensor:
@@ -238,7 +238,7 @@ def load_model(
         device: where it computes.
         dtype: of weights and KV.
         batch_invariant: as in `SlotModel`.
-        fused: whether it may compute in `engine.torch.fused`.
+        fused: whether it may compute in `asyncrl.engine.torch.fused`.
 
     Raises:
         EngineStartError: it cannot be loaded, or its attention or state does not fit KV slots, or

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.errors import EngineError
-from engine.protocol import GenerateRequest
-from engine.torch.rows import Rows
-from engine.torch.slots import SlotCache
-from engine.torch.waiting import context_of
-from rollout.trajectory import IntArray
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import GenerateRequest
+from asyncrl.engine.torch.rows import Rows
+from asyncrl.engine.torch.slots import SlotCache
+from asyncrl.engine.torch.waiting import context_of
+from asyncrl.rollout.trajectory import IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.stopping import cut_rows
-from engine.torch.draws import Draws
-from engine.torch.rows import Rows
-from engine.torch.step_kernels import choose_draws
-from rollout.acceptance import AcceptedPaths
-from rollout.trajectory import IntArray
+from asyncrl.engine.stopping import cut_rows
+from asyncrl.engine.torch.draws import Draws
+from asyncrl.engine.torch.rows import Rows
+from asyncrl.engine.torch.step_kernels import choose_draws
+from asyncrl.rollout.acceptance import AcceptedPaths
+from asyncrl.rollout.trajectory import IntArray
 
 _NO_WALK = np.empty(0, np.int32)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.trajectory import IntArray
+from asyncrl.rollout.trajectory import IntArray
 
 BoolArray = NDArray[np.bool_]
 Hidden = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]

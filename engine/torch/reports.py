@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.protocol import GenerateRequest, TokenChunk
-from engine.torch.draws import Draws
-from engine.torch.paths import Paths
-from engine.torch.rows import Rows
-from engine.torch.step_kernels import GeneratedTokens, advance_rows, append_draws, pack
-from engine.turns import provenance_of
-from rollout.trajectory import FinishReason, KeptTokens, Provenance
+from asyncrl.engine.protocol import GenerateRequest, TokenChunk
+from asyncrl.engine.torch.draws import Draws
+from asyncrl.engine.torch.paths import Paths
+from asyncrl.engine.torch.rows import Rows
+from asyncrl.engine.torch.step_kernels import GeneratedTokens, advance_rows, append_draws, pack
+from asyncrl.engine.turns import provenance_of
+from asyncrl.rollout.trajectory import FinishReason, KeptTokens, Provenance
 
 
 class Unreported:

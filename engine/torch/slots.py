@@ -22,11 +22,11 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
-from engine.errors import EngineError
-from engine.torch.attention import ScoreRule, attend, causal
-from engine.torch.blocks import Block
-from engine.torch.invariant import attention_within
-from engine.torch.reach import Reach
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.torch.attention import ScoreRule, attend, causal
+from asyncrl.engine.torch.blocks import Block
+from asyncrl.engine.torch.invariant import attention_within
+from asyncrl.engine.torch.reach import Reach
 
 
 @dataclass(slots=True)

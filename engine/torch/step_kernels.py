@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.torch.jit import kernel
-from rollout.trajectory import ByteArray, FloatArray, IntArray, Provenance, SeedArray
+from asyncrl.engine.torch.jit import kernel
+from asyncrl.rollout.trajectory import ByteArray, FloatArray, IntArray, Provenance, SeedArray
 
 LongArray = NDArray[np.int64]
 Flags = NDArray[np.bool_]

@@ -1,8 +1,8 @@
 """Verification of kept tokens, inside the step that takes their request in.
 
 The request's context goes through the model with the kept tokens after it, so that one pass gives
-the current policy at each of them and the KV of all. What is accepted (`engine.verification`) stays
-in the slot; decoding continues after it.
+the current policy at each of them and the KV of all. What is accepted
+(`asyncrl.engine.verification`) stays in the slot; decoding continues after it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.drawing import Streams, noise_seeds
-from engine.errors import EngineError
-from engine.logits import Distributions
-from engine.torch.draws import Draws, arrays_of, not_finite
-from engine.torch.rows import Rows
-from engine.turns import turn_start
-from engine.verification import KeptBatch, judge
-from rollout.trajectory import FloatArray, IntArray, SeedArray
+from asyncrl.engine.drawing import Streams, noise_seeds
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.logits import Distributions
+from asyncrl.engine.torch.draws import Draws, arrays_of, not_finite
+from asyncrl.engine.torch.rows import Rows
+from asyncrl.engine.turns import turn_start
+from asyncrl.engine.verification import KeptBatch, judge
+from asyncrl.rollout.trajectory import FloatArray, IntArray, SeedArray
 
 
 @dataclass(frozen=True, slots=True)

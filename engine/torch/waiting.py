@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.errors import EngineError
-from engine.protocol import GenerateRequest
-from rollout.trajectory import IntArray
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import GenerateRequest
+from asyncrl.rollout.trajectory import IntArray
 
 
 def context_of(request: GenerateRequest) -> IntArray:

@@ -6,14 +6,14 @@ from collections.abc import Collection
 
 import torch
 
-from engine.adapters import MergingBuffer
-from engine.config import WeightStaging
-from engine.errors import WeightsError
-from engine.weights import ModelShapes, NamedTensors, StagedWeights
-from wire.errors import WeightsReadError
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import Fingerprint, WeightManifest
-from wire.weights.reader import WeightBuffer
+from asyncrl.engine.adapters import MergingBuffer
+from asyncrl.engine.config import WeightStaging
+from asyncrl.engine.errors import WeightsError
+from asyncrl.engine.weights import ModelShapes, NamedTensors, StagedWeights
+from asyncrl.wire.errors import WeightsReadError
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.wire.weights.reader import WeightBuffer
 
 
 class ModuleWeights:

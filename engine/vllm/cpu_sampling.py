@@ -5,8 +5,8 @@ vLLM 0.32.0 on a CPU replaces its Triton kernels by C++ ones. The replacement fo
 output and drops it, so temperature, top-p and top-k of drafted positions are uninitialised memory
 unless they happen to be int64. Tokens are then drawn from a wrong distribution, silently.
 
-Our engine draws and verifies drafts itself (`engine.vllm.worker.sampling`) and does not depend on
-this repair. vLLM's own drafters, with which benchmarks compare ours, do.
+Our engine draws and verifies drafts itself (`asyncrl.engine.vllm.worker.sampling`) and does not
+depend on this repair. vLLM's own drafters, with which benchmarks compare ours, do.
 
 `apply_if_affected` is the entry point `vllm.general_plugins: asyncrl_cpu_sampling`, so it runs in
 every process that vLLM starts, before the replacements are registered. It tests the function and

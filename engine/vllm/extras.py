@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engine.remote.extras import DrafterSettings, RequestExtra
+from asyncrl.engine.remote.extras import DrafterSettings, RequestExtra
 
 SECTION = "asyncrl"
 """Key of our part in vLLM's `additional_config` and in a request's `extra_args`."""

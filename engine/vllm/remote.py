@@ -5,20 +5,20 @@ vLLM's `collective_rpc` carries arguments and results, so both are builtins.
 
 from __future__ import annotations
 
-from engine.remote.calls import RemoteWorker
+from asyncrl.engine.remote.calls import RemoteWorker
 
-EXTENSION_PATH = "engine.vllm.worker.extension.WorkerExtension"
+EXTENSION_PATH = "asyncrl.engine.vllm.worker.extension.WorkerExtension"
 """What `worker_extension_cls` names."""
-DRAFTER_PATH = "engine.vllm.worker.drafter.make_drafter"
+DRAFTER_PATH = "asyncrl.engine.vllm.worker.drafter.make_drafter"
 """What `speculative_config["model"]` names."""
-SCHEDULER_PATH = "engine.vllm.worker.scheduler.make_scheduler"
+SCHEDULER_PATH = "asyncrl.engine.vllm.worker.scheduler.make_scheduler"
 """What `scheduler_cls` names."""
 ADAPTER_ID = 1
 """Of the adapter that all requests name, where one is kept apart from the model."""
 
 
 class VllmWorker(RemoteWorker):
-    """The calls; `engine.vllm.worker.extension` implements them."""
+    """The calls; `asyncrl.engine.vllm.worker.extension` implements them."""
 
     def asyncrl_attach(
         self, parent: int, top_k: int, logits_bytes: int, stage_on_device: bool

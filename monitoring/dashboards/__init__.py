@@ -1,6 +1,6 @@
-"""The Grafana dashboard, made from the declarations in `monitoring.metrics`.
+"""The Grafana dashboard, made from the declarations in `asyncrl.monitoring.metrics`.
 
-    python -m monitoring.dashboards            write monitoring/dashboards/asyncrl.json
+    python -m asyncrl.monitoring.dashboards            write monitoring/dashboards/asyncrl.json
 
 panels     what is shown: queries, and what to do if a panel looks wrong
 naming     queries from declared metrics: names, units, help

@@ -1,10 +1,10 @@
-"""Write the dashboard: `python -m monitoring.dashboards`."""
+"""Write the dashboard: `python -m asyncrl.monitoring.dashboards`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from monitoring.dashboards.grafana import as_text
+from asyncrl.monitoring.dashboards.grafana import as_text
 
 FILE = Path(__file__).with_name("asyncrl.json")
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from monitoring.dashboards.panels import ROWS, Panel
+from asyncrl.monitoring.dashboards.panels import ROWS, Panel
 
 SCHEMA_VERSION = 39
 COLUMNS = 3
@@ -24,7 +24,7 @@ def dashboard() -> Json:
     return {
         "uid": "asyncrl",
         "title": "asyncrl",
-        "description": "A run of asyncrl. Made by `python -m monitoring.dashboards`.",
+        "description": "A run of asyncrl. Made by `python -m asyncrl.monitoring.dashboards`.",
         "tags": ["asyncrl"],
         "schemaVersion": SCHEMA_VERSION,
         "editable": True,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from monitoring.report.data import RunData
-from monitoring.report.markup import Markup, element
-from monitoring.report.page import page
-from monitoring.report.plots import Series, line_plot
-from monitoring.report.sections import section
-from monitoring.report.series import Values, smooth
-from monitoring.wording import ON_POLICY, UNKNOWN, count, duration, number, percent
-from wire.records import Measured, StepMetrics
+from asyncrl.monitoring.report.data import RunData
+from asyncrl.monitoring.report.markup import Markup, element
+from asyncrl.monitoring.report.page import page
+from asyncrl.monitoring.report.plots import Series, line_plot
+from asyncrl.monitoring.report.sections import section
+from asyncrl.monitoring.report.series import Values, smooth
+from asyncrl.monitoring.wording import ON_POLICY, UNKNOWN, count, duration, number, percent
+from asyncrl.wire.records import Measured, StepMetrics
 
 _LAST = 10
 """Steps that "reward, last steps" is the mean of."""

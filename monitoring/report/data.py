@@ -12,18 +12,18 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from monitoring.config import MonitoringConfig
-from monitoring.errors import RecordError, ReportError
-from monitoring.evaluations_log import read_evaluations
-from monitoring.jsonl import read_jsonl
-from monitoring.metrics_log import read_metrics
-from monitoring.occupancy import SlotPiece, read_slots
-from monitoring.report.series import finite, independent_trials
-from monitoring.samples import SampleRecord, read_samples, trained_on
-from monitoring.spans import Span, read_spans
-from wire.evaluations import EvaluationRecord
-from wire.orders import OrderRecord
-from wire.records import Measured, RunResult, StepMetrics, TokenCounts
+from asyncrl.monitoring.config import MonitoringConfig
+from asyncrl.monitoring.errors import RecordError, ReportError
+from asyncrl.monitoring.evaluations_log import read_evaluations
+from asyncrl.monitoring.jsonl import read_jsonl
+from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.monitoring.occupancy import SlotPiece, read_slots
+from asyncrl.monitoring.report.series import finite, independent_trials
+from asyncrl.monitoring.samples import SampleRecord, read_samples, trained_on
+from asyncrl.monitoring.spans import Span, read_spans
+from asyncrl.wire.evaluations import EvaluationRecord
+from asyncrl.wire.orders import OrderRecord
+from asyncrl.wire.records import Measured, RunResult, StepMetrics, TokenCounts
 
 T = TypeVar("T")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from monitoring.report.data import RunData
-from monitoring.report.markup import Markup, element
-from monitoring.report.plots import Series, line_plot
-from monitoring.report.sections import section
-from wire.records import Measured, StepMetrics
+from asyncrl.monitoring.report.data import RunData
+from asyncrl.monitoring.report.markup import Markup, element
+from asyncrl.monitoring.report.plots import Series, line_plot
+from asyncrl.monitoring.report.sections import section
+from asyncrl.wire.records import Measured, StepMetrics
 
 
 @dataclass(frozen=True, slots=True)

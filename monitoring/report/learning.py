@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from monitoring.evaluation_text import incomplete
-from monitoring.report.data import RunData
-from monitoring.report.markup import Child, Markup, element
-from monitoring.report.plots import (
+from asyncrl.monitoring.evaluation_text import incomplete
+from asyncrl.monitoring.report.data import RunData
+from asyncrl.monitoring.report.markup import Child, Markup, element
+from asyncrl.monitoring.report.plots import (
     BOTTOM,
     HEIGHT,
     LEFT,
@@ -19,13 +19,13 @@ from monitoring.report.plots import (
     figure,
     line_plot,
 )
-from monitoring.report.sections import section
-from monitoring.report.series import smooth, ticks, wilson
-from monitoring.wording import brief, counted, percent
-from wire.environments import EnvironmentCounts
-from wire.evaluations import SetEvaluation
-from wire.records import Measured, StepMetrics
-from wire.reward_counts import RewardCounts
+from asyncrl.monitoring.report.sections import section
+from asyncrl.monitoring.report.series import smooth, ticks, wilson
+from asyncrl.monitoring.wording import brief, counted, percent
+from asyncrl.wire.environments import EnvironmentCounts
+from asyncrl.wire.evaluations import SetEvaluation
+from asyncrl.wire.records import Measured, StepMetrics
+from asyncrl.wire.reward_counts import RewardCounts
 
 _RIGHT = 28
 _NAMED = 3

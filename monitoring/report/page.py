@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from importlib import resources
 
-from monitoring.report.markup import Child, Markup, element
+from asyncrl.monitoring.report.markup import Child, Markup, element
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def page(title: str, body: Child) -> str:
     """A complete document."""
-    style = resources.files("monitoring.report").joinpath("report.css").read_text(encoding="utf-8")
+    style = (
+        resources.files("asyncrl.monitoring.report")
+        .joinpath("report.css")
+        .read_text(encoding="utf-8")
+    )
     document = element(
         "html",
         element(

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from monitoring.report.markup import Child, Markup, element, join
-from monitoring.report.series import Values, thin, ticks
-from monitoring.report.stacks import bar_path
+from asyncrl.monitoring.report.markup import Child, Markup, element, join
+from asyncrl.monitoring.report.series import Values, thin, ticks
+from asyncrl.monitoring.report.stacks import bar_path
 
 WIDTH = 520
 HEIGHT = 236

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from monitoring.report.markup import Child, Markup, element
-from monitoring.samples import SampleRecord
-from monitoring.wording import counted, ended, number
+from asyncrl.monitoring.report.markup import Child, Markup, element
+from asyncrl.monitoring.samples import SampleRecord
+from asyncrl.monitoring.wording import counted, ended, number
 
 PROVENANCE_WORDS = {
     "sampled": "sampled by the engine",

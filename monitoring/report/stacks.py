@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from monitoring.report.markup import Markup, element
+from asyncrl.monitoring.report.markup import Markup, element
 
 SLICES = 238
 """Slices of a time line over its whole width."""

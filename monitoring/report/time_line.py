@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from monitoring.report.data import RunData
-from monitoring.report.idle import idle_card, slots_card
-from monitoring.report.lanes import Window, kinds_legend, lanes_drawing
-from monitoring.report.markup import Child, Markup, element
-from monitoring.report.sections import section
-from monitoring.report.windows import middle_window, training_window, whole_window
-from monitoring.wording import duration
+from asyncrl.monitoring.report.data import RunData
+from asyncrl.monitoring.report.idle import idle_card, slots_card
+from asyncrl.monitoring.report.lanes import Window, kinds_legend, lanes_drawing
+from asyncrl.monitoring.report.markup import Child, Markup, element
+from asyncrl.monitoring.report.sections import section
+from asyncrl.monitoring.report.windows import middle_window, training_window, whole_window
+from asyncrl.monitoring.wording import duration
 
 MAX_LANES = 24
 """Most processes that are drawn. The table of idle shares lists all of them."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from monitoring.report.data import RunData
-from monitoring.report.markup import Markup, element
-from monitoring.report.plots import Series, bar_plot, line_plot
-from monitoring.report.sections import section
-from monitoring.report.series import growth, less
+from asyncrl.monitoring.report.data import RunData
+from asyncrl.monitoring.report.markup import Markup, element
+from asyncrl.monitoring.report.plots import Series, bar_plot, line_plot
+from asyncrl.monitoring.report.sections import section
+from asyncrl.monitoring.report.series import growth, less
 
 
 def work(data: RunData) -> Markup:

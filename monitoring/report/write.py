@@ -11,16 +11,16 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from monitoring.report.data import RunData, load_run
-from monitoring.report.headline import headline
-from monitoring.report.health import health
-from monitoring.report.learning import learning
-from monitoring.report.markup import element
-from monitoring.report.page import page
-from monitoring.report.sections import orders, samples, settings
-from monitoring.report.time_line import time_line
-from monitoring.report.work import work
-from wire.atomic_files import write_atomically
+from asyncrl.monitoring.report.data import RunData, load_run
+from asyncrl.monitoring.report.headline import headline
+from asyncrl.monitoring.report.health import health
+from asyncrl.monitoring.report.learning import learning
+from asyncrl.monitoring.report.markup import element
+from asyncrl.monitoring.report.page import page
+from asyncrl.monitoring.report.sections import orders, samples, settings
+from asyncrl.monitoring.report.time_line import time_line
+from asyncrl.monitoring.report.work import work
+from asyncrl.wire.atomic_files import write_atomically
 
 FILE_NAME = "report.html"
 

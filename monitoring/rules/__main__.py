@@ -1,16 +1,16 @@
-"""Print the rules: `python -m monitoring.rules [--faster NUMBER]`."""
+"""Print the rules: `python -m asyncrl.monitoring.rules [--faster NUMBER]`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from monitoring.rules.faster import RULES, faster
+from asyncrl.monitoring.rules.faster import RULES, faster
 
 
 def main() -> None:
     """Print the rules."""
-    parser = argparse.ArgumentParser(prog="python -m monitoring.rules", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m asyncrl.monitoring.rules", description=__doc__)
     parser.add_argument("--faster", type=float, default=1.0, help="divide all times by this number")
     options = parser.parse_args()
     text = RULES.read_text(encoding="utf-8")

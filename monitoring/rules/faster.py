@@ -1,6 +1,6 @@
 """The rules with all their times divided by a number, to see alerts within minutes.
 
-    python -m monitoring.rules --faster 30 > rules.yaml
+    python -m asyncrl.monitoring.rules --faster 30 > rules.yaml
 
 Every duration is divided: `for`, ranges, offsets, and the numbers of seconds in comparisons. What
 was counted over an hour is then counted over two minutes, so numbers of tokens are divided too.

@@ -6,8 +6,8 @@
 
 A sink follows the files of a run, in a process of its own that imports nothing of the run. So it
 has the names and steps of metrics.jsonl, the files are its queue, and a sink that fails, hangs or
-is killed costs the run nothing but a warning (docs/decisions/0063). `python -m monitoring.sinks`
-sends what is missing later.
+is killed costs the run nothing but a warning (docs/decisions/0063). `python -m
+asyncrl.monitoring.sinks` sends what is missing later.
 
     config.py      the settings
     numbers.py     the names of all numbers of a record   (pure)

@@ -1,7 +1,7 @@
-"""`python -m monitoring.sinks`."""
+"""`python -m asyncrl.monitoring.sinks`."""
 
 import sys
 
-from monitoring.sinks.process import main
+from asyncrl.monitoring.sinks.process import main
 
 sys.exit(main())

@@ -13,10 +13,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from monitoring.samples import SampleRecord
-from wire.atomic_files import write_atomically
-from wire.evaluations import EvaluationRecord
-from wire.records import StepMetrics
+from asyncrl.monitoring.samples import SampleRecord
+from asyncrl.wire.atomic_files import write_atomically
+from asyncrl.wire.evaluations import EvaluationRecord
+from asyncrl.wire.records import StepMetrics
 
 _OUT_OF_ORDER = 16
 """Steps by which samples that were trained on may come after those of a later one."""

@@ -1,4 +1,4 @@
-"""The loop of one sink: `python -m monitoring.sinks RUN KIND`.
+"""The loop of one sink: `python -m asyncrl.monitoring.sinks RUN KIND`.
 
 It ends when its input is closed (the run has ended, in whatever way) and everything is sent, or
 `finish_seconds` after that. With `--once` it sends what the sink lacks and ends.
@@ -18,12 +18,12 @@ from typing import Any, TextIO
 
 import yaml
 
-from monitoring.samples import SampleRecord
-from monitoring.sinks.config import SinkConfig
-from monitoring.sinks.follow import Follower, News, read_state, shown_as
-from monitoring.sinks.kinds import open_sink
-from monitoring.sinks.numbers import numbers_of_evaluation, numbers_of_step
-from monitoring.sinks.sink import Sink, SinkRun, table_of
+from asyncrl.monitoring.samples import SampleRecord
+from asyncrl.monitoring.sinks.config import SinkConfig
+from asyncrl.monitoring.sinks.follow import Follower, News, read_state, shown_as
+from asyncrl.monitoring.sinks.kinds import open_sink
+from asyncrl.monitoring.sinks.numbers import numbers_of_evaluation, numbers_of_step
+from asyncrl.monitoring.sinks.sink import Sink, SinkRun, table_of
 
 logger = logging.getLogger("asyncrl.sink")
 
@@ -184,7 +184,7 @@ def _watch_input(ended: threading.Event, finish_seconds: float) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a sink; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m monitoring.sinks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m asyncrl.monitoring.sinks", description=__doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("kind", help="wandb, tensorboard or mlflow, as in monitoring.sinks")
     parser.add_argument("--once", action="store_true", help="send what it lacks, and end")

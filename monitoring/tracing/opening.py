@@ -6,11 +6,11 @@ import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 
-from monitoring.config import TracingConfig
-from monitoring.errors import TracingError
-from monitoring.process_metrics import ProcessMetrics
-from monitoring.tracing.ids import TraceIds
-from monitoring.tracing.tracer import Tracer
+from asyncrl.monitoring.config import TracingConfig
+from asyncrl.monitoring.errors import TracingError
+from asyncrl.monitoring.process_metrics import ProcessMetrics
+from asyncrl.monitoring.tracing.ids import TraceIds
+from asyncrl.monitoring.tracing.tracer import Tracer
 
 
 def open_tracer(
@@ -38,7 +38,7 @@ def open_tracer(
         TracingError: the OpenTelemetry SDK is not installed.
     """
     try:
-        from monitoring.tracing.export import SpanExport
+        from asyncrl.monitoring.tracing.export import SpanExport
     except ImportError as error:
         raise TracingError(process, error) from error
     resource = {

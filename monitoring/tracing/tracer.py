@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from monitoring.tracing.ids import TraceIds
-from monitoring.tracing.records import TraceEvent, TraceSpan, Value
-from rollout.trajectory import SampleId
+from asyncrl.monitoring.tracing.ids import TraceIds
+from asyncrl.monitoring.tracing.records import TraceEvent, TraceSpan, Value
+from asyncrl.rollout.trajectory import SampleId
 
 Moment = tuple[str, float, Mapping[str, Value]]
 """An event: name, reading of `time.monotonic`, attributes."""
 
 
 class Sink(Protocol):
-    """Takes spans. `monitoring.tracing.export.SpanExport` is one."""
+    """Takes spans. `asyncrl.monitoring.tracing.export.SpanExport` is one."""
 
     def put(self, span: TraceSpan) -> None:
         """Take a span, or drop it; returns at once."""

@@ -9,8 +9,8 @@ verify_kept     kept tokens never trained on    the symbols of both policies    
 accept_lenient  kept tokens (SPEC-RL's rule)    old and new probability           biased
 """
 
-from rollout.acceptance.chain import accept_chain
-from rollout.acceptance.kept import (
+from asyncrl.rollout.acceptance.chain import accept_chain
+from asyncrl.rollout.acceptance.kept import (
     MASS_TOLERANCE,
     Verdicts,
     accept_lenient,
@@ -18,7 +18,7 @@ from rollout.acceptance.kept import (
     verify_kept,
     warm_up_verification,
 )
-from rollout.acceptance.token_tree import AcceptedPaths, accept_tree
+from asyncrl.rollout.acceptance.token_tree import AcceptedPaths, accept_tree
 
 __all__ = [
     "MASS_TOLERANCE",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from rollout.trajectory import IntArray
+from asyncrl.rollout.trajectory import IntArray
 
 if TYPE_CHECKING:
     import torch

@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-from rollout.jit import Compiler
+from asyncrl.rollout.jit import Compiler
 
 kernel = Compiler(Path(__file__).parent)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rollout.acceptance.jit import kernel
-from rollout.arrays import check_offsets, int32_values
-from rollout.trajectory import IntArray
+from asyncrl.rollout.acceptance.jit import kernel
+from asyncrl.rollout.arrays import check_offsets, int32_values
+from asyncrl.rollout.trajectory import IntArray
 
 Doubles = NDArray[np.float64]
 
@@ -48,8 +48,9 @@ def verify_kept(
     distribution of the symbol that the token was drawn from and p that of the current policy, both
     given the tokens before it; q and p of the tail are what their lists leave. Within the tail, the
     identity of a token is a function of the distribution and of noise that belongs to the position
-    (`engine.drawing`). Where the current policy makes another token of the same noise, the token is
-    *renamed*: the row ends with the new token, and what followed the old one is not judged.
+    (`asyncrl.engine.drawing`). Where the current policy makes another token of the same noise, the
+    token is *renamed*: the row ends with the new token, and what followed the old one is not
+    judged.
 
     Token by token (`block=False`): accept symbol x with probability min(1, p(x)/q(x)). At the first
     rejection draw a symbol from the residual, p - min(p, q), rescaled.

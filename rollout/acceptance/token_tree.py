@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rollout.acceptance.jit import kernel
-from rollout.arrays import check_offsets, int32_values
-from rollout.trajectory import IntArray
+from asyncrl.rollout.acceptance.jit import kernel
+from asyncrl.rollout.arrays import check_offsets, int32_values
+from asyncrl.rollout.trajectory import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def accept_tree(
     Args:
         samples: `[N+B]` draws, row after row: the root's, then those of its nodes in their order.
             Row i's begin at offsets[i] + i.
-        tokens: `[N]` drafted tokens, as in `cache.tree.Drafts`.
+        tokens: `[N]` drafted tokens, as in `asyncrl.cache.tree.Drafts`.
         parents: `[N]` index of the parent node within its row; -1: the row's last token. A parent
             precedes its children; a node that violates this is never accepted.
         offsets: `[B+1]` row i's nodes are offsets[i] .. offsets[i+1] - 1.

@@ -19,7 +19,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.run.command_lines import command_for, resume_command
 from asyncrl.run.control import ask
-from wire.messages import control
+from asyncrl.wire.messages import control
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("asyncrl", "engine", "trainer", "scheduler", "cache", "monitoring", "wire", "rollout")
@@ -108,7 +108,7 @@ def test_messages_name_settings_and_values_that_exist() -> None:
 
 
 def is_code(section: str, rest: str) -> bool:
-    """Whether this is a name in a module, as in `engine.torch.engine.TorchEngine`."""
+    """Whether this is a name in a module, as in `asyncrl.engine.torch.engine.TorchEngine`."""
     module = ROOT / f"{section}{rest}".rpartition(".")[0].replace(".", "/")
     return module.with_suffix(".py").exists()
 

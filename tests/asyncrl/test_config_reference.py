@@ -11,7 +11,7 @@ from asyncrl.cli.app import app
 from asyncrl.config import RunConfig, load_config, parse_config
 from asyncrl.config_reference import Section, Setting, explain_config, reference_page, sections
 from asyncrl.evaluation.config import EvaluationSetConfig
-from monitoring.sinks.config import SinkConfig
+from asyncrl.monitoring.sinks.config import SinkConfig
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))

@@ -17,7 +17,7 @@ from asyncrl.errors import UserError
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.spec import ChildSpec, keys_of
-from wire import RunKey
+from asyncrl.wire import RunKey
 
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 

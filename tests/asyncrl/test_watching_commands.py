@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
 from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.monitoring.report.compare import comparison_page, differences, table
+from asyncrl.monitoring.report.data import load_run
+from asyncrl.monitoring.run_view import RunView
 from asyncrl.run import watching
 from asyncrl.run.log_reading import LogReader, find_logs, follow
-from monitoring.report.compare import comparison_page, differences, table
-from monitoring.report.data import load_run
-from monitoring.run_view import RunView
-from wire.errors import NoReply
-from wire.messages import control
+from asyncrl.wire.errors import NoReply
+from asyncrl.wire.messages import control
 
 
 @pytest.fixture

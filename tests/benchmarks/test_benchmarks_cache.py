@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache
 from benchmarks.cache import baselines, exchange, memory
 from benchmarks.cache import main as bench
 from benchmarks.cache.baselines import ArcticDrafter, NaiveDrafter
 from benchmarks.cache.work import GROUP, PROMPT, replay, rollouts
-from cache.config import CacheConfig
-from cache.tree import RolloutCache
 
 TINY = bench.Plan(prompts=2, length=60, steps=5, repeats=2, replayed=1, memory=(2, 1, 50))
 MEMORY = {"tokens": 10, "bytes_per_token": 20.0, "bytes_per_token_own_count": 19.0}

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from asyncrl_runs import OWN, UNHURRIED
 
+from asyncrl.monitoring.group_account import account_of
+from asyncrl.wire.records import BatchMetrics, StalenessMetrics, StepGroups, StepMetrics
 from benchmarks.chaos.campaign import Kill, Outcome, kill_one_after_the_other
 from benchmarks.chaos.findings import Findings, compare
 from benchmarks.chaos.lengths import p_value
 from benchmarks.chaos.live_run import Setup
 from benchmarks.chaos.main import SETTINGS
 from benchmarks.chaos.victims import CONTROLLER, GENERATOR, REWARD
-from monitoring.group_account import account_of
-from wire.records import BatchMetrics, StalenessMetrics, StepGroups, StepMetrics
 
 
 @pytest.mark.slow

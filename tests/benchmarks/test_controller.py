@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import wire.outbox
+from asyncrl.wire import outbox
 from benchmarks.controller.measured import Load, measure
 
 
@@ -18,9 +18,9 @@ from benchmarks.controller.measured import Load, measure
     ids=["together", "alone", "relays"],
 )
 def test_a_step_is_trained_however_messages_travel(load: Load) -> None:
-    before = wire.outbox.MAX_MESSAGES
+    before = outbox.MAX_MESSAGES
     cost = measure(load, steps=1)
     assert cost.samples == load.generators * load.slots
     assert cost.events >= 2 * cost.samples, "each is finished and delivered"
     assert cost.cpu_seconds > cost.main_seconds > 0
-    assert before == wire.outbox.MAX_MESSAGES
+    assert before == outbox.MAX_MESSAGES

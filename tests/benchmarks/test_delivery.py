@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.wire.parts import PART_BYTES
 from benchmarks.delivery import main
 from benchmarks.delivery.paths import PATHS
-from wire.parts import PART_BYTES
 
 
 def test_it_measures_every_path_and_writes_the_ratios(

@@ -8,10 +8,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from asyncrl.wire.decoding import FrameDecoder, FrameRefused
+from asyncrl.wire.messages import (
+    control,
+    data,
+    from_generator,
+    from_trainer,
+    to_generator,
+    to_trainer,
+)
 from benchmarks.hostile.frames import Frames
 from benchmarks.hostile.main import measure
-from wire.decoding import FrameDecoder, FrameRefused
-from wire.messages import control, data, from_generator, from_trainer, to_generator, to_trainer
 
 
 def test_frames_repeat_and_nonsense_is_no_message() -> None:

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from asyncrl.config import load_config
+from asyncrl.monitoring.samples import SampleSegment
+from asyncrl.monitoring.trained_samples import TrainedSample
 from benchmarks.live_audit.audit import refusal
 from benchmarks.live_audit.independence import correlations, repetitions, shared_numbers
 from benchmarks.live_audit.main import MUTATED
 from benchmarks.live_audit.runs import SCENARIOS, settings_of
 from benchmarks.live_audit.statements import Statement, sums, uniformity
 from benchmarks.live_audit.tokens import Tokens, contexts_of
-from monitoring.samples import SampleSegment
-from monitoring.trained_samples import TrainedSample
 
 VOCABULARY, STOP, LONGEST = 12, 0, 40
 STEPS, GROUPS, SIZE, PROMPTS = 8, 8, 4, 16

@@ -15,9 +15,14 @@ import torch
 from rich.console import Console
 
 from asyncrl.config import load_config
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.torch.core import CoreSettings
+from asyncrl.engine.torch.model import load_model
+from asyncrl.monitoring.jsonl import read_jsonl
 from asyncrl.simulation.cost import DEVICES, MODELS, roofline
 from asyncrl.simulation.world import Outcome
 from asyncrl.tasks.loading import load_task
+from asyncrl.wire.records import BatchMetrics, StalenessMetrics, StepMetrics, TokenCounts
 from benchmarks.paced import main as paced_main
 from benchmarks.paced import pace as paced_pace
 from benchmarks.paced.child import RECORDS, PacedCore
@@ -39,11 +44,6 @@ from benchmarks.paced.setting import (
 )
 from benchmarks.paced.simulated import simulate, simulate_device
 from benchmarks.paced.tables import large_table, tables
-from engine.protocol import GenerateRequest, SamplingParams
-from engine.torch.core import CoreSettings
-from engine.torch.model import load_model
-from monitoring.jsonl import read_jsonl
-from wire.records import BatchMetrics, StalenessMetrics, StepMetrics, TokenCounts
 
 H200 = roofline(MODELS["7b"], DEVICES["h200"], trainer_devices=3, swap_seconds=0.5)
 

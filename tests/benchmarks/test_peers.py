@@ -102,7 +102,7 @@ def test_prompts_come_in_the_order_of_a_real_run(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from asyncrl.run.sample_requests import SampleRequests
-    from trainer.learner import Learner
+    from asyncrl.trainer.learner import Learner
 
     model = ensure_builtin_model(tmp_path, None, SMOKE_START)
     config = load_config(CONFIG, (f"model.path={model}", "run.steps=3", "task.train_size=20"))

@@ -20,6 +20,13 @@ from asyncrl.rewards.functions import arithmetic
 from asyncrl.tasks.arithmetic import draw_problems
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import ensure_builtin_model
+from asyncrl.wire.records import (
+    BatchMetrics,
+    LearningMetrics,
+    StalenessMetrics,
+    StepMetrics,
+    TokenCounts,
+)
 from benchmarks.pipeline import costs as pipeline_costs
 from benchmarks.pipeline import main as pipeline
 from benchmarks.pipeline import overlap
@@ -44,7 +51,6 @@ from benchmarks.pipeline.run import GENERATOR, TRAINER, RunError, RunNumbers, re
 from benchmarks.pipeline.tables import tables
 from benchmarks.policies_variety import Variety
 from benchmarks.tiny_models import SMOKE_START
-from wire.records import BatchMetrics, LearningMetrics, StalenessMetrics, StepMetrics, TokenCounts
 
 COSTS = Costs(4, 100.0, 150.0, 450.0, (30.0, 60.0, 140.0))
 EFFORT = Effort(steps=4, seeds=(0,), intermediate_size=512, evaluated=100)

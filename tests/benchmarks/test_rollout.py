@@ -12,6 +12,10 @@ import pytest
 import torch
 from served_sglang import sglang_python
 
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.loading import load_task
 from benchmarks.policies import Policies
@@ -22,10 +26,6 @@ from benchmarks.rollout.findings import TARGETS, Findings, Kind, Pass, RepeatedP
 from benchmarks.rollout.ngram import NgramEngine
 from benchmarks.rollout.passes import Plan, Workload
 from benchmarks.rollout.tables import tables
-from engine.config import EngineConfig
-from engine.errors import EngineError
-from engine.protocol import GenerateRequest, SamplingParams
-from engine.sglang.config import SglangConfig
 
 pytestmark = pytest.mark.slow
 

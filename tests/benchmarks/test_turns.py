@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.engine.protocol import GenerateRequest
 from benchmarks import turns, turns_outside
-from engine.protocol import GenerateRequest
 
 
 def test_what_turns_cost_is_told_from_what_tokens_cost() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from asyncrl.rollout.acceptance import verify_kept
 from benchmarks.vocabulary import corpus, cost, markov
 from benchmarks.vocabulary.engine_share import Job, measure
 from benchmarks.vocabulary.expected import expected
@@ -26,7 +27,6 @@ from benchmarks.vocabulary.reward import plain_words
 from benchmarks.vocabulary.rules import TextRatios, block_weights, kept_shares
 from benchmarks.vocabulary.tables import tables
 from benchmarks.vocabulary.training import TrainingRecipe
-from rollout.acceptance import verify_kept
 
 TINY = LanguageModel(
     corpus=corpus.CorpusShape(docstrings=150_000, manuals=0, documents=0, minimum=100_000),

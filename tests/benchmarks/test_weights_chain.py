@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.wire.weights.chain.published import PublishedVersions
+from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.weights_chain import _Measurement, arithmetic, print_table, ratios_of
 from benchmarks.weights_deltas import share_of
 from benchmarks.weights_nodes import Link, nodes
-from wire.weights.chain.published import PublishedVersions
-from wire.weights.writer import WeightPublisher
 
 
 def test_every_receiver_of_a_small_chain_is_measured() -> None:

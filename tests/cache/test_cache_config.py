@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from cache.arena import SPAN
-from cache.config import CacheConfig
+from asyncrl.cache.arena import SPAN
+from asyncrl.cache.config import CacheConfig
 
 
 @pytest.mark.parametrize(

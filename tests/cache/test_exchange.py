@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache import exchange, message, peers
-from cache.config import CacheConfig
-from cache.errors import ExchangeRefused
-from cache.exchange import SharedCache, open_cache
-from cache.message import parse
-from cache.ring import RingReader, RingWriter
-from cache.tree import RolloutCache
+from asyncrl.cache import exchange, message, peers
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.errors import ExchangeRefused
+from asyncrl.cache.exchange import SharedCache, open_cache
+from asyncrl.cache.message import parse
+from asyncrl.cache.ring import RingReader, RingWriter
+from asyncrl.cache.tree import RolloutCache
 
 PROMPT = np.array([101, 102, 103], np.int32)
 CONFIG = CacheConfig(max_bytes=1 << 22, min_probability=0.0)
@@ -321,9 +321,9 @@ WRITER = """
 import sys, os
 from pathlib import Path
 import numpy as np
-from cache.config import CacheConfig
-from cache.exchange import SharedCache
-from cache.tree import RolloutCache
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.exchange import SharedCache
+from asyncrl.cache.tree import RolloutCache
 directory, name, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 parent = os.getppid()
 inner = RolloutCache(CacheConfig(max_bytes=1 << 20))

@@ -3,10 +3,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.config import CacheConfig
-from cache.exchange import SharedCache
-from cache.place import CachePlace, from_json, open_at, save_at, to_json
-from cache.tree import RolloutCache
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.exchange import SharedCache
+from asyncrl.cache.place import CachePlace, from_json, open_at, save_at, to_json
+from asyncrl.cache.tree import RolloutCache
 
 CONFIG = CacheConfig(max_bytes=1 << 20)
 CONTEXT = np.arange(8, dtype=np.int32)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache import ring
-from cache.errors import ExchangeRefused
-from cache.ring import RingReader, RingWriter
+from asyncrl.cache import ring
+from asyncrl.cache.errors import ExchangeRefused
+from asyncrl.cache.ring import RingReader, RingWriter
 
 CAPACITY = 1 << 12
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache import snapshot
-from cache.config import CacheConfig
-from cache.errors import CacheError, SnapshotRefused
-from cache.tree import RolloutCache
+from asyncrl.cache import snapshot
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.errors import CacheError, SnapshotRefused
+from asyncrl.cache.tree import RolloutCache
 
 MODEL = "built-in 0.3M, vocabulary 64"
 PROMPT = np.array([101, 102, 103], np.int32)

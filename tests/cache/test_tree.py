@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from cache import arena, insert, sequences
-from cache.config import CacheConfig
-from cache.draft import draft
-from cache.errors import CacheCorrupt
-from cache.index import hash_of
-from cache.tree import RolloutCache, warm_up
+from asyncrl.cache import arena, insert, sequences
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.draft import draft
+from asyncrl.cache.errors import CacheCorrupt
+from asyncrl.cache.index import hash_of
+from asyncrl.cache.tree import RolloutCache, warm_up
 
 PROMPT = np.array([101, 102, 103, 104], np.int32)
 HUGE = 2**31 - 1

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("asyncrl", "engine", "trainer", "scheduler", "cache", "monitoring", "wire", "rollout")
 MODULES = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    "asyncrl." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("asyncrl.")
     for package in PACKAGES
     for path in (ROOT / package).rglob("*.py")
     if " >>> " in path.read_text(encoding="utf-8")

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from monitoring.metrics import all_specs
-from trainer import value_loss
-from trainer.algorithms.factory import make
-from trainer.algorithms.registry import known_algorithms
-from trainer.config import TrainerConfig
-from wire.records import RunResult, StepMetrics
+from asyncrl.monitoring.metrics import all_specs
+from asyncrl.trainer import value_loss
+from asyncrl.trainer.algorithms.factory import make
+from asyncrl.trainer.algorithms.registry import known_algorithms
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.wire.records import RunResult, StepMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "monitoring.md").read_text()

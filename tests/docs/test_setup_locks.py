@@ -69,7 +69,7 @@ def test_sglangs_environment_has_what_asyncrls_part_in_it_needs() -> None:
 
 
 def test_both_environments_share_compiled_kernels() -> None:
-    """Those of one version of numba (`rollout.jit`)."""
+    """Those of one version of numba (`asyncrl.rollout.jit`)."""
     assert pinned("sglang")["numba"] == pinned("setup")["numba"]
 
 

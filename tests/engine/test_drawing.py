@@ -11,8 +11,8 @@ import torch
 from false_alarms import Claims
 from scipy import stats
 
-from engine import drawing
-from engine.drawing import (
+from asyncrl.engine import drawing
+from asyncrl.engine.drawing import (
     Drawn,
     Streams,
     draw,
@@ -23,7 +23,7 @@ from engine.drawing import (
     noise_seeds,
     top_k,
 )
-from engine.sampling import stream_bits
+from asyncrl.engine.sampling import stream_bits
 
 CLAIMS = Claims(__file__)
 

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import torch
 
-from engine.errors import EngineStartError, WeightsError, WeightsSupersededError
-from engine.remote.worker.staging import check_finite
-from engine.weights import ModelShapes, NamedTensors, StagedWeights
-from wire.weights.layout import TensorSpec, WeightManifest
-from wire.weights.writer import WeightPublisher, published
+from asyncrl.engine.errors import EngineStartError, WeightsError, WeightsSupersededError
+from asyncrl.engine.remote.worker.staging import check_finite
+from asyncrl.engine.weights import ModelShapes, NamedTensors, StagedWeights
+from asyncrl.wire.weights.layout import TensorSpec, WeightManifest
+from asyncrl.wire.weights.writer import WeightPublisher, published
 
 
 def manifest_of(shapes: dict[str, tuple[int, ...]], *more: TensorSpec) -> WeightManifest:

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine.drawing import Streams, draw, noise_seeds
-from engine.logits import (
+from asyncrl.engine.drawing import Streams, draw, noise_seeds
+from asyncrl.engine.logits import (
     BYTES_PER_LOGIT,
     BYTES_PER_TRUNCATED_LOGIT,
     draw_from_logits,
     process_all,
     rows_at_once,
 )
-from engine.protocol import SamplingParams
-from engine.sampling import SamplingColumns, processed_logprobs
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.sampling import SamplingColumns, processed_logprobs
 
 VOCAB, ROWS, K = 40, 23, 3
 QWEN = 151_936
@@ -27,11 +27,11 @@ MIB = 1 << 20
 MEASURE = """
 import resource, sys
 import numpy as np, torch
-from engine.drawing import Streams, warm_up
-from engine.logits import draw_from_logits, process_all, read_from_logits
-from engine.protocol import SamplingParams
-from engine.sampling import SamplingColumns
-from engine.verification import KeptColumns
+from asyncrl.engine.drawing import Streams, warm_up
+from asyncrl.engine.logits import draw_from_logits, process_all, read_from_logits
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.sampling import SamplingColumns
+from asyncrl.engine.verification import KeptColumns
 
 what, top_p = sys.argv[1], float(sys.argv[2])
 vocabulary, rows, mib = map(int, sys.argv[3:])

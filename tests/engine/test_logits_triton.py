@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.drawing import Streams, draw, draw_by_tensors, noise_seeds
-from engine.logits import FusedRows, ProcessedRows
-from engine.sampling import SamplingColumns
-from engine.verification import KeptColumns
+from asyncrl.engine.drawing import Streams, draw, draw_by_tensors, noise_seeds
+from asyncrl.engine.logits import FusedRows, ProcessedRows
+from asyncrl.engine.sampling import SamplingColumns
+from asyncrl.engine.verification import KeptColumns
 
 CASES = Path(__file__).parents[1] / "support" / "fused_kernels.py"
 

@@ -12,8 +12,8 @@ from false_alarms import Claims
 from scipy import stats
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.protocol import SamplingParams
-from engine.sampling import (
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.sampling import (
     Purpose,
     SamplingColumns,
     forked,

@@ -7,9 +7,9 @@ import os
 import pytest
 
 from asyncrl.config import RunConfig
-from engine.config import EngineConfig
-from engine.vllm.client.environment import prepare, process_log
-from engine.vllm.config import VllmConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.vllm.client.environment import prepare, process_log
+from asyncrl.engine.vllm.config import VllmConfig
 
 
 def test_vllm_gives_up_before_its_process_is_killed() -> None:

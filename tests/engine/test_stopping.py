@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stop_strings import end_by_looking
 
-from engine.stopping import StopRule
-from wire.limits import MAX_STOP_BYTES
+from asyncrl.engine.stopping import StopRule
+from asyncrl.wire.limits import MAX_STOP_BYTES
 
 PIECES = ["a", "b", "ab", "ba", "aab", "", "é", "bé", "aabbaab", "x"]
 VOCABULARY = [piece.encode() for piece in PIECES] + [b"\xc3", b"\xa9", b"\xa9b"]

@@ -15,10 +15,10 @@ from false_alarms import Claims, is_caught
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
-from engine.drawing import Streams, draw, noise_seeds
-from engine.turns import turn_end, turn_start
-from engine.verification import KeptBatch, Reading, judge, name_tokens, read
-from rollout.trajectory import IntArray, KeptTokens
+from asyncrl.engine.drawing import Streams, draw, noise_seeds
+from asyncrl.engine.turns import turn_end, turn_start
+from asyncrl.engine.verification import KeptBatch, Reading, judge, name_tokens, read
+from asyncrl.rollout.trajectory import IntArray, KeptTokens
 
 CLAIMS = Claims(__file__)
 V, K, N = 6, 2, 20_000

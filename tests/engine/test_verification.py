@@ -22,11 +22,11 @@ from false_alarms import Claims, is_caught
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
-from engine.drawing import Streams, draw, noise_seeds, top_k
-from engine.sampling import Purpose, forked, uniforms
-from engine.verification import KeptBatch, KeptColumns, Reading, judge, name_tokens, read
-from rollout.acceptance import symbols_of, verify_kept
-from rollout.trajectory import FloatArray, IntArray, KeptTokens, SeedArray
+from asyncrl.engine.drawing import Streams, draw, noise_seeds, top_k
+from asyncrl.engine.sampling import Purpose, forked, uniforms
+from asyncrl.engine.verification import KeptBatch, KeptColumns, Reading, judge, name_tokens, read
+from asyncrl.rollout.acceptance import symbols_of, verify_kept
+from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens, SeedArray
 
 CLAIMS = Claims(__file__)
 V, K, L = 6, 2, 4

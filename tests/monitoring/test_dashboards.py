@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from monitoring.dashboards.grafana import as_text, dashboard
-from monitoring.dashboards.naming import Metrics
-from monitoring.dashboards.panels import ROWS
-from monitoring.metrics import GeneratorMetrics, all_specs
+from asyncrl.monitoring.dashboards.grafana import as_text, dashboard
+from asyncrl.monitoring.dashboards.naming import Metrics
+from asyncrl.monitoring.dashboards.panels import ROWS
+from asyncrl.monitoring.metrics import GeneratorMetrics, all_specs
 
 FILE = Path(__file__).parents[2] / "monitoring" / "dashboards" / "asyncrl.json"
 PANELS = [panel for _, panels in ROWS for panel in panels]
 
 
 def test_the_file_is_up_to_date():
-    assert FILE.read_text() == as_text(), "run: python -m monitoring.dashboards"
+    assert FILE.read_text() == as_text(), "run: python -m asyncrl.monitoring.dashboards"
 
 
 def test_there_are_few_panels_and_each_says_what_to_do():

@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from monitoring.discovery import Target, Targets, metrics_line, target_groups, targets_file
+from asyncrl.monitoring.discovery import Target, Targets, metrics_line, target_groups, targets_file
 
 
 def test_the_file_has_the_processes_that_there_are_until_the_run_ends(tmp_path):

@@ -10,10 +10,10 @@ import urllib.request
 import pytest
 from needed_programs import needs, path_of
 
-from monitoring.config import MonitoringConfig
-from monitoring.errors import ExporterError, PortInUse
-from monitoring.exporter import exporter_for, start_exporter
-from monitoring.metrics import GeneratorMetrics, new_registry
+from asyncrl.monitoring.config import MonitoringConfig
+from asyncrl.monitoring.errors import ExporterError, PortInUse
+from asyncrl.monitoring.exporter import exporter_for, start_exporter
+from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
 
 
 def get(url):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitoring.group_account import account_of, main, read_account
-from monitoring.metrics_log import MetricsLog
-from wire.records import StepGroups, StepMetrics
+from asyncrl.monitoring.group_account import account_of, main, read_account
+from asyncrl.monitoring.metrics_log import MetricsLog
+from asyncrl.wire.records import StepGroups, StepMetrics
 
 
 def step(index: int, trained: tuple[int, ...], failed: tuple[int, ...] = ()) -> StepMetrics:

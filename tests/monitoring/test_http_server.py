@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitoring import http_server
-from monitoring.exporter import start_exporter
-from monitoring.metrics import GeneratorMetrics, new_registry
+from asyncrl.monitoring import http_server
+from asyncrl.monitoring.exporter import start_exporter
+from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
 
 SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from small_disks import SmallDisk, small_disk
 
-from monitoring import jsonl
-from monitoring.jsonl import RetryingJsonlWriter, read_jsonl, read_undamaged
+from asyncrl.monitoring import jsonl
+from asyncrl.monitoring.jsonl import RetryingJsonlWriter, read_jsonl, read_undamaged
 
 
 class Line(msgspec.Struct):

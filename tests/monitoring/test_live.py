@@ -4,11 +4,17 @@ import pytest
 from fake_clock import FakeClock
 from rich.console import Console
 
-from monitoring.config import MonitoringConfig
-from monitoring.live import LiveView
-from monitoring.live_panel import panel
-from monitoring.run_view import RunView
-from wire.records import IdleShares, LearningMetrics, StalenessMetrics, StepMetrics, TokenCounts
+from asyncrl.monitoring.config import MonitoringConfig
+from asyncrl.monitoring.live import LiveView
+from asyncrl.monitoring.live_panel import panel
+from asyncrl.monitoring.run_view import RunView
+from asyncrl.wire.records import (
+    IdleShares,
+    LearningMetrics,
+    StalenessMetrics,
+    StepMetrics,
+    TokenCounts,
+)
 
 FULL = RunView(
     phase="training",

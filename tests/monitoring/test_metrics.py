@@ -6,7 +6,7 @@ from needed_programs import needs, path_of
 from prometheus_client import generate_latest
 from step_records import full_step
 
-from monitoring.metrics import (
+from asyncrl.monitoring.metrics import (
     ROLES,
     ControllerMetrics,
     GeneratorMetrics,
@@ -15,8 +15,8 @@ from monitoring.metrics import (
     all_specs,
     new_registry,
 )
-from monitoring.spans import Span
-from wire.records import LearnerMetrics, LearningMetrics, MismatchMetrics
+from asyncrl.monitoring.spans import Span
+from asyncrl.wire.records import LearnerMetrics, LearningMetrics, MismatchMetrics
 
 
 def exposition(role, process="p-0"):

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from monitoring.config import MonitoringConfig
+from asyncrl.monitoring.config import MonitoringConfig
 
 
 def test_ports_follow_the_base_port():

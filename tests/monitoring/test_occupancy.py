@@ -1,7 +1,7 @@
 import pytest
 
-from monitoring.errors import RecordError
-from monitoring.occupancy import SlotLog, SlotPiece, SlotUse, read_slots, slot_shares
+from asyncrl.monitoring.errors import RecordError
+from asyncrl.monitoring.occupancy import SlotLog, SlotPiece, SlotUse, read_slots, slot_shares
 
 
 def test_what_is_not_used_is_idle():

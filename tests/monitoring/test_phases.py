@@ -2,9 +2,9 @@ import re
 
 from prometheus_client import generate_latest
 
-from monitoring.metrics import TrainerMetrics, new_registry
-from monitoring.phases import ENOUGH, Phases
-from monitoring.spans import Span
+from asyncrl.monitoring.metrics import TrainerMetrics, new_registry
+from asyncrl.monitoring.phases import ENOUGH, Phases
+from asyncrl.monitoring.spans import Span
 
 
 def test_pieces_of_one_phase_are_joined_and_others_end_it():

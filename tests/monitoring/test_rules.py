@@ -12,9 +12,9 @@ import yaml
 from needed_programs import needs, path_of
 
 from asyncrl.config import RunConfig
-from monitoring.dashboards.panels import ROWS
-from monitoring.metrics import all_specs
-from monitoring.rules.faster import faster
+from asyncrl.monitoring.dashboards.panels import ROWS
+from asyncrl.monitoring.metrics import all_specs
+from asyncrl.monitoring.rules.faster import faster
 
 RULES = Path(__file__).parents[2] / "monitoring" / "rules" / "asyncrl.yaml"
 needs_promtool = needs("promtool")

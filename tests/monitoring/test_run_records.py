@@ -10,12 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_records import full_step
 
-from monitoring.errors import RecordError
-from monitoring.jsonl import JsonlWriter, read_jsonl, read_tail
-from monitoring.metrics_log import MetricsLog, drop_superseded, read_metrics
-from monitoring.sample_text import sample_text
-from monitoring.samples import SampleLog, SampleRecord, SampleSegment, choose_samples, read_samples
-from wire.records import LearningMetrics, MismatchMetrics, StepMetrics, TokenCounts
+from asyncrl.monitoring.errors import RecordError
+from asyncrl.monitoring.jsonl import JsonlWriter, read_jsonl, read_tail
+from asyncrl.monitoring.metrics_log import MetricsLog, drop_superseded, read_metrics
+from asyncrl.monitoring.sample_text import sample_text
+from asyncrl.monitoring.samples import (
+    SampleLog,
+    SampleRecord,
+    SampleSegment,
+    choose_samples,
+    read_samples,
+)
+from asyncrl.wire.records import LearningMetrics, MismatchMetrics, StepMetrics, TokenCounts
 
 
 def a_step(step, time=0.0):
@@ -98,8 +104,9 @@ def test_a_resumed_run_supersedes_the_steps_it_trains_again():
 def test_sigkill_leaves_whole_lines(tmp_path):
     path = tmp_path / "m.jsonl"
     code = (
-        "import sys; from pathlib import Path; from monitoring.metrics_log import MetricsLog\n"
-        "from wire.records import StepMetrics\n"
+        "import sys; from pathlib import Path\n"
+        "from asyncrl.monitoring.metrics_log import MetricsLog\n"
+        "from asyncrl.wire.records import StepMetrics\n"
         "log = MetricsLog(Path(sys.argv[1]))\n"
         "for step in range(10**9):\n"
         "    log.append(StepMetrics(step=step, time=1 / (step + 1)))\n"

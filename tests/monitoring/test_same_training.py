@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from monitoring.metrics_log import MetricsLog
-from monitoring.same_training import TIMES, difference, main, without_times
-from wire.records import LearnerMetrics, LearningMetrics, StepGroups, StepMetrics
+from asyncrl.monitoring.metrics_log import MetricsLog
+from asyncrl.monitoring.same_training import TIMES, difference, main, without_times
+from asyncrl.wire.records import LearnerMetrics, LearningMetrics, StepGroups, StepMetrics
 
 LATE = {"wall_seconds": 9.0, "tokens_per_second": 3.0}
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitoring.spans import (
+from asyncrl.monitoring.spans import (
     UNACCOUNTED,
     RecentIdle,
     Span,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from monitoring.run_view import RunView
-from monitoring.status_text import status_lines
-from wire.environments import EnvironmentCounts
-from wire.records import GroupTotals, StepMetrics, TokenCounts
+from asyncrl.monitoring.run_view import RunView
+from asyncrl.monitoring.status_text import status_lines
+from asyncrl.wire.environments import EnvironmentCounts
+from asyncrl.wire.records import GroupTotals, StepMetrics, TokenCounts
 
 ABOUT = {"run": "mine", "steps": 30, "engine": "torch"}
 

@@ -4,8 +4,8 @@ import threading
 import pytest
 from fake_clock import FakeClock
 
-from monitoring.spans import Span, read_spans, read_timelines
-from monitoring.timeline import Clock, Timeline
+from asyncrl.monitoring.spans import Span, read_spans, read_timelines
+from asyncrl.monitoring.timeline import Clock, Timeline
 
 
 @pytest.fixture

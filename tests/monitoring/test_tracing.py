@@ -14,13 +14,13 @@ from prometheus_client import generate_latest
 from pydantic import ValidationError
 from trace_collector import Collector, collecting
 
-from monitoring.config import TracingConfig
-from monitoring.metrics import GeneratorMetrics, new_registry
-from monitoring.tracing import export
-from monitoring.tracing.ids import TraceIds
-from monitoring.tracing.opening import open_tracer
-from monitoring.tracing.tracer import Tracer
-from rollout.trajectory import SampleId
+from asyncrl.monitoring.config import TracingConfig
+from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
+from asyncrl.monitoring.tracing import export
+from asyncrl.monitoring.tracing.ids import TraceIds
+from asyncrl.monitoring.tracing.opening import open_tracer
+from asyncrl.monitoring.tracing.tracer import Tracer
+from asyncrl.rollout.trajectory import SampleId
 
 ROOT = Path(__file__).parents[2]
 
@@ -170,5 +170,5 @@ def test_the_sdk_is_imported_by_one_module_and_that_only_when_tracing_is_on():
         return {name for name, text in sources.items() if form.search(text)}
 
     assert importers("opentelemetry", " *") == {"monitoring/tracing/export.py"}
-    assert importers("monitoring.tracing.export", " *") == {"monitoring/tracing/opening.py"}
-    assert importers("monitoring.tracing.export", "") == set(), "not at the top of a module"
+    assert importers("asyncrl.monitoring.tracing.export", " *") == {"monitoring/tracing/opening.py"}
+    assert importers("asyncrl.monitoring.tracing.export", "") == set(), "not at the top of a module"

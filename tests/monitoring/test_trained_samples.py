@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sample_records import record, written
 
-from monitoring.trained_samples import (
+from asyncrl.monitoring.trained_samples import (
     SampleFiles,
     copy_later,
     folder_of_rank,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
 
-from rollout.acceptance import accept_chain
+from asyncrl.rollout.acceptance import accept_chain
 
 CLAIMS = Claims(__file__)
 VOCABULARY, LENGTH = 3, 4

@@ -21,9 +21,9 @@ from reference_verification import (
     hold_probabilities,
 )
 
+from asyncrl.rollout.acceptance import symbols_of, verify_kept
 from benchmarks.exactness.model import Doubles, draw, log_of_listed, mixture, random_policy
 from benchmarks.exactness.pure import PolicyPair
-from rollout.acceptance import symbols_of, verify_kept
 
 VOCABULARY = 4
 

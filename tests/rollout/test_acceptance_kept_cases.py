@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.acceptance import accept_lenient, symbols_of, verify_kept
+from asyncrl.rollout.acceptance import accept_lenient, symbols_of, verify_kept
 
 
 def one_row(

@@ -8,10 +8,10 @@ from false_alarms import Claims, is_caught
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.rollout.acceptance import accept_chain, accept_tree
 from benchmarks.exactness.model import random_policy
 from benchmarks.exactness.pure import PolicyPair, default_pair, tree
 from benchmarks.exactness.stats import distance
-from rollout.acceptance import accept_chain, accept_tree
 
 CLAIMS = Claims(__file__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.contexts import Verification, contexts_of, joined, longest_response
-from rollout.trajectory import KeptTokens, Provenance, SampleId, TrajectoryBuilder
+from asyncrl.rollout.contexts import Verification, contexts_of, joined, longest_response
+from asyncrl.rollout.trajectory import KeptTokens, Provenance, SampleId, TrajectoryBuilder
 
 
 def builder() -> TrajectoryBuilder:

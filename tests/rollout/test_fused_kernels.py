@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollout import fused_kernels
+from asyncrl.rollout import fused_kernels
 
 
 def test_the_exponential_is_exact_to_two_units_in_the_last_place() -> None:

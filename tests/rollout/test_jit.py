@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout import jit
+from asyncrl.rollout import jit
 
 
 def test_kernels_work_where_nothing_can_be_written(

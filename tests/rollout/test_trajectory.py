@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.trajectory import Provenance, SampleId, Segment, TrajectoryBuilder
+from asyncrl.rollout.trajectory import Provenance, SampleId, Segment, TrajectoryBuilder
 
 
 def builder() -> TrajectoryBuilder:

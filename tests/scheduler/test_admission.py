@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.admission import Admission
-from scheduler.config import SchedulerConfig
+from asyncrl.scheduler.admission import Admission
+from asyncrl.scheduler.config import SchedulerConfig
 
 
 def test_how_far_each_mode_runs_ahead():

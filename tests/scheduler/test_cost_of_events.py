@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-import scheduler.scheduler
+from asyncrl.scheduler import events, scheduler
+from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.simulation.cost import Cost
 from asyncrl.simulation.fleet import Setting
 from asyncrl.simulation.world import World
-from scheduler import events
-from scheduler.config import SchedulerConfig
 
-FOLDER = str(Path(scheduler.scheduler.__file__).parent)
+FOLDER = str(Path(scheduler.__file__).parent)
 COST = Cost(0.01, 1e-4, 0.0, 0.0, 1e-5, 0.5)
 PER_SAMPLE = (events.SampleFinished, events.SampleDelivered)
 
@@ -34,7 +33,7 @@ def lines_by_event(mode, generators):
         count += event == "line"
         return line
 
-    tell = scheduler.scheduler.Scheduler.on_event
+    tell = scheduler.Scheduler.on_event
 
     def telling(self, event):
         nonlocal count
@@ -56,7 +55,7 @@ def lines_by_event(mode, generators):
         config, generators, 8, 3, COST, lambda _: int(draw.lognormvariate(4.0, 1.0)) + 1, drift=0.01
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler.scheduler.Scheduler, "on_event", telling)
+        patch.setattr(scheduler.Scheduler, "on_event", telling)
         World(setting).run(1)
     return lines
 

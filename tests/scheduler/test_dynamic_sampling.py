@@ -10,11 +10,11 @@ from dynamic_world import DynamicWorld
 from hypothesis import HealthCheck, settings
 from scheduled_world import World, run_clocked
 
-from rollout.trajectory import SampleId
-from scheduler import events
-from scheduler.commands import DeliverGroup, ReportGroupWithoutSignal, RunOutcome
-from scheduler.config import DynamicSamplingConfig, SchedulerConfig
-from scheduler.scheduler import Scheduler
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import events
+from asyncrl.scheduler.commands import DeliverGroup, ReportGroupWithoutSignal, RunOutcome
+from asyncrl.scheduler.config import DynamicSamplingConfig, SchedulerConfig
+from asyncrl.scheduler.scheduler import Scheduler
 
 
 class AnyOrderOfRewards(AnyOrder):

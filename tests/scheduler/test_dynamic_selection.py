@@ -19,14 +19,14 @@ from dynamic_world import DynamicWorld
 from false_alarms import SIGMAS, Claims
 from scheduled_world import run_clocked
 
-from rollout.trajectory import SampleId
-from scheduler import dynamic_sampling, state
-from scheduler.commands import RunOutcome
-from scheduler.config import DynamicSamplingConfig, SchedulerConfig
-from scheduler.dynamic_ledger import DynamicLedger, Outcome
-from scheduler.dynamic_sampling import DynamicSampling
-from scheduler.records import HELD
-from scheduler.signal import Verdict, has_signal
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import dynamic_sampling, state
+from asyncrl.scheduler.commands import RunOutcome
+from asyncrl.scheduler.config import DynamicSamplingConfig, SchedulerConfig
+from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome
+from asyncrl.scheduler.dynamic_sampling import DynamicSampling
+from asyncrl.scheduler.records import HELD
+from asyncrl.scheduler.signal import Verdict, has_signal
 
 WRONG, RIGHT, SLOW = range(3)
 CLAIMS = Claims(__file__)

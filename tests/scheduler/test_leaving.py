@@ -1,14 +1,14 @@
 from scheduler_of import acknowledge, finish, scheduler_of, starts
 
-from rollout.trajectory import SampleId
-from scheduler.commands import (
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler.commands import (
     DeliverGroup,
     EndGenerator,
     InstallWeights,
     ReleaseSamples,
     StartSample,
 )
-from scheduler.events import (
+from asyncrl.scheduler.events import (
     GeneratorJoined,
     GeneratorLeaves,
     GeneratorLost,

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.errors import LedgerError, SchedulerError
-from scheduler.ledger import Ledger
+from asyncrl.scheduler.errors import LedgerError, SchedulerError
+from asyncrl.scheduler.ledger import Ledger
 
 
 def filled(per_step=2, steps=2, first_step=0):

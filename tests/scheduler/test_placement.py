@@ -2,9 +2,9 @@ import heapq
 
 import pytest
 
-from scheduler.errors import SchedulerError
-from scheduler.placement import Placement, prompt_key
-from scheduler.records import Group
+from asyncrl.scheduler.errors import SchedulerError
+from asyncrl.scheduler.placement import Placement, prompt_key
+from asyncrl.scheduler.records import Group
 
 
 def placement_of(*slots, group_size=4):

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from scheduler.config import SchedulerConfig
+from asyncrl.scheduler.config import SchedulerConfig
 
 
 def test_defaults():

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduled_world import World
 
-from scheduler import events
-from scheduler.commands import RunOutcome
-from scheduler.config import SchedulerConfig
+from asyncrl.scheduler import events
+from asyncrl.scheduler.commands import RunOutcome
+from asyncrl.scheduler.config import SchedulerConfig
 
 
 def made(*, sessions, mode="verify", ahead=6, k=0, **values):

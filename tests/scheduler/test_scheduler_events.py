@@ -3,8 +3,8 @@
 import pytest
 from scheduler_of import acknowledge, finish, scheduler_of, starts
 
-from rollout.trajectory import SampleId
-from scheduler.commands import (
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler.commands import (
     DeclareStep,
     DeliverGroup,
     DiscardSamples,
@@ -16,9 +16,9 @@ from scheduler.commands import (
     RunOutcome,
     StartSample,
 )
-from scheduler.config import SchedulerConfig
-from scheduler.errors import ImpossibleEvent, SchedulerError, SenderOutOfStep
-from scheduler.events import (
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.scheduler.errors import ImpossibleEvent, SchedulerError, SenderOutOfStep
+from asyncrl.scheduler.events import (
     GeneratorJoined,
     GeneratorLost,
     PauseRequested,
@@ -32,7 +32,7 @@ from scheduler.events import (
     WeightsInstalled,
     WeightsPublished,
 )
-from scheduler.scheduler import Scheduler
+from asyncrl.scheduler.scheduler import Scheduler
 
 
 def test_synchronous_run_event_by_event():

@@ -1,4 +1,4 @@
-"""A trainer is lost, and another one continues from an older version: `scheduler.rewind`.
+"""A trainer is lost, and another one continues from an older version: `asyncrl.scheduler.rewind`.
 
 `test_scheduler_runs` has the property test in which this happens at any moment.
 """
@@ -8,8 +8,8 @@ import random
 import pytest
 from scheduled_world import make_world, run_clocked
 
-from rollout.trajectory import UNKNOWN_VERSION, SampleId
-from scheduler.commands import (
+from asyncrl.rollout.trajectory import UNKNOWN_VERSION, SampleId
+from asyncrl.scheduler.commands import (
     DeclareStep,
     DeliverGroup,
     DiscardSamples,
@@ -20,9 +20,9 @@ from scheduler.commands import (
     StartSample,
     VerifySamples,
 )
-from scheduler.config import SchedulerConfig
-from scheduler.errors import LedgerError, SchedulerError
-from scheduler.events import (
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.scheduler.errors import LedgerError, SchedulerError
+from asyncrl.scheduler.events import (
     GeneratorJoined,
     GeneratorLost,
     GeneratorRewound,
@@ -35,8 +35,8 @@ from scheduler.events import (
     WeightsInstalled,
     WeightsPublished,
 )
-from scheduler.ledger import Ledger
-from scheduler.scheduler import Scheduler
+from asyncrl.scheduler.ledger import Ledger
+from asyncrl.scheduler.scheduler import Scheduler
 
 
 def scheduler_after_one_step(**settings):

@@ -12,10 +12,10 @@ from any_order import AnyOrder
 from hypothesis import HealthCheck, settings
 from scheduled_world import World, make_world, run_clocked
 
-from rollout.trajectory import SampleId
-from scheduler import events
-from scheduler.commands import RunOutcome
-from scheduler.config import SchedulerConfig
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import events
+from asyncrl.scheduler.commands import RunOutcome
+from asyncrl.scheduler.config import SchedulerConfig
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])

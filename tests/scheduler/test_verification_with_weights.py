@@ -1,9 +1,9 @@
 """What becomes due with new weights is commanded together with them."""
 
-from rollout.trajectory import SampleId
-from scheduler.commands import DeliverGroup, InstallWeights, StartSample, VerifySamples
-from scheduler.config import SchedulerConfig
-from scheduler.events import (
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler.commands import DeliverGroup, InstallWeights, StartSample, VerifySamples
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.scheduler.events import (
     GeneratorJoined,
     SampleDelivered,
     SampleFinished,
@@ -12,7 +12,7 @@ from scheduler.events import (
     WeightsInstalled,
     WeightsPublished,
 )
-from scheduler.scheduler import Scheduler
+from asyncrl.scheduler.scheduler import Scheduler
 
 STEP_1 = tuple(SampleId(group, sample) for group in (2, 3) for sample in (0, 1))
 

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduled_world import World
 
-from scheduler import events
-from scheduler.commands import RunOutcome
-from scheduler.config import SchedulerConfig
+from asyncrl.scheduler import events
+from asyncrl.scheduler.commands import RunOutcome
+from asyncrl.scheduler.config import SchedulerConfig
 
 REPEATABLE = (
     events.GeneratorJoined

@@ -22,8 +22,8 @@ import msgspec
 import pytest
 
 from asyncrl.cli.entry import main
-from monitoring.metrics_log import read_metrics
-from wire.records import RunResult, StepMetrics
+from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.wire.records import RunResult, StepMetrics
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "your_own"

@@ -19,14 +19,14 @@ from unittest.mock import patch
 import msgspec
 import torch
 
+from asyncrl.engine.errors import WeightsError
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.sglang.worker.weights import SglangWeights
+from asyncrl.engine.weights import ModelShapes
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import Fingerprint
+from asyncrl.wire.weights.writer import published
 from benchmarks.tiny_models import random_qwen3
-from engine.errors import WeightsError
-from engine.remote.worker.ranks import Ranks
-from engine.sglang.worker.weights import SglangWeights
-from engine.weights import ModelShapes
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import Fingerprint
-from wire.weights.writer import published
 
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 NORM, KEY = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight"

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import torch
 
-from wire.weights.broadcast.groups import Limits
-from wire.weights.broadcast.receiving import BroadcastReceiver
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import WeightManifest
-from wire.weights.reader import WeightBuffer, _Landing
+from asyncrl.wire.weights.broadcast.groups import Limits
+from asyncrl.wire.weights.broadcast.receiving import BroadcastReceiver
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.reader import WeightBuffer, _Landing
 
 
 class Command(msgspec.Struct):

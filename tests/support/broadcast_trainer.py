@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import torch
 
-from wire.weights.broadcast.groups import Limits
-from wire.weights.broadcast.sending import WeightSender
-from wire.weights.broadcast.words import Outcome
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import WeightManifest
-from wire.weights.reader import WeightBuffer
-from wire.weights.writer import WeightPublisher
+from asyncrl.wire.weights.broadcast.groups import Limits
+from asyncrl.wire.weights.broadcast.sending import WeightSender
+from asyncrl.wire.weights.broadcast.words import Outcome
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.reader import WeightBuffer
+from asyncrl.wire.weights.writer import WeightPublisher
 
 CHUNK = 1 << 16
 SECONDS = 60

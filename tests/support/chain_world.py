@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from wire.messages.chain import Ask
-from wire.weights.chain.receiving import Leave, Order, Receiving, Timing
-from wire.weights.chain.serving import Serving, State
+from asyncrl.wire.messages.chain import Ask
+from asyncrl.wire.weights.chain.receiving import Leave, Order, Receiving, Timing
+from asyncrl.wire.weights.chain.serving import Serving, State
 
 TIMING = Timing(window=8, silent_seconds=0.8, probe_seconds=0.05, limit_seconds=6.0)
 SOURCE = "n0"

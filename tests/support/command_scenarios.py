@@ -91,7 +91,7 @@ RUN_BY: dict[str, str] = {
         asyncrl export RUN
         asyncrl export NAME
         asyncrl export runs/arithmetic --step 50 --dtype bfloat16
-        python -m monitoring.group_account runs/NAME
+        python -m asyncrl.monitoring.group_account runs/NAME
     """,
     f"{HERE}::test_the_hunt_of_the_page": """
         python -c "for n in range(620): print('{\\"prompt\\": \\"hunt %d\\", \\"number\\": %d}' % (n, n % 31))" > rows.jsonl
@@ -162,7 +162,7 @@ RUN_BY: dict[str, str] = {
     "tests/docs/test_generated_pages.py::test_the_generated_pages_are_current": """
         python docs/generate.py
         python -m asyncrl.config_reference > docs/configuration.md
-        python -m monitoring.dashboards
+        python -m asyncrl.monitoring.dashboards
         make docs
     """,
     "tests/docs/test_site.py::test_every_page_is_on_the_site": """

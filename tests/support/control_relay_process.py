@@ -8,8 +8,8 @@ import sys
 import msgspec
 
 from asyncrl.processes.relay.control import ControlRelay
-from wire.keys import LineKeys
-from wire.messages import from_generator, to_generator
+from asyncrl.wire.keys import LineKeys
+from asyncrl.wire.messages import from_generator, to_generator
 
 
 class Options(msgspec.Struct):

@@ -10,8 +10,8 @@ from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play
 from local_environments import episodes_of
 
 from asyncrl.environments.protocol import Action
-from rollout.trajectory import Provenance
-from wire.messages import to_generator as tg
+from asyncrl.rollout.trajectory import Provenance
+from asyncrl.wire.messages import to_generator as tg
 
 NEW, SEEN, KEPT = Provenance.SAMPLED, Provenance.OBSERVED, Provenance.VERIFIED
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollout.trajectory import SampleId, TrajectoryBuilder
-from wire.frames import decode_trajectory, digest_of, encode_trajectory
-from wire.messages.data import TrajectoryDelivery
-from wire.messages.to_trainer import Expect, ExpectedSample
+from asyncrl.rollout.trajectory import SampleId, TrajectoryBuilder
+from asyncrl.wire.frames import decode_trajectory, digest_of, encode_trajectory
+from asyncrl.wire.messages.data import TrajectoryDelivery
+from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 
 
 def delivery_of(

@@ -9,9 +9,9 @@ import random
 
 from scheduled_world import World
 
-from rollout.trajectory import SampleId
-from scheduler import events
-from scheduler.commands import RunOutcome
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import events
+from asyncrl.scheduler.commands import RunOutcome
 
 
 class DynamicWorld(World):

@@ -21,12 +21,12 @@ from scipy import stats
 from tiny_models import STOP, make_qwen3
 from torch_cores import run, tokens_of
 
-from engine.drafting.source import DraftSource
-from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from engine.stopping import StopRule
-from engine.torch.core import DecodeCore
-from engine.torch.model import SlotModel
-from rollout.trajectory import IntArray
+from asyncrl.engine.drafting.source import DraftSource
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.engine.stopping import StopRule
+from asyncrl.engine.torch.core import DecodeCore
+from asyncrl.engine.torch.model import SlotModel
+from asyncrl.rollout.trajectory import IntArray
 
 PROMPT = np.array([4, 0, 7], np.int32)
 LENGTH = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monitoring.timeline import Clock
+from asyncrl.monitoring.timeline import Clock
 
 
 class FakeClock:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.tree import Drafts
-from engine.drafting.planner import DraftPlanner
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.cache.tree import Drafts
+from asyncrl.engine.drafting.planner import DraftPlanner
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 STOP = 7
 

@@ -17,10 +17,10 @@ from asyncrl.processes.spec import ChildKeys, ChildSpec
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.worker import Worker
 from asyncrl.tasks.prompts import LoadedTask, Prompt
-from wire import RunKey, Unreachable
-from wire.messages.from_trainer import TrainerReport
-from wire.refusals import Refusals
-from wire.weights.layout import WeightManifest
+from asyncrl.wire import RunKey, Unreachable
+from asyncrl.wire.messages.from_trainer import TrainerReport
+from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.weights.layout import WeightManifest
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Stands in for SGLang's processes: speaks our messages, generates nothing worth having.
 
-Run in the place of `engine.sglang.worker.main` by this interpreter. What it does wrong is said by
-the stop tokens of a request, or by `FAKE_SGLANG` in its environment.
+Run in the place of `asyncrl.engine.sglang.worker.main` by this interpreter. What it does wrong is
+said by the stop tokens of a request, or by `FAKE_SGLANG` in its environment.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import zmq
 
-from engine.remote.extras import RequestExtra
-from engine.sglang.messages import (
+from asyncrl.engine.remote.extras import RequestExtra
+from asyncrl.engine.sglang.messages import (
     AddRequest,
     Answer,
     Call,
@@ -31,8 +31,8 @@ from engine.sglang.messages import (
     Step,
     ToWorker,
 )
-from engine.sglang.settings import WorkerSettings
-from engine.sglang.worker.main import end_with
+from asyncrl.engine.sglang.settings import WorkerSettings
+from asyncrl.engine.sglang.worker.main import end_with
 
 VOCAB = 10
 DIE, HANG, GARBAGE, SHORT, ERROR = 1, 2, 3, 4, 5

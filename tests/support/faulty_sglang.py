@@ -1,7 +1,7 @@
 """SGLang with our scheduler, which can be told to do something wrong (`sglang_faults`).
 
-Runs in SGLang's interpreter, in the place of `engine.sglang.worker.main`. With `raw`, arguments of
-`ServerArgs` and a folder it starts what these arguments say, for `raw_sglang`.
+Runs in SGLang's interpreter, in the place of `asyncrl.engine.sglang.worker.main`. With `raw`,
+arguments of `ServerArgs` and a folder it starts what these arguments say, for `raw_sglang`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
-from engine.sglang.worker import main, plugin
+from asyncrl.engine.sglang.worker import main, plugin
 
 _REGISTER = plugin._register
 
@@ -27,7 +27,7 @@ plugin._register = _register
 
 
 def _start(arguments: str, folder: str) -> None:
-    from engine.sglang.worker.start import start_schedulers
+    from asyncrl.engine.sglang.worker.start import start_schedulers
 
     processes, wait_for_ready = start_schedulers(json.loads(arguments), folder)
     wait_for_ready()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from asyncrl.engine.remote.worker.staging import WorkerWeights
+from asyncrl.engine.vllm.worker import sampling, weights
 from benchmarks.vllm_host.timed_worker import TimedExtension
-from engine.remote.worker.staging import WorkerWeights
-from engine.vllm.worker import sampling, weights
 
 _DRAW = sampling.draw_from_logits
 _LOAD = weights.load

@@ -10,8 +10,8 @@ from typing import Any
 
 from asyncrl.processes.relay.files import RelayFiles
 from asyncrl.processes.spec import files_hub
-from wire import RunKey
-from wire.messages import files, from_relay, to_relay
+from asyncrl.wire import RunKey
+from asyncrl.wire.messages import files, from_relay, to_relay
 
 KEY = RunKey.new()
 PATIENCE = 60

@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from engine.sglang.worker.plugin import MARK_VARIABLE
+from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
 
 DEVNULL, STDOUT, TimeoutExpired = subprocess.DEVNULL, subprocess.STDOUT, subprocess.TimeoutExpired
 _NUMBER = struct.Struct("i")
@@ -131,7 +131,7 @@ def _serve(listener: socket.socket) -> None:
 
     if not torch.cuda.is_available():
         os.environ["SGLANG_PLATFORM"] = "asyncrl_cpu"  # read by the import
-        import_module("engine.sglang.worker.start")
+        import_module("asyncrl.engine.sglang.worker.start")
         import_module("sglang_faults")
     gc.freeze()
     running: dict[int, tuple[int, socket.socket]] = {}

@@ -26,12 +26,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint import Contents, Pending, Place, read
-from trainer.checkpoint_files import choose, path_of
-from trainer.checkpoint_tensors import held_by
-from trainer.config import TrainerConfig
-from trainer.snapshot import Snapshot
-from trainer.training_state import TrainingState
+from asyncrl.trainer.checkpoint import Contents, Pending, Place, read
+from asyncrl.trainer.checkpoint_files import choose, path_of
+from asyncrl.trainer.checkpoint_tensors import held_by
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.snapshot import Snapshot
+from asyncrl.trainer.training_state import TrainingState
 
 _OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link")
 SECONDS = 120

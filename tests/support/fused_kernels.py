@@ -1,4 +1,4 @@
-"""Runs the kernels of `engine.logits_triton`.
+"""Runs the kernels of `asyncrl.engine.logits_triton`.
 
 python fused_kernels.py compile       compiles them for sm_90
 python fused_kernels.py interpreted   the other parts, in Triton's interpreter: prints a JSON object
@@ -28,20 +28,20 @@ from new_weights import swap_weights
 from tiny_models import save
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine import logits as engine_logits
-from engine import logits_triton
-from engine.drawing import (
+from asyncrl.engine import logits as engine_logits
+from asyncrl.engine import logits_triton
+from asyncrl.engine.drawing import (
     Streams,
     draw,
     draw_by_tensors,
     identify_by_tensors,
     top_k,
 )
-from engine.logits import FusedRows, ProcessedRows, draw_from_logits, read_from_logits
-from engine.protocol import GenerateRequest, SamplingParams, Score, ScoreRequest, TokenChunk
-from engine.sampling import SamplingColumns, processed_logprobs, stream_bits
-from engine.verification import KeptColumns, read
-from rollout.trajectory import Provenance
+from asyncrl.engine.logits import FusedRows, ProcessedRows, draw_from_logits, read_from_logits
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, Score, ScoreRequest, TokenChunk
+from asyncrl.engine.sampling import SamplingColumns, processed_logprobs, stream_bits
+from asyncrl.engine.verification import KeptColumns, read
+from asyncrl.rollout.trajectory import Provenance
 
 PLAIN: list[dict[str, float]] = [{}, {"temperature": 0.7}]
 CUT: list[dict[str, float]] = [

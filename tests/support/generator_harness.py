@@ -22,8 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.errors import AsyncrlError
+from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
+from asyncrl.monitoring.timeline import Timeline
 from asyncrl.processes.generator.activity import Activity
 from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.generator.episodes import Episodes
@@ -33,16 +37,12 @@ from asyncrl.processes.generator.sample_generator import SampleGenerator
 from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.processes.generator.sample_traces import SampleTraces
 from asyncrl.rewards.calls import Reward
-from engine.errors import EngineError
-from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from monitoring.metrics import GeneratorMetrics, new_registry
-from monitoring.timeline import Timeline
-from rollout.trajectory import Provenance, SampleId
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
-from wire.records import EngineStats
-from wire.reward_counts import RewardCounts
-from wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.rollout.trajectory import Provenance, SampleId
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.records import EngineStats
+from asyncrl.wire.reward_counts import RewardCounts
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 SAMPLE = SampleId(group=5, sample=1)
 PROMPT = tg.PromptPayload("p", np.array([1, 2], "<i4").tobytes(), {"prompt": "?"})

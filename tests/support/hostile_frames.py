@@ -13,11 +13,11 @@ import zmq
 import zmq.asyncio
 from deliveries_of import delivery_of
 
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.keys import LineKeys, RunKey
+from asyncrl.wire.sockets import identify
 from benchmarks.hostile.frames import CORPUS as CORPUS
 from benchmarks.hostile.frames import DEEP as DEEP
-from rollout.trajectory import SampleId
-from wire.keys import LineKeys, RunKey
-from wire.sockets import identify
 
 
 def attack_without_a_key(folder: Path) -> None:

@@ -21,7 +21,7 @@ from asyncrl.environments.session_calls import Session
 from asyncrl.environments.translation import Translation
 from asyncrl.processes.generator.episodes import Episodes
 from asyncrl.rewards.config import RewardConfig
-from rollout.trajectory import IntArray
+from asyncrl.rollout.trajectory import IntArray
 
 _NUMBERS = itertools.count()
 

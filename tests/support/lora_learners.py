@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.trajectory import Trajectory
-from trainer.config import TrainerConfig
-from trainer.learner import Learner
-from trainer.lora.adapter import Adapter
-from trainer.lora.config import LoraConfig
-from trainer.lora.tensors import write_adapter
-from trainer.model_loading import load_model
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.lora.adapter import Adapter
+from asyncrl.trainer.lora.config import LoraConfig
+from asyncrl.trainer.lora.tensors import write_adapter
+from asyncrl.trainer.model_loading import load_model
 
 Groups = Callable[..., list[Trajectory]]
 """The fixture `group_of`."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from engine.protocol import Engine, TokenChunk
-from wire.weights.writer import published
+from asyncrl.engine.protocol import Engine, TokenChunk
+from asyncrl.wire.weights.writer import published
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.torch.core import DecodeCore
+    from asyncrl.engine.torch.core import DecodeCore
 
 Tensors = Iterable[tuple[str, "torch.Tensor"]]
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from asyncrl.launch.records import ProcessRecords
+from asyncrl.monitoring.config import WebConfig
 from asyncrl.web.serving import WebPage
-from monitoring.config import WebConfig
 
 
 async def main(run: Path) -> None:

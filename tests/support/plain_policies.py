@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rollout.trajectory import Trajectory
-from trainer.config import TrainerConfig
-from trainer.learner import Learner
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.learner import Learner
 
 Group = tuple[list[Trajectory], np.ndarray]
 GroupOf = Callable[..., list[Trajectory]]

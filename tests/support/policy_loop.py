@@ -15,22 +15,22 @@ import torch
 from tiny_models import VOCAB
 from torch_cores import core_of, request
 
+from asyncrl.engine.protocol import SamplingParams, ScoreRequest
+from asyncrl.engine.torch.model import load_model
 from asyncrl.processes.trainer.group_queue import WholeGroup
 from asyncrl.processes.trainer.policy_check import PolicyCheck
+from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
 from asyncrl.run.rescored import conclusion
-from engine.protocol import SamplingParams, ScoreRequest
-from engine.torch.model import load_model
-from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
-from trainer.config import TrainerConfig
-from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES
-from trainer.learner import Learner
-from trainer.lora.config import LoraConfig
-from wire.frames import decode_tokens, encode_floats
-from wire.messages.from_generator import Rescored
-from wire.messages.from_trainer import WrongPolicyFound
-from wire.weights.layout import Fingerprint
-from wire.weights.writer import WeightPublisher
-from wire.wrong_policy import WrongPolicy, compare_weights, not_compared
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.disagreement import FLOAT32_CPU, TENSOR_CORES
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.lora.config import LoraConfig
+from asyncrl.wire.frames import decode_tokens, encode_floats
+from asyncrl.wire.messages.from_generator import Rescored
+from asyncrl.wire.messages.from_trainer import WrongPolicyFound
+from asyncrl.wire.weights.layout import Fingerprint
+from asyncrl.wire.weights.writer import WeightPublisher
+from asyncrl.wire.wrong_policy import WrongPolicy, compare_weights, not_compared
 
 GENERATOR = "generator-0"
 

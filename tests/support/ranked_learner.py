@@ -23,16 +23,16 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.trainer.checkpoint_index import read_index
+from asyncrl.trainer.checkpoint_tensors import Box, load_tensors
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import RankLost, TrainerError
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.ranks import World, shards
+from asyncrl.trainer.ranks.world import join
 from benchmarks.machines.namespaces import Machine, machines, why_not
-from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from trainer.checkpoint_files import path_of
-from trainer.checkpoint_index import read_index
-from trainer.checkpoint_tensors import Box, load_tensors
-from trainer.config import TrainerConfig
-from trainer.errors import RankLost, TrainerError
-from trainer.learner import Learner
-from trainer.ranks import World, shards
-from trainer.ranks.world import join
 
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"kl_coefficient": 0.1, "weight_decay": 0.1},

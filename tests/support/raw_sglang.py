@@ -21,9 +21,9 @@ import numpy as np
 import zmq
 from served_sglang import FAULTY, SUPPORT, sglang_python
 
-from engine.protocol import GenerateRequest
-from engine.remote.extras import DrafterSettings, RequestExtra, ScoreColumns
-from engine.sglang.messages import (
+from asyncrl.engine.protocol import GenerateRequest
+from asyncrl.engine.remote.extras import DrafterSettings, RequestExtra, ScoreColumns
+from asyncrl.engine.sglang.messages import (
     AddRequest,
     Answer,
     Call,
@@ -33,8 +33,8 @@ from engine.sglang.messages import (
     ToClient,
     ToWorker,
 )
-from engine.sglang.settings import WorkerSettings
-from engine.sglang.worker.plugin import MARK_VARIABLE
+from asyncrl.engine.sglang.settings import WorkerSettings
+from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
 
 TOP_K = 4
 _READY_SECONDS, _MESSAGE_SECONDS = 300, 60

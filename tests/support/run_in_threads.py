@@ -20,13 +20,13 @@ from asyncrl_runs import OWN
 from rich.console import Console
 
 from asyncrl.config import load_config
+from asyncrl.monitoring.metrics_log import read_metrics
 from asyncrl.processes.generator.setup import run_generator
 from asyncrl.processes.spec import ChildKeys, ChildSpec, GeneratorKeys
 from asyncrl.processes.trainer.setup import run_trainer
 from asyncrl.run.execute import execute
 from asyncrl.run.prepare import prepare
-from monitoring.metrics_log import read_metrics
-from wire.records import RunResult, StepMetrics
+from asyncrl.wire.records import RunResult, StepMetrics
 
 
 class ThreadHandle:

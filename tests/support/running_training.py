@@ -9,6 +9,7 @@ from typing import Any
 from fake_processes import FakeProgress, run_config, started_fleet, task, weights
 
 from asyncrl.evaluation.fleet import FleetEvaluation
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.checkpoint_record import CheckpointRecord
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.inbox import Inbox
@@ -20,11 +21,10 @@ from asyncrl.run.training import Training
 from asyncrl.run.unfinished_work import UnfinishedWork
 from asyncrl.run.waiting import Waiter
 from asyncrl.run.watchdog import Watchdog
-from rollout.trajectory import SampleId
-from wire.messages import from_generator as fg
-from wire.messages import from_trainer as ft
-from wire.messages import to_trainer as tt
-from wire.records import EngineStats
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import from_trainer as ft
+from asyncrl.wire.messages import to_trainer as tt
+from asyncrl.wire.records import EngineStats
 
 G = "generator-0"
 DIGEST = b"d" * 16

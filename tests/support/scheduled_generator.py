@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from rollout.trajectory import UNKNOWN_VERSION, SampleId
-from scheduler.commands import ReleaseSamples, RewindGenerator, VerifySamples
+from asyncrl.rollout.trajectory import UNKNOWN_VERSION, SampleId
+from asyncrl.scheduler.commands import ReleaseSamples, RewindGenerator, VerifySamples
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Orders of the user to a scheduler in a fake world: other bounds, and to drain."""
 
-from scheduler import events
-from scheduler.config import SchedulerConfig
+from asyncrl.scheduler import events
+from asyncrl.scheduler.config import SchedulerConfig
 
 
 class Orders:

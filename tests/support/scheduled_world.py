@@ -5,11 +5,11 @@ import re
 from scheduled_generator import FakeGenerator
 from scheduled_orders import Orders
 
-from rollout.trajectory import SampleId
-from scheduler import events
-from scheduler.commands import ReleaseSamples, RewindGenerator, RunOutcome, VerifySamples
-from scheduler.config import SchedulerConfig
-from scheduler.scheduler import Scheduler
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import events
+from asyncrl.scheduler.commands import ReleaseSamples, RewindGenerator, RunOutcome, VerifySamples
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.scheduler.scheduler import Scheduler
 
 
 class World(Orders):

@@ -1,10 +1,10 @@
 """A scheduler with generators and a trainer, to be told events one by one."""
 
-from rollout.trajectory import SampleId
-from scheduler.commands import StartSample
-from scheduler.config import SchedulerConfig
-from scheduler.events import GeneratorJoined, SampleDelivered, SampleFinished, TrainerJoined
-from scheduler.scheduler import Scheduler
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler.commands import StartSample
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.scheduler.events import GeneratorJoined, SampleDelivered, SampleFinished, TrainerJoined
+from asyncrl.scheduler.scheduler import Scheduler
 
 
 def scheduler_of(*generators, slots=4, steps=3, **settings):

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrl.monitoring.config import WebConfig
 from asyncrl.web.guard import Policy
 from asyncrl.web.sections import LiveSections
 from asyncrl.web.server import Parts, serve_from
 from asyncrl.web.serving import listen
 from asyncrl.web.step_file import StepFile
-from monitoring.config import WebConfig
-from wire.messages import control
+from asyncrl.wire.messages import control
 
 TOKEN = "the-token-of-this-test"
 

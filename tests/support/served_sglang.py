@@ -14,12 +14,12 @@ import forked_sglang
 import pytest
 from served_engine import MAX_LEN, SLOTS, START_DEADLINE, TOP_K, Served, make_model
 
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.sglang.client import process
-from engine.sglang.client.engine import SglangEngine
-from engine.sglang.config import SglangConfig
-from engine.sglang.interpreter import check_interpreter
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.sglang.client import process
+from asyncrl.engine.sglang.client.engine import SglangEngine
+from asyncrl.engine.sglang.config import SglangConfig
+from asyncrl.engine.sglang.interpreter import check_interpreter
 
 REAL_SGLANG = [pytest.mark.sglang]
 """The `pytestmark` of modules that run a real engine."""

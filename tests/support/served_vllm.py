@@ -13,13 +13,13 @@ import pytest
 import torch
 from served_engine import MAX_LEN, SLOTS, START_DEADLINE, TOP_K, Served, make_model
 
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.vllm.client.engine import VllmEngine
-from engine.vllm.config import VllmConfig
-from trainer.config import TrainerConfig
-from trainer.export import export
-from trainer.learner import Learner
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.vllm.client.engine import VllmEngine
+from asyncrl.engine.vllm.config import VllmConfig
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.export import export
+from asyncrl.trainer.learner import Learner
 
 REAL_VLLM = [
     pytest.mark.vllm,
@@ -28,7 +28,7 @@ REAL_VLLM = [
     pytest.mark.filterwarnings("ignore:.*distributed.reduce_op.*:FutureWarning"),
 ]
 """The `pytestmark` of modules that run a real engine."""
-EXTENSION = "engine.vllm.client.launch.EXTENSION_PATH"
+EXTENSION = "asyncrl.engine.vllm.client.launch.EXTENSION_PATH"
 FAULTY = "faulty_worker.FaultyWorker"
 """Our worker extension, which can also be told to do something wrong, and be timed."""
 

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from cache.tree import Drafts
-from engine.drafting.trees import TokenTrees
-from engine.drawing import Streams
-from engine.logits import LogitDraws
-from engine.sglang.worker import drafting, drawing, scheduler, speculation, tree_drawing
-from engine.sglang.worker.calls import WorkerCalls
-from engine.sglang.worker.tree_drawing import Accepted, TreeDrawing
-from engine.sglang.worker.verify_step import Feed, roots
+from asyncrl.cache.tree import Drafts
+from asyncrl.engine.drafting.trees import TokenTrees
+from asyncrl.engine.drawing import Streams
+from asyncrl.engine.logits import LogitDraws
+from asyncrl.engine.sglang.worker import drafting, drawing, scheduler, speculation, tree_drawing
+from asyncrl.engine.sglang.worker.calls import WorkerCalls
+from asyncrl.engine.sglang.worker.tree_drawing import Accepted, TreeDrawing
+from asyncrl.engine.sglang.worker.verify_step import Feed, roots
 
 OVERLAP_VARIABLE = "ASYNCRL_TEST_OVERLAP"
 """In the environment: steps with drafts overlap on a CPU too, as on GPUs."""

@@ -22,13 +22,13 @@ import torch
 from ranked_learner import DEALS, fork_ranks, groups_of, moments
 from safetensors.torch import save_file
 
-from trainer.checkpoint_files import path_of
-from trainer.config import TrainerConfig
-from trainer.errors import RankLost
-from trainer.learner import Learner
-from trainer.ranks import World
-from trainer.sharding.lockstep import Act, Has, Word
-from trainer.sharding.rows import local
+from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import RankLost
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.ranks import World
+from asyncrl.trainer.sharding.lockstep import Act, Has, Word
+from asyncrl.trainer.sharding.rows import local
 
 EXACT: dict[str, Any] = {"dtype": "float64", "learning_rate": 1e-3, "device": "cpu", "fused": False}
 PPO = {"algorithm": "ppo", "kl_coefficient": 0.1, "kl_estimator": "k1"}

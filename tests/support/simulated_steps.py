@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.drafting.planner import DraftPlanner
+from asyncrl.engine.drafting.planner import DraftPlanner
 
 Floats = NDArray[np.float64]
 Seconds = Callable[[Floats, int, int], Floats]

@@ -14,13 +14,13 @@ from pathlib import Path
 import msgspec
 from fake_clock import FakeClock
 
-from monitoring.metrics_log import MetricsLog
-from monitoring.occupancy import SlotLog
-from monitoring.report.write import write_report
-from monitoring.samples import SampleLog, SampleRecord, SampleSegment
-from monitoring.timeline import Timeline
-from wire.noise_floor import NoiseFloor
-from wire.records import (
+from asyncrl.monitoring.metrics_log import MetricsLog
+from asyncrl.monitoring.occupancy import SlotLog
+from asyncrl.monitoring.report.write import write_report
+from asyncrl.monitoring.samples import SampleLog, SampleRecord, SampleSegment
+from asyncrl.monitoring.timeline import Timeline
+from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.records import (
     BatchMetrics,
     IdleShares,
     LearningMetrics,

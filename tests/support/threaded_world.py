@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from trainer.errors import RankLost
-from trainer.ranks import World
+from asyncrl.trainer.errors import RankLost
+from asyncrl.trainer.ranks import World
 
 SECONDS = 60.0
 

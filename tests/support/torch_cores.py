@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from tiny_models import STOP
 
-from engine.drafting.fixed_budget import FixedBudget
-from engine.drafting.source import DraftSource
-from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from engine.torch.core import CoreSettings, DecodeCore
-from engine.torch.model import SlotModel, load_model
-from rollout.trajectory import IntArray, KeptTokens, Provenance
+from asyncrl.engine.drafting.fixed_budget import FixedBudget
+from asyncrl.engine.drafting.source import DraftSource
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.engine.torch.core import CoreSettings, DecodeCore
+from asyncrl.engine.torch.model import SlotModel, load_model
+from asyncrl.rollout.trajectory import IntArray, KeptTokens, Provenance
 
 PROMPT = np.array([1, 2, 3], np.int32)
 _SAMPLING = {field.name for field in fields(SamplingParams)}

@@ -15,28 +15,28 @@ from deliveries_of import delivery_of, order_of
 from generator_harness import FakeLine
 from step_records import full_step
 
+from asyncrl.monitoring.metrics import TrainerMetrics, new_registry
+from asyncrl.monitoring.timeline import Timeline
+from asyncrl.monitoring.trained_samples import read_trained_samples
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.intake import EARLY_BYTES, Intake
 from asyncrl.processes.trainer.process import TrainerProcess
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
+from asyncrl.rollout.trajectory import SampleId, Trajectory
 from asyncrl.run_section import RunSection
-from monitoring.metrics import TrainerMetrics, new_registry
-from monitoring.timeline import Timeline
-from monitoring.trained_samples import read_trained_samples
-from rollout.trajectory import SampleId, Trajectory
-from trainer.disagreement import SUMS
-from trainer.errors import CheckpointUnwritable
-from trainer.group_check import check_trajectory
-from trainer.ranks import ALONE
-from trainer.sharding.lockstep import Lockstep
-from wire.messages import data, to_trainer
-from wire.records import StalenessMetrics, TrainedStep
-from wire.refusals import Refusals
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import Fingerprint
-from wire.weights.writer import WeightPublisher
+from asyncrl.trainer.disagreement import SUMS
+from asyncrl.trainer.errors import CheckpointUnwritable
+from asyncrl.trainer.group_check import check_trajectory
+from asyncrl.trainer.ranks import ALONE
+from asyncrl.trainer.sharding.lockstep import Lockstep
+from asyncrl.wire.messages import data, to_trainer
+from asyncrl.wire.records import StalenessMetrics, TrainedStep
+from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import Fingerprint
+from asyncrl.wire.weights.writer import WeightPublisher
 
 GROUP_SIZE = 2
 

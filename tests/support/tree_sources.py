@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.tree import Drafts
-from rollout.trajectory import IntArray
+from asyncrl.cache.tree import Drafts
+from asyncrl.rollout.trajectory import IntArray
 
 
 class _Source:

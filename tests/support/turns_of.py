@@ -10,7 +10,7 @@ import torch
 from plain_policies import Group, plain_logprobs, plain_model
 from torch import Tensor
 
-from rollout.trajectory import Provenance, SampleId, Segment, Trajectory
+from asyncrl.rollout.trajectory import Provenance, SampleId, Segment, Trajectory
 
 VOCAB = 32
 

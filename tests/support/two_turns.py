@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from rollout.trajectory import IntArray, Provenance, SampleId, TrajectoryBuilder
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.rollout.trajectory import IntArray, Provenance, SampleId, TrajectoryBuilder
 
 LENGTH = 6
 FRAME, ANSWERS = 1, (0, 2)

@@ -19,9 +19,9 @@ import pytest
 from asyncrl_runs import CommandLine, until
 
 from asyncrl.errors import UserError
+from asyncrl.monitoring.wording import count, number, percent
 from asyncrl.run.directory import read_state
 from asyncrl.web.command import show_page
-from monitoring.wording import count, number, percent
 
 
 def _get(url: str) -> Any:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from wire import RunKey
-from wire.messages.chain import Parent
-from wire.weights.chain.node import Received, WeightNode
-from wire.weights.chain.receiving import Timing
-from wire.weights.chain.source import WeightSource
-from wire.weights.layout import WeightManifest
-from wire.weights.reader import WeightBuffer
-from wire.weights.writer import WeightPublisher
+from asyncrl.wire import RunKey
+from asyncrl.wire.messages.chain import Parent
+from asyncrl.wire.weights.chain.node import Received, WeightNode
+from asyncrl.wire.weights.chain.receiving import Timing
+from asyncrl.wire.weights.chain.source import WeightSource
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.reader import WeightBuffer
+from asyncrl.wire.weights.writer import WeightPublisher
 
 KEY = RunKey.new()
 CHUNK = 1 << 14

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
 
 VOCAB = 32
 COMMON: dict[str, Any] = {

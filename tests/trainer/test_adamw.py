@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import adamw
-from trainer.adamw import SmallAdamW, round_by_chance
-from trainer.coded_moments import CODES
-from trainer.config import TrainerConfig
-from trainer.optimizer import make_adamw
+from asyncrl.trainer import adamw
+from asyncrl.trainer.adamw import SmallAdamW, round_by_chance
+from asyncrl.trainer.coded_moments import CODES
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.optimizer import make_adamw
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
 

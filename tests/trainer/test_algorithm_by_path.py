@@ -15,7 +15,7 @@ from asyncrl.errors import UserError
 from asyncrl.processes.trainer.own_algorithm import load_own_algorithm, try_own_algorithm
 from asyncrl.run.algorithm_check import check_algorithm
 from asyncrl.run.overview import training_line
-from trainer.algorithms.factory import make
+from asyncrl.trainer.algorithms.factory import make
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]

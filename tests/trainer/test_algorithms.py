@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from trainer.algorithms import registry
-from trainer.algorithms.base import LossSums, TokenBatch, finisher
-from trainer.algorithms.factory import make
-from trainer.algorithms.registry import known_algorithms, register
-from trainer.config import TrainerConfig
-from trainer.errors import TrainerError
-from trainer.optimizer import learning_rate
+from asyncrl.trainer.algorithms import registry
+from asyncrl.trainer.algorithms.base import LossSums, TokenBatch, finisher
+from asyncrl.trainer.algorithms.factory import make
+from asyncrl.trainer.algorithms.registry import known_algorithms, register
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import TrainerError
+from asyncrl.trainer.optimizer import learning_rate
 
 
 def needs_all(name: str) -> bool:
@@ -123,7 +123,7 @@ def test_empty_batch_and_masked_tokens(name: str, proximal: str) -> None:
 
 def test_own_algorithms_are_registered_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_TARGETS", dict(registry._TARGETS))  # for this test alone
-    register("grpo_twin", "trainer.algorithms.grpo:Grpo")
+    register("grpo_twin", "asyncrl.trainer.algorithms.grpo:Grpo")
     assert make(TrainerConfig(algorithm="grpo_twin")).advantages(np.ones(2)).any() == 0
     with pytest.raises(ValueError, match="already"):
         register("grpo", "somewhere:Else")

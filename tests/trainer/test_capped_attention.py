@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer import capped_attention as module
-from trainer.capped_attention import capped_attention
+from asyncrl.trainer import capped_attention as module
+from asyncrl.trainer.capped_attention import capped_attention
 
 
 def _defined(

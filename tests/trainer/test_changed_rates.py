@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.config import TrainerConfig
-from trainer.learner import Learner
-from wire.weights.fingerprint import fingerprint
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.learner import Learner
+from asyncrl.wire.weights.fingerprint import fingerprint
 
 
 def test_a_learning_rate_that_is_changed_equals_one_that_was_scheduled(

@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from whole_checkpoints import TRAINING, WEIGHTS, truncate
 
-from rollout.trajectory import Trajectory
-from trainer import checkpoint, checkpoint_files
-from trainer.checkpoint_manifest import read_manifest, write_manifest
-from trainer.config import TrainerConfig
-from trainer.errors import CheckpointError
-from trainer.export import export
-from trainer.learner import Learner
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer import checkpoint, checkpoint_files
+from asyncrl.trainer.checkpoint_manifest import read_manifest, write_manifest
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import CheckpointError
+from asyncrl.trainer.export import export
+from asyncrl.trainer.learner import Learner
 
 INDEX = "state/index.json"
 GroupOf = Callable[..., list[Trajectory]]

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 from whole_checkpoints import TRAINING, WEIGHTS, flip, truncate, write_whole
 
-from rollout.truncation import Truncation
-from trainer import checkpoint_files
-from trainer.checkpoint_files import choose, path_of, prune, remove_remains, set_aside
-from trainer.checkpoint_manifest import (
+from asyncrl.rollout.truncation import Truncation
+from asyncrl.trainer import checkpoint_files
+from asyncrl.trainer.checkpoint_files import choose, path_of, prune, remove_remains, set_aside
+from asyncrl.trainer.checkpoint_manifest import (
     FORMAT,
     FileDigest,
     Manifest,
@@ -25,8 +25,8 @@ from trainer.checkpoint_manifest import (
     read_manifest,
     settings_of,
 )
-from trainer.config import TrainerConfig
-from trainer.errors import CheckpointError
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint_index import Chunk, Part, SavedTensor, merge
-from trainer.errors import CheckpointError
+from asyncrl.trainer.checkpoint_index import Chunk, Part, SavedTensor, merge
+from asyncrl.trainer.errors import CheckpointError
 
 
 def test_a_checkpoint_is_whole_or_absent_and_read_by_any_number_of_ranks(tmp_path: Path) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainer.adamw import SmallAdamW
-from trainer.checkpoint_index import STATE, merge
-from trainer.checkpoint_tensors import held_by, load_tensors, write_tensors
-from trainer.coded_moments import CODES, SCALE
-from trainer.config import TrainerConfig
-from trainer.ranks import World
-from trainer.ranks.update import Update
-from trainer.training_state import TrainingState
+from asyncrl.trainer.adamw import SmallAdamW
+from asyncrl.trainer.checkpoint_index import STATE, merge
+from asyncrl.trainer.checkpoint_tensors import held_by, load_tensors, write_tensors
+from asyncrl.trainer.coded_moments import CODES, SCALE
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.ranks import World
+from asyncrl.trainer.ranks.update import Update
+from asyncrl.trainer.training_state import TrainingState
 
 ROWS, COLUMNS = 5, 700
 """Three ranks have 2, 2 and 1 rows; four have 2, 2, 1 and none. Three scales a row."""

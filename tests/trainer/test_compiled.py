@@ -10,11 +10,11 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from trainer import compiled, cpu_layers
-from trainer.config import TrainerConfig
-from trainer.errors import UnsupportedModelError
-from trainer.packed_batch import PackedBatch
-from trainer.policy import Policy
+from asyncrl.trainer import compiled, cpu_layers
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import UnsupportedModelError
+from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.trainer.policy import Policy
 
 CPU = torch.device("cpu")
 ModelPath = Callable[[str], str]

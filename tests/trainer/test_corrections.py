@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import corrections
-from trainer.algorithms.base import LossSums, TokenBatch
-from trainer.algorithms.factory import make
-from trainer.config import TrainerConfig
+from asyncrl.trainer import corrections
+from asyncrl.trainer.algorithms.base import LossSums, TokenBatch
+from asyncrl.trainer.algorithms.factory import make
+from asyncrl.trainer.config import TrainerConfig
 
 LENGTHS = [3, 1, 2]
 GAPS = [[0.1, -0.3, 1.2], [2.0], [-1.0, 0.9]]

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from trainer import cpu_layers
-from trainer.cpu_layers import OnednnLinear, speed_up
+from asyncrl.trainer import cpu_layers
+from asyncrl.trainer.cpu_layers import OnednnLinear, speed_up
 
 
 def _results(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from trainer.disagreement import (
+from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from asyncrl.trainer.disagreement import (
     FLOAT32_CPU,
     MIN_TOKENS,
     TENSOR_CORES,

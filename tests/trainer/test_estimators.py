@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.algorithms.base import TokenBatch
-from trainer.algorithms.factory import make
-from trainer.config import TrainerConfig
-from trainer.estimates import estimate_of
-from trainer.gae import advantages_of, token_rewards
-from trainer.normalization import denominator, token_weights
+from asyncrl.trainer.algorithms.base import TokenBatch
+from asyncrl.trainer.algorithms.factory import make
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.estimates import estimate_of
+from asyncrl.trainer.gae import advantages_of, token_rewards
+from asyncrl.trainer.normalization import denominator, token_weights
 
 END, LONGEST = 2, 3
 PREFIXES = [p for n in range(LONGEST) for p in itertools.product((0, 1), repeat=n)]

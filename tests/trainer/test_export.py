@@ -14,18 +14,18 @@ from whole_checkpoints import WEIGHTS, flip
 
 from asyncrl.cli.app import app
 from asyncrl.errors import UserError
+from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.run import exporting
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.model import resolve_model
-from rollout.trajectory import Trajectory
-from trainer import checkpoint_tensors, export_files
-from trainer import export as exports
-from trainer.checkpoint_files import path_of
-from trainer.config import TrainerConfig
-from trainer.errors import CheckpointError, CheckpointUnwritable
-from trainer.export import export
-from trainer.learner import Learner
-from wire.weights.fingerprint import fingerprint
+from asyncrl.trainer import checkpoint_tensors, export_files
+from asyncrl.trainer import export as exports
+from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import CheckpointError, CheckpointUnwritable
+from asyncrl.trainer.export import export
+from asyncrl.trainer.learner import Learner
+from asyncrl.wire.weights.fingerprint import fingerprint
 
 ModelPath = Callable[[str], str]
 

@@ -1,7 +1,7 @@
 """Each algorithm's value and gradient against its published formula, written sample by sample.
 
 The formulas here are written again from the papers, as loops over numpy float64 samples, with their
-gradients by hand. Nothing of `trainer.algorithms` is used for them.
+gradients by hand. Nothing of `asyncrl.trainer.algorithms` is used for them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.trajectory import Trajectory
-from trainer.algorithms.base import Finish, StepSums, TokenBatch, finisher
-from trainer.algorithms.factory import make
-from trainer.algorithms.overlong import overlong_penalties
-from trainer.algorithms.registry import known_algorithms
-from trainer.algorithms.sequences import sums_to_go
-from trainer.config import TrainerConfig
-from trainer.errors import TrainerError
-from trainer.objective import Objective
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.algorithms.base import Finish, StepSums, TokenBatch, finisher
+from asyncrl.trainer.algorithms.factory import make
+from asyncrl.trainer.algorithms.overlong import overlong_penalties
+from asyncrl.trainer.algorithms.registry import known_algorithms
+from asyncrl.trainer.algorithms.sequences import sums_to_go
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import TrainerError
+from asyncrl.trainer.objective import Objective
 
 Array = np.ndarray
 

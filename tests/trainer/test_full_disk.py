@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from small_disks import SmallDisk, small_disk
 
-from trainer import checkpoint
-from trainer.checkpoint_files import choose, path_of
-from trainer.config import TrainerConfig
-from trainer.errors import CheckpointUnwritable
-from trainer.learner import Learner
+from asyncrl.trainer import checkpoint
+from asyncrl.trainer.checkpoint_files import choose, path_of
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import CheckpointUnwritable
+from asyncrl.trainer.learner import Learner
 
 ModelPath = Callable[[str], str]
 

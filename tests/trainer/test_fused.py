@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import fused, fused_kernels
-from trainer import policy as policy_module
-from trainer.cpu_layers import whole_blocks
-from trainer.fused import FusedDecoder
-from trainer.packed_batch import PackedBatch
-from trainer.policy import Policy
+from asyncrl.trainer import fused, fused_kernels
+from asyncrl.trainer import policy as policy_module
+from asyncrl.trainer.cpu_layers import whole_blocks
+from asyncrl.trainer.fused import FusedDecoder
+from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.trainer.policy import Policy
 
 ModelPath = Callable[[str], str]
 
@@ -85,7 +85,7 @@ def test_long_sequences_go_through_transformers(
 def test_other_models_keep_their_own_forward_pass(
     model_path: ModelPath, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", "trainer.policy"):
+    with caplog.at_level("INFO", "asyncrl.trainer.policy"):
         assert not policy(model_path(name), fused=True).is_fused
     assert "training through transformers' forward pass: " in caplog.text
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from trainer.gae import advantages_of, token_rewards
+from asyncrl.trainer.gae import advantages_of, token_rewards
 
 
 def by_definition(

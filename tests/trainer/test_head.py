@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollout.truncation import EVERYTHING, Truncation
-from trainer import head as module
-from trainer.cpu_layers import OnednnLinear, onednn_is_faster
-from trainer.head import LogitMap, Processing, process, score_tokens
+from asyncrl.rollout.truncation import EVERYTHING, Truncation
+from asyncrl.trainer import head as module
+from asyncrl.trainer.cpu_layers import OnednnLinear, onednn_is_faster
+from asyncrl.trainer.head import LogitMap, Processing, process, score_tokens
 
 ROWS, WIDTH, VOCABULARY = 23, 12, 41
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout.trajectory import Trajectory
-from trainer.config import TrainerConfig
-from trainer.errors import BatchError
-from trainer.learner import Learner
-from trainer.optimizer import scale_and_clip
-from trainer.totals import rounded_length
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import BatchError
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.optimizer import scale_and_clip
+from asyncrl.trainer.totals import rounded_length
 
 Group = tuple[list[Trajectory], np.ndarray]
 GroupOf = Callable[..., list[Trajectory]]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rollout.trajectory import Trajectory
-from trainer.config import TrainerConfig
-from trainer.errors import BatchError, NonFiniteError, TrainerError
-from trainer.learner import Learner
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import BatchError, NonFiniteError, TrainerError
+from asyncrl.trainer.learner import Learner
 
 GroupOf = Callable[..., list[Trajectory]]
 ModelPath = Callable[[str], str]

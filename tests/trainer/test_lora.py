@@ -28,18 +28,18 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import UserError
 from asyncrl.run.exporting import export_run, model_of
-from trainer.checkpoint_files import path_of
-from trainer.diagnosis import logprobs_of
-from trainer.errors import CheckpointError
-from trainer.export import export, export_adapter
-from trainer.learner import Learner
-from trainer.lora.config import LoraConfig
-from trainer.policy import _close
-from wire.weights import adapter as arithmetic
-from wire.weights.adapter import Pair, merged
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import LoraSpec
-from wire.weights.writer import WeightPublisher
+from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.trainer.diagnosis import logprobs_of
+from asyncrl.trainer.errors import CheckpointError
+from asyncrl.trainer.export import export, export_adapter
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.lora.config import LoraConfig
+from asyncrl.trainer.policy import _close
+from asyncrl.wire.weights import adapter as arithmetic
+from asyncrl.wire.weights.adapter import Pair, merged
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import LoraSpec
+from asyncrl.wire.weights.writer import WeightPublisher
 
 CLAIMS = Claims(__file__)
 ModelPath = Callable[[str], str]

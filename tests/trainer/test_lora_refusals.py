@@ -15,21 +15,21 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_llama
 
 from asyncrl.config import RunConfig, parse_config
+from asyncrl.engine.errors import WeightsError
+from asyncrl.engine.torch.weights import ModuleWeights
 from asyncrl.errors import ModelError, UserError
 from asyncrl.run.lora_check import check_serving, with_adapter
 from asyncrl.tasks.model import check_directory
-from engine.errors import WeightsError
-from engine.torch.weights import ModuleWeights
-from trainer.checkpoint_files import path_of
-from trainer.config import TrainerConfig
-from trainer.errors import UnsupportedModelError
-from trainer.export import export_adapter
-from trainer.lora.config import LoraConfig
-from trainer.memory import ModelShape, Samples, step_memory
-from wire.weights import adapter as arithmetic
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import LoraSpec
-from wire.weights.writer import WeightPublisher
+from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import UnsupportedModelError
+from asyncrl.trainer.export import export_adapter
+from asyncrl.trainer.lora.config import LoraConfig
+from asyncrl.trainer.memory import ModelShape, Samples, step_memory
+from asyncrl.wire.weights import adapter as arithmetic
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import LoraSpec
+from asyncrl.wire.weights.writer import WeightPublisher
 
 ModelPath = Callable[[str], str]
 

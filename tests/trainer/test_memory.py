@@ -12,11 +12,11 @@ import yaml
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from trainer import head, memory
-from trainer.config import TrainerConfig
-from trainer.learner import Learner
-from trainer.memory import (
+from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from asyncrl.trainer import head, memory
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.memory import (
     ACTIVATIONS_FACTOR,
     ModelShape,
     Samples,

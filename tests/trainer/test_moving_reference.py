@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.trajectory import Trajectory
-from trainer.config import TrainerConfig
-from trainer.learner import Learner
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.learner import Learner
 
 
 def _weights(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -16,22 +16,22 @@ from prometheus_client import generate_latest
 from rich.console import Console
 
 from asyncrl.config import RunConfig
+from asyncrl.monitoring.config import MonitoringConfig
+from asyncrl.monitoring.live import LiveView
+from asyncrl.monitoring.metrics import ControllerMetrics, TrainerMetrics, new_registry
+from asyncrl.monitoring.metrics_log import MetricsLog, read_metrics
+from asyncrl.monitoring.report.write import write_report
+from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.run.progress import Progress
-from monitoring.config import MonitoringConfig
-from monitoring.live import LiveView
-from monitoring.metrics import ControllerMetrics, TrainerMetrics, new_registry
-from monitoring.metrics_log import MetricsLog, read_metrics
-from monitoring.report.write import write_report
-from rollout.trajectory import Trajectory
-from trainer.algorithms import registry
-from trainer.algorithms.base import LossSums, Signal, TokenBatch
-from trainer.algorithms.grpo import Grpo
-from trainer.config import TrainerConfig
-from trainer.errors import TrainerError
-from trainer.learner import Learner
-from wire.messages.from_trainer import StepFinished
-from wire.records import TrainerTimes
-from wire.weights.layout import WeightManifest
+from asyncrl.trainer.algorithms import registry
+from asyncrl.trainer.algorithms.base import LossSums, Signal, TokenBatch
+from asyncrl.trainer.algorithms.grpo import Grpo
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import TrainerError
+from asyncrl.trainer.learner import Learner
+from asyncrl.wire.messages.from_trainer import StepFinished
+from asyncrl.wire.records import TrainerTimes
+from asyncrl.wire.weights.layout import WeightManifest
 
 
 class Probe(Grpo):

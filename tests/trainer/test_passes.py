@@ -19,10 +19,10 @@ from plain_policies import (
 )
 from torch import Tensor, nn
 
-from rollout.trajectory import Trajectory
-from trainer.errors import NonFiniteError, TrainerError
-from trainer.packed_batch import PackedBatch
-from trainer.token_batch import token_batch
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.errors import NonFiniteError, TrainerError
+from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.trainer.token_batch import token_batch
 
 ModelPath = Callable[[str], str]
 

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.protocol import SamplingParams
-from engine.sampling import SamplingColumns, processed_logprobs
-from rollout.truncation import Truncation
-from trainer import head as head_module
-from trainer import packing
-from trainer.errors import UnsupportedModelError
-from trainer.micro_batches import split_by_tokens
-from trainer.packed_batch import PackedBatch
-from trainer.packing import Family, Layout, packed_attention
-from trainer.policy import Policy
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.sampling import SamplingColumns, processed_logprobs
+from asyncrl.rollout.truncation import Truncation
+from asyncrl.trainer import head as head_module
+from asyncrl.trainer import packing
+from asyncrl.trainer.errors import UnsupportedModelError
+from asyncrl.trainer.micro_batches import split_by_tokens
+from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.trainer.packing import Family, Layout, packed_attention
+from asyncrl.trainer.policy import Policy
 
 CPU = torch.device("cpu")
 VOCAB = 32

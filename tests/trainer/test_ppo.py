@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from turns_of import Row, Rows, plain_scores, trained_of, turn_batch
 
-from rollout.trajectory import Trajectory
-from trainer.config import TrainerConfig
-from trainer.errors import UnsupportedModelError
-from trainer.gae import advantages_of
-from trainer.learner import Learner
-from trainer.policy import Policy
-from trainer.value_loss import value_loss
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import UnsupportedModelError
+from asyncrl.trainer.gae import advantages_of
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.value_loss import value_loss
 
 ModelPath = Callable[[str], str]
 

@@ -9,10 +9,10 @@ import socket
 import msgspec
 import pytest
 
-from trainer.config import TrainerConfig
-from trainer.errors import RankLost, TrainerError
-from trainer.ranks import network
-from trainer.ranks.network import Interface, Peer, check_peers, interface_in, listen_at
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import RankLost, TrainerError
+from asyncrl.trainer.ranks import network
+from asyncrl.trainer.ranks.network import Interface, Peer, check_peers, interface_in, listen_at
 
 HERE = Peer("boot 1", "here", "127.0.0.1", 0)
 

@@ -15,12 +15,12 @@ import torch
 from ranked_learner import RESUMED, RUNS
 from safetensors.torch import load_file
 
+from asyncrl.trainer.errors import RankLost, TrainerError
+from asyncrl.trainer.ranks import ALONE, World
+from asyncrl.trainer.ranks.totals import _TOGETHER
+from asyncrl.trainer.ranks.world import join
+from asyncrl.trainer.totals import StepTotals
 from benchmarks.machines.namespaces import why_not
-from trainer.errors import RankLost, TrainerError
-from trainer.ranks import ALONE, World
-from trainer.ranks.totals import _TOGETHER
-from trainer.ranks.world import join
-from trainer.totals import StepTotals
 
 SEVERAL = [one for one in RUNS if one[2] > 1]
 

@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from rollout.truncation import Truncation
-from trainer.algorithms.base import TokenBatch
-from trainer.algorithms.factory import make
-from trainer.config import TrainerConfig
-from trainer.head import LogitMap, Processing, process
+from asyncrl.rollout.truncation import Truncation
+from asyncrl.trainer.algorithms.base import TokenBatch
+from asyncrl.trainer.algorithms.factory import make
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.head import LogitMap, Processing, process
 
 
 def _batch(log_ratio: float, weight: float, *, advantage: float = 0.0) -> TokenBatch:
@@ -60,7 +60,7 @@ def test_a_batch_without_reference_is_refused() -> None:
 
 
 def test_kl_of_two_nuclei_is_finite_and_bounded_from_below() -> None:
-    """The definition of `trainer.algorithms.reference_kl`, with what `trainer.head` computes."""
+    """The definition of `asyncrl.trainer.algorithms.reference_kl`, on the head's results."""
     nucleus = Processing(LogitMap(), Truncation(top_p=0.9))
     everything = torch.arange(12)
     generator = torch.Generator().manual_seed(1)

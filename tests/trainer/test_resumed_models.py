@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout.trajectory import Trajectory
-from trainer.config import TrainerConfig
-from trainer.errors import CheckpointError
-from trainer.learner import Learner
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import CheckpointError
+from asyncrl.trainer.learner import Learner
 
 COMMON = {"device": "cpu", "learning_rate": 1e-2}
 PPO = {"algorithm": "ppo", "ppo_epochs": 2, "minibatches": 2}

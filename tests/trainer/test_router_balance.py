@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer.algorithms.base import TokenBatch
-from trainer.algorithms.factory import make
-from trainer.config import TrainerConfig
-from trainer.errors import UnsupportedModelError
-from trainer.learner import Learner
-from trainer.packed_batch import PackedBatch
-from trainer.policy import Policy
-from trainer.router import why_no_routes
+from asyncrl.trainer.algorithms.base import TokenBatch
+from asyncrl.trainer.algorithms.factory import make
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import UnsupportedModelError
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.router import why_no_routes
 
 CPU = torch.device("cpu")
 COEFFICIENT = 0.3

@@ -20,11 +20,11 @@ from sharded_learner import CASES, RESUMED, RUNS
 from threaded_world import ThreadedWorld
 from transformers import AutoModelForCausalLM
 
-from trainer.checkpoint_files import path_of
-from trainer.config import TrainerConfig
-from trainer.export import export
-from trainer.sharding.lockstep import Act, Has, Word, decided
-from trainer.sharding.policy import one_by_one
+from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.export import export
+from asyncrl.trainer.sharding.lockstep import Act, Has, Word, decided
+from asyncrl.trainer.sharding.policy import one_by_one
 
 SEVERAL = [one for one in RUNS if one[2] > 1]
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.trajectory import Trajectory
-from trainer import checkpoint, snapshot
-from trainer.config import TrainerConfig
-from trainer.learner import Learner
-from trainer.ranks.network import this_machine
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer import checkpoint, snapshot
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.ranks.network import this_machine
 
 GroupOf = Callable[..., list[Trajectory]]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer import tiled_attention
-from trainer.packing import Family, Layout
+from asyncrl.trainer import tiled_attention
+from asyncrl.trainer.packing import Family, Layout
 
 
 def whole_sequences(parts: list[Tensor], layout: Layout, scale: float | None) -> Tensor:

@@ -12,17 +12,17 @@ import torch
 from plain_policies import Group, make_learner, plain_model
 from turns_of import Rows, plain_scores, trained_of, turn_batch
 
-from rollout.contexts import contexts_of, longest_response
-from rollout.trajectory import Provenance, Segment
-from trainer.algorithms.base import Algorithm, LossSums, StepSums, TokenBatch, finisher
-from trainer.algorithms.factory import make
-from trainer.algorithms.registry import has_critic, known_algorithms
-from trainer.config import TrainerConfig
-from trainer.errors import BatchError
-from trainer.group_check import check_trajectory
-from trainer.learner import Learner
-from trainer.optimizer import scale_and_clip
-from trainer.packed_batch import PackedBatch
+from asyncrl.rollout.contexts import contexts_of, longest_response
+from asyncrl.rollout.trajectory import Provenance, Segment
+from asyncrl.trainer.algorithms.base import Algorithm, LossSums, StepSums, TokenBatch, finisher
+from asyncrl.trainer.algorithms.factory import make
+from asyncrl.trainer.algorithms.registry import has_critic, known_algorithms
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.errors import BatchError
+from asyncrl.trainer.group_check import check_trajectory
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.optimizer import scale_and_clip
+from asyncrl.trainer.packed_batch import PackedBatch
 
 ModelPath = Callable[[str], str]
 CPU = torch.device("cpu")

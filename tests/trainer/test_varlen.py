@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer import varlen
-from trainer.packing import Family, Layout, packed_attention
+from asyncrl.trainer import varlen
+from asyncrl.trainer.packing import Family, Layout, packed_attention
 
 FAMILIES = [
     pytest.param([7, 3, 5], (), id="own prompts"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wire.atomic_files import replacing, write_atomically
+from asyncrl.wire.atomic_files import replacing, write_atomically
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_failed_replacement_leaves_the_old_contents_and_nothing_else(tmp_path:
 
 
 def test_a_private_file_is_private_from_the_start(tmp_path: Path) -> None:
-    path = tmp_path / "cache.snapshot"
+    path = tmp_path / "asyncrl.cache.snapshot"
     with replacing(path, mode=0o600) as file:
         file.write(b"tokens")
         (temporary,) = tmp_path.iterdir()

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from wire.weights.broadcast import checksum as checksum_module
-from wire.weights.broadcast.checksum import checksum
-from wire.weights.fingerprint import pseudo_random
+from asyncrl.wire.weights.broadcast import checksum as checksum_module
+from asyncrl.wire.weights.broadcast.checksum import checksum
+from asyncrl.wire.weights.fingerprint import pseudo_random
 
 
 def test_the_checksum_is_the_same_by_each_way_and_shows_one_bit() -> None:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from broadcast_trainer import CHUNK, SECONDS, holds, read_all, trainer
 
-from wire.weights import reader
-from wire.weights.broadcast import sending
-from wire.weights.broadcast.desk import Refusal
-from wire.weights.broadcast.groups import Limits
-from wire.weights.broadcast.meeting import CheckIn
-from wire.weights.broadcast.words import Word
-from wire.weights.reader import WeightBuffer
+from asyncrl.wire.weights import reader
+from asyncrl.wire.weights.broadcast import sending
+from asyncrl.wire.weights.broadcast.desk import Refusal
+from asyncrl.wire.weights.broadcast.groups import Limits
+from asyncrl.wire.weights.broadcast.meeting import CheckIn
+from asyncrl.wire.weights.broadcast.words import Word
+from asyncrl.wire.weights.reader import WeightBuffer
 
 
 @pytest.fixture

@@ -10,9 +10,16 @@ from hostile_frames import CORPUS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.trajectory import SampleId, Segment
-from wire.decoding import FrameDecoder, FrameRefused, Reason
-from wire.messages import control, data, from_generator, from_trainer, to_generator, to_trainer
+from asyncrl.rollout.trajectory import SampleId, Segment
+from asyncrl.wire.decoding import FrameDecoder, FrameRefused, Reason
+from asyncrl.wire.messages import (
+    control,
+    data,
+    from_generator,
+    from_trainer,
+    to_generator,
+    to_trainer,
+)
 
 UNIONS = {
     "from generator": from_generator.FromGenerator,

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wire.weights import fingerprint as module
-from wire.weights.fingerprint import (
+from asyncrl.wire.weights import fingerprint as module
+from asyncrl.wire.weights.fingerprint import (
     PROBES,
     MatrixSums,
     collect,
@@ -18,7 +18,7 @@ from wire.weights.fingerprint import (
     probe_of,
     sums_of,
 )
-from wire.weights.layout import TensorDigest
+from asyncrl.wire.weights.layout import TensorDigest
 
 MASK = (1 << 64) - 1
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

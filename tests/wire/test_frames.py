@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.trajectory import (
+from asyncrl.rollout.trajectory import (
     Provenance,
     SampleId,
     Segment,
@@ -14,7 +14,7 @@ from rollout.trajectory import (
     TrajectoryBuilder,
     VerifiableTrajectory,
 )
-from wire.frames import (
+from asyncrl.wire.frames import (
     DIGEST_BYTES,
     decode_tokens,
     decode_trajectory,
@@ -23,7 +23,7 @@ from wire.frames import (
     encode_trajectory,
     max_delivery_bytes,
 )
-from wire.messages.data import TrajectoryDelivery
+from asyncrl.wire.messages.data import TrajectoryDelivery
 
 
 def trajectory(topk: int = 2) -> VerifiableTrajectory:

@@ -12,10 +12,10 @@ import zmq
 import zmq.asyncio
 from hostile_frames import CORPUS, raw_peer
 
-from wire import Hub, Line, RunKey, RuntimeDirectory
-from wire.decoding import Reason
-from wire.messages import from_generator, to_generator
-from wire.refusals import LIMIT, Refusals
+from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
+from asyncrl.wire.decoding import Reason
+from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.refusals import LIMIT, Refusals
 
 GOODBYE = from_generator.Goodbye("g")
 

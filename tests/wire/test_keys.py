@@ -14,12 +14,12 @@ import zmq
 import zmq.asyncio
 from hostile_frames import raw_peer
 
-from wire import Hub, Line, NoReply, RunKey, RuntimeDirectory
-from wire.decoding import Reason
-from wire.errors import KeyUnusable
-from wire.keys import HubKeys, LineKeys
-from wire.messages import from_generator, to_generator
-from wire.refusals import Refusals
+from asyncrl.wire import Hub, Line, NoReply, RunKey, RuntimeDirectory
+from asyncrl.wire.decoding import Reason
+from asyncrl.wire.errors import KeyUnusable
+from asyncrl.wire.keys import HubKeys, LineKeys
+from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.refusals import Refusals
 
 KEY, OTHER_RUN = RunKey.new(), RunKey.new()
 GOODBYE = from_generator.Goodbye("g")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.noise_floor import NoiseFloor
+from asyncrl.wire.noise_floor import NoiseFloor
 
 
 @st.composite

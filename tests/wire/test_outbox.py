@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollout.trajectory import SampleId
-from wire import Hub, Line, RunKey, RuntimeDirectory
-from wire.decoding import FrameDecoder, FrameRefused, Reason
-from wire.messages import from_generator, to_generator
-from wire.outbox import MAX_BYTES, MAX_MESSAGES, ONE_PART, Outbox, body_of
-from wire.parts import split
-from wire.refusals import Refusals
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
+from asyncrl.wire.decoding import FrameDecoder, FrameRefused, Reason
+from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.outbox import MAX_BYTES, MAX_MESSAGES, ONE_PART, Outbox, body_of
+from asyncrl.wire.parts import split
+from asyncrl.wire.refusals import Refusals
 
 KEY = RunKey.new()
 DECODER: FrameDecoder[Any] = FrameDecoder(to_generator.ToGenerator, max_bytes=8 << 20)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.trajectory import SampleId
-from wire import Hub, Line, RunKey, RuntimeDirectory
-from wire.decoding import FrameRefused, Reason
-from wire.messages import from_generator, to_generator
-from wire.parts import PART_BYTES, join, split
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
+from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.parts import PART_BYTES, join, split
 
 
 @given(st.integers(0, 3), st.integers(-2, 2))

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 import torch
 
-from wire.errors import PublishError, WeightsReadError, WeightsSupersededError
-from wire.weights.layout import WeightManifest
-from wire.weights.reader import WeightBuffer
-from wire.weights.writer import WeightPublisher, published
+from asyncrl.wire.errors import PublishError, WeightsReadError, WeightsSupersededError
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.reader import WeightBuffer
+from asyncrl.wire.weights.writer import WeightPublisher, published
 
 
 def _weights(fill: float) -> list[tuple[str, torch.Tensor]]:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from step_records import full_step
 
-from wire.records import StepMetrics, TokenCounts, TrainerTimes
-from wire.reward_counts import RewardCounts
+from asyncrl.wire.records import StepMetrics, TokenCounts, TrainerTimes
+from asyncrl.wire.reward_counts import RewardCounts
 
 counts = st.builds(
     TokenCounts,

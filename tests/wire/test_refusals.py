@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from fake_clock import FakeClock
 
-from wire.decoding import FrameRefused, Reason
-from wire.refusals import LIMIT, MAX_SENDERS, Refusals
+from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.refusals import LIMIT, MAX_SENDERS, Refusals
 
 NONSENSE = FrameRefused(Reason.MALFORMED, "it is no MessagePack")
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wire import RunKey
-from wire.decoding import FrameRefused, Reason
-from wire.errors import SessionFull
-from wire.refusals import Refusals
-from wire.sessions.bundles import (
+from asyncrl.wire import RunKey
+from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.errors import SessionFull
+from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.sessions.bundles import (
     EXTRA_BYTES,
     GATHER_SECONDS,
     MAX_BYTES,
@@ -22,9 +22,9 @@ from wire.sessions.bundles import (
     entries_of,
     is_bundle,
 )
-from wire.sessions.frames import AGAIN, HEADER_BYTES, header_of, is_urgent
-from wire.sessions.peers import SessionPeers
-from wire.sessions.session import (
+from asyncrl.wire.sessions.frames import AGAIN, HEADER_BYTES, header_of, is_urgent
+from asyncrl.wire.sessions.peers import SessionPeers
+from asyncrl.wire.sessions.session import (
     ACK_FRAMES,
     ACK_SECONDS,
     MAX_PATIENCE_SECONDS,

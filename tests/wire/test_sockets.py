@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rollout.trajectory import SampleId
-from wire import Hub, Line, NoReply, RunKey, RuntimeDirectory, Unreachable
-from wire.addresses import is_private, remove_stale_directories, runtime_directory_of
-from wire.errors import KeyUnusable
-from wire.keys import HubKeys
-from wire.messages import from_generator, to_generator
-from wire.weights.layout import Fingerprint
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire import Hub, Line, NoReply, RunKey, RuntimeDirectory, Unreachable
+from asyncrl.wire.addresses import is_private, remove_stale_directories, runtime_directory_of
+from asyncrl.wire.errors import KeyUnusable
+from asyncrl.wire.keys import HubKeys
+from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.weights.layout import Fingerprint
 
 KEY = RunKey.new()
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.trajectory import KeptTokens, SampleId
-from wire.unfinished import (
+from asyncrl.rollout.trajectory import KeptTokens, SampleId
+from asyncrl.wire.unfinished import (
     UnfinishedRefused,
     UnfinishedSample,
     read_index,

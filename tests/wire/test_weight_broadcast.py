@@ -23,17 +23,17 @@ import torch
 from broadcast_member import Command, Report
 from broadcast_trainer import CHUNK, LIMITS, SECONDS, holds, read_all, trainer, weights
 
-from wire.errors import WeightsReadError, WeightsSupersededError
-from wire.weights import reader
-from wire.weights.broadcast import sending
-from wire.weights.broadcast.groups import GlooGroup, Limits, backend_of
-from wire.weights.broadcast.sending import WeightSender
-from wire.weights.broadcast.words import Outcome
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import WeightManifest
-from wire.weights.reader import WeightBuffer
-from wire.weights.writer import WeightPublisher
-from wire.wrong_policy import compare_weights
+from asyncrl.wire.errors import WeightsReadError, WeightsSupersededError
+from asyncrl.wire.weights import reader
+from asyncrl.wire.weights.broadcast import sending
+from asyncrl.wire.weights.broadcast.groups import GlooGroup, Limits, backend_of
+from asyncrl.wire.weights.broadcast.sending import WeightSender
+from asyncrl.wire.weights.broadcast.words import Outcome
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.reader import WeightBuffer
+from asyncrl.wire.weights.writer import WeightPublisher
+from asyncrl.wire.wrong_policy import compare_weights
 
 PATIENCE = 0.3
 """Of a sender that waits for somebody who never comes."""

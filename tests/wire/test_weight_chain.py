@@ -7,9 +7,9 @@ from chain_world import TIMING, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wire.messages.chain import Ask
-from wire.weights.chain.receiving import Receiving
-from wire.weights.chain.serving import MAX_ASKS, WAITING_SECONDS, Serving, State
+from asyncrl.wire.messages.chain import Ask
+from asyncrl.wire.weights.chain.receiving import Receiving
+from asyncrl.wire.weights.chain.serving import MAX_ASKS, WAITING_SECONDS, Serving, State
 
 CHUNKS = 150
 TICKS = 4

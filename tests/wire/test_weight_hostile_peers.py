@@ -13,11 +13,11 @@ import pytest
 import zmq
 from weight_cluster import CHUNK, KEY, SECONDS, Cluster, same
 
-from wire.messages.chain import Ask, Chunk, Gone, Parent
-from wire.sockets import identify
-from wire.weights.chain.node import Received
-from wire.weights.chain.receiving import Timing
-from wire.weights.chunks import name_of
+from asyncrl.wire.messages.chain import Ask, Chunk, Gone, Parent
+from asyncrl.wire.sockets import identify
+from asyncrl.wire.weights.chain.node import Received
+from asyncrl.wire.weights.chain.receiving import Timing
+from asyncrl.wire.weights.chunks import name_of
 
 
 @pytest.fixture

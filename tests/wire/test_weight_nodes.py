@@ -13,7 +13,7 @@ import torch
 import zmq
 from weight_cluster import CHUNK, KEY, LARGE, SECONDS, Cluster, same, weights
 
-from wire.errors import (
+from asyncrl.wire.errors import (
     KeyUnusable,
     PublishError,
     WeightsNotReceivedError,
@@ -21,16 +21,16 @@ from wire.errors import (
     WeightsSupersededError,
     WireError,
 )
-from wire.messages.chain import Ask, Parent
-from wire.weights import delta
-from wire.weights.chain.node import WeightNode
-from wire.weights.chain.published import PublishedVersions
-from wire.weights.chain.receiving import Timing
-from wire.weights.chain.serving import State
-from wire.weights.chain.source import WeightSource
-from wire.weights.chunks import Grid, checksum, name_of
-from wire.weights.layout import WRITING, WeightManifest
-from wire.weights.writer import WeightPublisher
+from asyncrl.wire.messages.chain import Ask, Parent
+from asyncrl.wire.weights import delta
+from asyncrl.wire.weights.chain.node import WeightNode
+from asyncrl.wire.weights.chain.published import PublishedVersions
+from asyncrl.wire.weights.chain.receiving import Timing
+from asyncrl.wire.weights.chain.serving import State
+from asyncrl.wire.weights.chain.source import WeightSource
+from asyncrl.wire.weights.chunks import Grid, checksum, name_of
+from asyncrl.wire.weights.layout import WRITING, WeightManifest
+from asyncrl.wire.weights.writer import WeightPublisher
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from wire.weights.layout import Fingerprint, TensorDigest
-from wire.wrong_policy import (
+from asyncrl.wire.weights.layout import Fingerprint, TensorDigest
+from asyncrl.wire.wrong_policy import (
     TokenizerDigest,
     compare_tokenizers,
     compare_weights,

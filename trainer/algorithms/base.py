@@ -4,9 +4,10 @@ Shapes: G samples in a group; N response tokens of one micro-batch, packed one a
 that no policy has drawn (`Trajectory.trained`) are not among them, and in no length or denominator.
 
 An algorithm never divides. `loss` returns **sums**, and the learner divides by the step's loss
-denominator, which is known only when the step's last group has arrived (`trainer.normalization`).
-Groups whose advantages are all 0 count in the denominator, whether they are computed or not.
-An empty batch (N = 0) has loss 0 and all sums 0; the learner does not run the model for it.
+denominator, which is known only when the step's last group has arrived
+(`asyncrl.trainer.normalization`). Groups whose advantages are all 0 count in the denominator,
+whether they are computed or not. An empty batch (N = 0) has loss 0 and all sums 0; the learner does
+not run the model for it.
 
 A loss may depend on numbers that only the whole step has, such as the mean of its advantages, if
 its gradient is a sum of parts with such numbers as factors. `loss` then returns the further parts
@@ -65,7 +66,7 @@ class TokenBatch:
     are not divided between micro-batches. None: all tokens are of one sample."""
     importance: Tensor | None = None
     """`[N]` what the correction makes of the ratio of current and behaviour probability, without a
-    gradient (`trainer.corrections`). None: 1."""
+    gradient (`asyncrl.trainer.corrections`). None: 1."""
     kept: Tensor | None = None
     """`[N]` 0 where the correction leaves a token out, else 1. None: 1."""
     proximal_logprobs: Tensor | None = None

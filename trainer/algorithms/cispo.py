@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from trainer.algorithms.base import (
+from asyncrl.trainer.algorithms.base import (
     LossSums,
     Rewards,
     Signal,
@@ -26,8 +26,8 @@ from trainer.algorithms.base import (
     centred,
     per_group_std,
 )
-from trainer.algorithms.losses import kept, weighted_logprobs
-from trainer.config import TrainerConfig
+from asyncrl.trainer.algorithms.losses import kept, weighted_logprobs
+from asyncrl.trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from trainer.algorithms.base import LossSums, Signal, TokenBatch
-from trainer.algorithms.losses import Clip, decoupled
-from trainer.config import TrainerConfig
+from asyncrl.trainer.algorithms.base import LossSums, Signal, TokenBatch
+from asyncrl.trainer.algorithms.losses import Clip, decoupled
+from asyncrl.trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Clipped:
         return self.proximal_policy == "current"
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        """Summed loss of the equations in `trainer.algorithms.grpo`."""
+        """Summed loss of the equations in `asyncrl.trainer.algorithms.grpo`."""
         clip = Clip(self.clip_ratio_low, self.clip_ratio_high, self.dual_clip)
         if self.proximal_policy == "behaviour":
             return clip.loss(batch, torch.exp(batch.logprobs - batch.behaviour_logprobs))

@@ -5,7 +5,7 @@
 
 These are GRPO's equations with DAPO's defaults: `proximal_policy: behaviour`, `clip_ratio_high:
 0.28`, `loss_normalization: token`. Overlong shaping (eq. 13) is `trainer.overlong_buffer`, for any
-algorithm (`trainer.algorithms.overlong`), and dynamic sampling, for any algorithm too,
+algorithm (`asyncrl.trainer.algorithms.overlong`), and dynamic sampling, for any algorithm too,
 is `scheduler.dynamic_sampling`: without it groups without signal are counted and reported, and take
 part in the denominator. Empty batch: loss 0.
 """
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.algorithms.grpo import Grpo
+from asyncrl.trainer.algorithms.grpo import Grpo
 
 
 @dataclass(frozen=True, slots=True)
 class Dapo(Grpo):
-    """GRPO with the defaults that `trainer.algorithms.registry` has for `dapo`."""
+    """GRPO with the defaults that `asyncrl.trainer.algorithms.registry` has for `dapo`."""

@@ -5,7 +5,7 @@
 
 The denominator of the paper is samples times a constant, the longest response; with
 `loss_normalization: sample`, its default here, it is the samples, and the constant belongs to the
-learning rate (AdamW ignores it). The loss of a token is GRPO's (`trainer.algorithms.grpo`).
+learning rate (AdamW ignores it). The loss of a token is GRPO's (`asyncrl.trainer.algorithms.grpo`).
 On-policy the gradient is (G - 1) / G times an unbiased one. Empty batch: loss 0.
 """
 
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.algorithms.grpo import Grpo
+from asyncrl.trainer.algorithms.grpo import Grpo
 
 
 @dataclass(frozen=True, slots=True)
 class DrGrpo(Grpo):
-    """GRPO, for which `trainer.config` refuses `advantage_normalization: std`."""
+    """GRPO, for which `asyncrl.trainer.config` refuses `advantage_normalization: std`."""

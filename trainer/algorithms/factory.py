@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import cast
 
-from trainer import corrections
-from trainer.algorithms.base import Algorithm
-from trainer.algorithms.reference_kl import WithReferenceKl
-from trainer.algorithms.registry import class_of
-from trainer.algorithms.router_balance import WithRouterBalance
-from trainer.config import TrainerConfig
-from trainer.corrections.apply import Corrected
+from asyncrl.trainer import corrections
+from asyncrl.trainer.algorithms.base import Algorithm
+from asyncrl.trainer.algorithms.reference_kl import WithReferenceKl
+from asyncrl.trainer.algorithms.registry import class_of
+from asyncrl.trainer.algorithms.router_balance import WithRouterBalance
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.corrections.apply import Corrected
 
 
 def make(config: TrainerConfig) -> Algorithm:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from trainer.algorithms.base import (
+from asyncrl.trainer.algorithms.base import (
     Finish,
     LossSums,
     Rewards,
@@ -23,8 +23,8 @@ from trainer.algorithms.base import (
     TokenBatch,
     centred,
 )
-from trainer.algorithms.losses import importance, weighted_logprobs
-from trainer.config import TrainerConfig
+from asyncrl.trainer.algorithms.losses import importance, weighted_logprobs
+from asyncrl.trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from trainer.algorithms.base import Rewards, centred, per_group_std
-from trainer.algorithms.clipped import Clipped
-from trainer.config import TrainerConfig
+from asyncrl.trainer.algorithms.base import Rewards, centred, per_group_std
+from asyncrl.trainer.algorithms.clipped import Clipped
+from asyncrl.trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from trainer.algorithms.base import (
+from asyncrl.trainer.algorithms.base import (
     LossSums,
     Rewards,
     Signal,
@@ -28,9 +28,9 @@ from trainer.algorithms.base import (
     centred,
     per_group_std,
 )
-from trainer.algorithms.losses import Clip
-from trainer.algorithms.sequences import owners_of, sample_means
-from trainer.config import TrainerConfig
+from asyncrl.trainer.algorithms.losses import Clip
+from asyncrl.trainer.algorithms.sequences import owners_of, sample_means
+from asyncrl.trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)

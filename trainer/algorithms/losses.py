@@ -1,6 +1,6 @@
 """Losses that several algorithms share: score function, clipped ratio, weighted log-probability.
 
-Shapes as in `trainer.algorithms.base`. With current probability p, behaviour probability b,
+Shapes as in `asyncrl.trainer.algorithms.base`. With current probability p, behaviour probability b,
 advantage A, the token's weight v, and what the correction gives (importance w, kept m):
 
     score function   -v w A u,  u = p / sg(p)          its gradient is -v w A grad log p
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainer.algorithms.base import LossSums, TokenBatch
+from asyncrl.trainer.algorithms.base import LossSums, TokenBatch
 
 
 def importance(batch: TokenBatch) -> Tensor:

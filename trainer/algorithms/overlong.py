@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.algorithms.base import Rewards
+from asyncrl.trainer.algorithms.base import Rewards
 
 
 def overlong_penalties(lengths: Rewards, *, longest: int, buffer: int) -> Rewards:

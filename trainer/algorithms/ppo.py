@@ -1,7 +1,7 @@
 """PPO with a critic (arXiv 1707.06347), for tokens (InstructGPT, 2203.02155).
 
-A[t] is the generalised advantage estimate of token t (`trainer.gae`) with the values of the critic
-as it is when the step begins. With current probability p, behaviour probability b, and x the
+A[t] is the generalised advantage estimate of token t (`asyncrl.trainer.gae`) with the values of the
+critic as it is when the step begins. With current probability p, behaviour probability b, and x the
 probability under the policy of the step's start:
 
     A    = (A - mean) / std over the tokens of the step     advantage_normalization: std
@@ -27,11 +27,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from trainer.algorithms.base import Finish, LossSums, Rewards, Signal, StepSums, TokenBatch
-from trainer.algorithms.clipped import Clipped
-from trainer.algorithms.losses import score_function
-from trainer.algorithms.reinforce_plus_plus import MOMENTS, UNIT, moments, normalising_factors
-from trainer.config import TrainerConfig
+from asyncrl.trainer.algorithms.base import Finish, LossSums, Rewards, Signal, StepSums, TokenBatch
+from asyncrl.trainer.algorithms.clipped import Clipped
+from asyncrl.trainer.algorithms.losses import score_function
+from asyncrl.trainer.algorithms.reinforce_plus_plus import (
+    MOMENTS,
+    UNIT,
+    moments,
+    normalising_factors,
+)
+from asyncrl.trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)

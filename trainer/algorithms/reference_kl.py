@@ -1,8 +1,8 @@
 """The KL penalty towards a reference model, with the loss of any algorithm.
 
 For a token with current log-probability log p and log-probability log r under the reference (the
-initial model, or what `trainer.reference` makes of it), the estimators of Schulman's "Approximating
-KL divergence":
+initial model, or what `asyncrl.trainer.reference` makes of it), the estimators of Schulman's
+"Approximating KL divergence":
 
     k1 = log(p / r)                        of either sign
     k2 = log(p / r)^2 / 2                  never negative
@@ -44,7 +44,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from trainer.algorithms.base import (
+from asyncrl.trainer.algorithms.base import (
     Algorithm,
     LossSums,
     Rewards,
@@ -52,7 +52,7 @@ from trainer.algorithms.base import (
     TokenBatch,
     finisher,
 )
-from trainer.algorithms.sequences import owners_of, sums_to_go
+from asyncrl.trainer.algorithms.sequences import owners_of, sums_to_go
 
 _SIGNALS = {
     "policy_loss": Signal("loss without the KL penalty", per="loss", of_loss=True),

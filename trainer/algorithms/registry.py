@@ -38,25 +38,25 @@ _CLIPS = ("clip_ratio_low", "clip_ratio_high", "dual_clip")
 _NO_DUAL_CLIP = {"dual_clip": None}
 
 _ENTRIES = {
-    "grpo": Entry("trainer.algorithms.grpo:Grpo", 2),
+    "grpo": Entry("asyncrl.trainer.algorithms.grpo:Grpo", 2),
     "dr_grpo": Entry(
-        "trainer.algorithms.dr_grpo:DrGrpo",
+        "asyncrl.trainer.algorithms.dr_grpo:DrGrpo",
         2,
         defaults={"loss_normalization": "sample", **_UNSCALED},
         only=_UNSCALED,
     ),
     "dapo": Entry(
-        "trainer.algorithms.dapo:Dapo", 2, defaults={"clip_ratio_high": 0.28, **_BEHAVIOUR}
+        "asyncrl.trainer.algorithms.dapo:Dapo", 2, defaults={"clip_ratio_high": 0.28, **_BEHAVIOUR}
     ),
     "reinforce": Entry(
-        "trainer.algorithms.reinforce:Reinforce",
+        "asyncrl.trainer.algorithms.reinforce:Reinforce",
         2,
         defaults=_UNSCALED,
         only={**_CURRENT, **_UNSCALED},
         unused=_CLIPS,
     ),
     "rloo": Entry(
-        "trainer.algorithms.rloo:Rloo",
+        "asyncrl.trainer.algorithms.rloo:Rloo",
         2,
         defaults={
             "loss_normalization": "sample",
@@ -67,20 +67,20 @@ _ENTRIES = {
         unused=_CLIPS,
     ),
     "reinforce_plus_plus": Entry(
-        "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
+        "asyncrl.trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
         only={**_CURRENT, **_NORMALISED},
         unused=_CLIPS,
         normalises="always",
     ),
     "reinforce_plus_plus_baseline": Entry(
-        "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
+        "asyncrl.trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
         2,
         only={**_CURRENT, **_NORMALISED},
         unused=_CLIPS,
         normalises="always",
     ),
     "gspo": Entry(
-        "trainer.algorithms.gspo:Gspo",
+        "asyncrl.trainer.algorithms.gspo:Gspo",
         2,
         defaults={
             "clip_ratio_low": 3e-4,
@@ -91,14 +91,14 @@ _ENTRIES = {
         only={**_BEHAVIOUR, **_NO_DUAL_CLIP},
     ),
     "cispo": Entry(
-        "trainer.algorithms.cispo:Cispo",
+        "asyncrl.trainer.algorithms.cispo:Cispo",
         2,
         defaults={"clip_ratio_low": 1.0, "clip_ratio_high": 4.0, **_BEHAVIOUR},
         only={**_BEHAVIOUR, **_NO_DUAL_CLIP},
     ),
-    "ppo": Entry("trainer.algorithms.ppo:Ppo", critic=True, normalises="std"),
+    "ppo": Entry("asyncrl.trainer.algorithms.ppo:Ppo", critic=True, normalises="std"),
     "gpg": Entry(
-        "trainer.algorithms.gpg:Gpg",
+        "asyncrl.trainer.algorithms.gpg:Gpg",
         2,
         defaults=_UNSCALED,
         only={**_CURRENT, **_UNSCALED},

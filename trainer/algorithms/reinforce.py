@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from trainer.algorithms.base import LossSums, Rewards, Signal, TokenBatch, leave_one_out
-from trainer.algorithms.losses import importance, weighted_logprobs
-from trainer.config import TrainerConfig
+from asyncrl.trainer.algorithms.base import LossSums, Rewards, Signal, TokenBatch, leave_one_out
+from asyncrl.trainer.algorithms.losses import importance, weighted_logprobs
+from asyncrl.trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from typing import ClassVar, Self
 import numpy as np
 from torch import Tensor
 
-from trainer.algorithms.base import (
+from asyncrl.trainer.algorithms.base import (
     STD_EPSILON,
     Finish,
     LossSums,
@@ -45,8 +45,8 @@ from trainer.algorithms.base import (
     TokenBatch,
     centred,
 )
-from trainer.algorithms.losses import score_function
-from trainer.config import TrainerConfig
+from asyncrl.trainer.algorithms.losses import score_function
+from asyncrl.trainer.config import TrainerConfig
 
 UNIT = "unit"
 """The part of the loss in which every advantage is 1."""

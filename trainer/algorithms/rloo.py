@@ -3,8 +3,8 @@
     A_i  = r_i - mean over j != i of r_j
     loss = -sg(W) * A * sum of log p over the sample,    W = correction of its p / b as a whole
 
-The equations of `trainer.algorithms.reinforce` with the paper's view of a sample as one action:
-`loss_normalization: sample`, `correction: sequence_truncated`. So its gradient is unbiased
+The equations of `asyncrl.trainer.algorithms.reinforce` with the paper's view of a sample as one
+action: `loss_normalization: sample`, `correction: sequence_truncated`. So its gradient is unbiased
 on-policy, and for stale samples too where no weight reaches `importance_cap`. Empty batch: loss 0.
 """
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.algorithms.reinforce import Reinforce
+from asyncrl.trainer.algorithms.reinforce import Reinforce
 
 
 @dataclass(frozen=True, slots=True)
 class Rloo(Reinforce):
-    """`Reinforce` with the defaults that `trainer.algorithms.registry` has for `rloo`."""
+    """`Reinforce` with the defaults that `asyncrl.trainer.algorithms.registry` has for `rloo`."""

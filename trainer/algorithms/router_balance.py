@@ -23,8 +23,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.algorithms.base import Algorithm, LossSums, Rewards, Signal, TokenBatch, finisher
-from trainer.algorithms.sequences import owners_of
+from asyncrl.trainer.algorithms.base import (
+    Algorithm,
+    LossSums,
+    Rewards,
+    Signal,
+    TokenBatch,
+    finisher,
+)
+from asyncrl.trainer.algorithms.sequences import owners_of
 
 _SIGNALS = {
     "router_balance": Signal("imbalance of experts: 1 if all are used alike", per="loss"),

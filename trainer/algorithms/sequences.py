@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.algorithms.base import TokenBatch
+from asyncrl.trainer.algorithms.base import TokenBatch
 
 
 def owners_of(batch: TokenBatch) -> Tensor:

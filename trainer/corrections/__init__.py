@@ -20,10 +20,10 @@ not noisier. On-policy g is rounding, every weight is 1, and nothing is left out
 
 from __future__ import annotations
 
-from trainer.config import TrainerConfig
-from trainer.corrections.base import Correction, Uncorrected
-from trainer.corrections.sequence import SequenceMasked, SequenceRejected, SequenceTruncated
-from trainer.corrections.token import TokenMasked, TokenTruncated
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.corrections.base import Correction, Uncorrected
+from asyncrl.trainer.corrections.sequence import SequenceMasked, SequenceRejected, SequenceTruncated
+from asyncrl.trainer.corrections.token import TokenMasked, TokenTruncated
 
 __all__ = ["make"]
 

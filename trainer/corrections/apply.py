@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainer.algorithms.base import Algorithm, LossSums, Rewards, Signal, TokenBatch
-from trainer.algorithms.sequences import owners_of
-from trainer.corrections.base import Correction
+from asyncrl.trainer.algorithms.base import Algorithm, LossSums, Rewards, Signal, TokenBatch
+from asyncrl.trainer.algorithms.sequences import owners_of
+from asyncrl.trainer.corrections.base import Correction
 
 _OF_WEIGHTS = {
     "importance_capped": Signal("share of tokens whose weight was cut to `trainer.importance_cap`"),

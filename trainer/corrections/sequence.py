@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.algorithms.sequences import sample_means, sample_sums
-from trainer.corrections.base import Weights, inside, masked, truncated
+from asyncrl.trainer.algorithms.sequences import sample_means, sample_sums
+from asyncrl.trainer.corrections.base import Weights, inside, masked, truncated
 
 
 @dataclass(frozen=True, slots=True)

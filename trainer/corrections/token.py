@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.corrections.base import Weights, inside, masked, truncated
+from asyncrl.trainer.corrections.base import Weights, inside, masked, truncated
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ x ─┬─► W (stays as it is) ─────────────► + �
 ```
 
 The trainer computes both branches. What it publishes are A and B; `fingerprint` is that of the
-merged weights, which engines compute from them (`wire.weights.adapter`).
+merged weights, which engines compute from them (`asyncrl.wire.weights.adapter`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainer.errors import UnsupportedModelError
-from trainer.lora.config import LoraConfig
-from trainer.lora.files import adapter_settings
-from trainer.lora.tensors import read_adapter
-from wire.weights.adapter import Pair, layer_of, merged, names_of, served_apart
-from wire.weights.fingerprint import TensorSums, collect, fingerprint, sums_of
-from wire.weights.layout import Fingerprint, LoraSpec
+from asyncrl.trainer.errors import UnsupportedModelError
+from asyncrl.trainer.lora.config import LoraConfig
+from asyncrl.trainer.lora.files import adapter_settings
+from asyncrl.trainer.lora.tensors import read_adapter
+from asyncrl.wire.weights.adapter import Pair, layer_of, merged, names_of, served_apart
+from asyncrl.wire.weights.fingerprint import TensorSums, collect, fingerprint, sums_of
+from asyncrl.wire.weights.layout import Fingerprint, LoraSpec
 
 _NAME = "default"
 _BASE = ".base_layer."

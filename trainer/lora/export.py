@@ -11,14 +11,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from trainer.checkpoint_index import Index, read_index
-from trainer.checkpoint_manifest import Manifest
-from trainer.checkpoint_tensors import Box, load_tensors
-from trainer.errors import CheckpointError
-from trainer.lora.files import ADAPTER, CONFIG
-from wire.errors import WeightsReadError
-from wire.weights.adapter import Pair, merge, merged, pairs_of
-from wire.weights.fingerprint import TensorSums, collect, sums_of
+from asyncrl.trainer.checkpoint_index import Index, read_index
+from asyncrl.trainer.checkpoint_manifest import Manifest
+from asyncrl.trainer.checkpoint_tensors import Box, load_tensors
+from asyncrl.trainer.errors import CheckpointError
+from asyncrl.trainer.lora.files import ADAPTER, CONFIG
+from asyncrl.wire.errors import WeightsReadError
+from asyncrl.wire.weights.adapter import Pair, merge, merged, pairs_of
+from asyncrl.wire.weights.fingerprint import TensorSums, collect, sums_of
 
 _POLICY = "weights/policy/"
 

@@ -5,7 +5,8 @@ adapter_config.json         what it is, and which model it is of
 adapter_model.safetensors   base_model.model.LAYER.lora_A.weight and lora_B, of each layer
 ```
 
-`trainer.lora.tensors` has the tensors. Nothing is unpickled: `adapter_model.bin` is refused.
+`asyncrl.trainer.lora.tensors` has the tensors. Nothing is unpickled: `adapter_model.bin` is
+refused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.lora.config import LoraConfig
+from asyncrl.trainer.lora.config import LoraConfig
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trainer.lora.adapter import Adapter
-from trainer.packed_batch import PackedBatch
-from trainer.policy import Policy
-from trainer.reference import Reference
+from asyncrl.trainer.lora.adapter import Adapter
+from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.reference import Reference
 
 
 class InitialAdapter(Reference):

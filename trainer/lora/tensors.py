@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainer.errors import UnsupportedModelError
-from trainer.lora.config import LoraConfig
-from trainer.lora.files import PREFIX, TENSORS, why_not_started_from, write_settings
+from asyncrl.trainer.errors import UnsupportedModelError
+from asyncrl.trainer.lora.config import LoraConfig
+from asyncrl.trainer.lora.files import PREFIX, TENSORS, why_not_started_from, write_settings
 
 
 def read_adapter(directory: Path, config: LoraConfig) -> dict[str, Tensor]:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from trainer.lora.adapter import Adapter
-from trainer.policy import Policy
-from trainer.ranks.world import World
-from trainer.sharding.weights import Weights
-from wire.weights.layout import Fingerprint
+from asyncrl.trainer.lora.adapter import Adapter
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.ranks.world import World
+from asyncrl.trainer.sharding.weights import Weights
+from asyncrl.wire.weights.layout import Fingerprint
 
 
 class AdapterWeights(Weights):

@@ -1,5 +1,5 @@
 """Several processes, the ranks, that train one model together (docs/trainer.md, decision 0057)."""
 
-from trainer.ranks.world import ALONE, World
+from asyncrl.trainer.ranks.world import ALONE, World
 
 __all__ = ["ALONE", "World"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from trainer.checkpoint_tensors import Box
-from trainer.ranks.shards import Shards
-from trainer.ranks.world import World
+from asyncrl.trainer.checkpoint_tensors import Box
+from asyncrl.trainer.ranks.shards import Shards
+from asyncrl.trainer.ranks.world import World
 
 
 class Rows:
-    """A `trainer.training_state.Sharding`: the optimizer has this rank's rows of each parameter.
+    """A `training_state.Sharding`: the optimizer has this rank's rows of each parameter.
 
     Args:
         shards: what this rank has.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainer.ranks.world import World
+from asyncrl.trainer.ranks.world import World
 
 BUCKET_BYTES = 1 << 26
 """Of a parameter's gradients that are exchanged together: few exchanges, little extra memory."""

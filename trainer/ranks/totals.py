@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from trainer.ranks.world import World
-from trainer.totals import StepTotals, TokenSums
+from asyncrl.trainer.ranks.world import World
+from asyncrl.trainer.totals import StepTotals, TokenSums
 
 
 def of_all_ranks(own: StepTotals, world: World) -> StepTotals:

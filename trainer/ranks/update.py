@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.config import TrainerConfig
-from trainer.optimizer import make_adamw, take_step
-from trainer.ranks.rows import Rows
-from trainer.ranks.shards import Shards
-from trainer.ranks.world import World
-from trainer.sharding.rows import LocalRows
-from trainer.training_state import Sharding, Shardings, Unsharded
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.optimizer import make_adamw, take_step
+from asyncrl.trainer.ranks.rows import Rows
+from asyncrl.trainer.ranks.shards import Shards
+from asyncrl.trainer.ranks.world import World
+from asyncrl.trainer.sharding.rows import LocalRows
+from asyncrl.trainer.training_state import Sharding, Shardings, Unsharded
 
 
 class Update:

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.errors import RankLost, TrainerError
-from trainer.rank_network import LOOPBACK, is_loopback
-from trainer.ranks.network import Peer, check_peers, interface_in, listen_at, this_machine
+from asyncrl.trainer.errors import RankLost, TrainerError
+from asyncrl.trainer.rank_network import LOOPBACK, is_loopback
+from asyncrl.trainer.ranks.network import Peer, check_peers, interface_in, listen_at, this_machine
 
 _PREFIX = "rank-"
 

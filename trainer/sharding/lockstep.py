@@ -21,8 +21,8 @@ from typing import NamedTuple
 import msgspec
 import torch.distributed as dist
 
-from trainer.errors import RankLost
-from trainer.ranks.world import World
+from asyncrl.trainer.errors import RankLost
+from asyncrl.trainer.ranks.world import World
 
 
 class Has(enum.IntEnum):

@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from trainer.algorithms.base import LossSums, TokenBatch
-from trainer.micro_batches import Work
+from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from asyncrl.trainer.algorithms.base import LossSums, TokenBatch
+from asyncrl.trainer.micro_batches import Work
 
 _TOKENS = np.zeros(2, np.int32)
 """Every vocabulary has token 0."""

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainer.errors import TrainerError
-from trainer.head import TokenScores
-from trainer.host_memory import memory_left
-from trainer.packed_batch import PackedBatch
-from trainer.policy import Policy
-from trainer.ranks.world import World
-from trainer.sharding.blocks import ShardedModel
-from wire.weights.fingerprint import fingerprint
+from asyncrl.trainer.errors import TrainerError
+from asyncrl.trainer.head import TokenScores
+from asyncrl.trainer.host_memory import memory_left
+from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.ranks.world import World
+from asyncrl.trainer.sharding.blocks import ShardedModel
+from asyncrl.wire.weights.fingerprint import fingerprint
 
 logger = logging.getLogger(__name__)
 

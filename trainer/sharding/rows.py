@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint_tensors import Box
-from trainer.ranks.world import World
+from asyncrl.trainer.checkpoint_tensors import Box
+from asyncrl.trainer.ranks.world import World
 
 
 class LocalRows:
     """What an optimizer of one rank has of divided parameters.
 
-    A `trainer.training_state.Sharding`. Attribute: `rows`, this rank's of each, in its memory.
+    A `asyncrl.trainer.training_state.Sharding`. Attribute: `rows`, this rank's of each, in its
+    memory.
 
     Args:
         parameters: DTensors.

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint_tensors import Box
-from trainer.policy import Policy
-from trainer.ranks.world import World
-from trainer.sharding.rows import local, whole
-from wire.weights.fingerprint import (
+from asyncrl.trainer.checkpoint_tensors import Box
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.ranks.world import World
+from asyncrl.trainer.sharding.rows import local, whole
+from asyncrl.wire.weights.fingerprint import (
     MatrixSums,
     TensorSums,
     collect,
@@ -22,7 +22,7 @@ from wire.weights.fingerprint import (
     name_of,
     probe_columns,
 )
-from wire.weights.layout import Fingerprint
+from asyncrl.wire.weights.layout import Fingerprint
 
 
 class Weights:

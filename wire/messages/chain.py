@@ -10,12 +10,12 @@ from typing import Annotated
 
 import msgspec
 
-from wire.decoding import Count
-from wire.keys import LineKeys
+from asyncrl.wire.decoding import Count
+from asyncrl.wire.keys import LineKeys
 
 VersionName = Annotated[str, msgspec.Meta(min_length=1, max_length=40)]
-"""`wire.weights.chunks.name_of` a manifest: a trainer that replaces another may publish a policy
-version again."""
+"""`asyncrl.wire.weights.chunks.name_of` a manifest: a trainer that replaces another may publish a
+policy version again."""
 Crc32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 

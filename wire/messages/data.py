@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from rollout.trajectory import FinishReason, SampleId, Segment
-from wire.decoding import Count, Finite
+from asyncrl.rollout.trajectory import FinishReason, SampleId, Segment
+from asyncrl.wire.decoding import Count, Finite
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -15,9 +15,9 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class TrajectoryDelivery(Message, frozen=True):
     """One trajectory with its reward. Sent again until a `Received` names its sample.
 
-    `wire.frames` encodes and decodes it. Its arrays are bytes of a trajectory's arrays or of the
-    received message. The stored top-K does not travel: only verification reads it, and a delivered
-    trajectory is not verified any more. With L response tokens and P prompt tokens:
+    `asyncrl.wire.frames` encodes and decodes it. Its arrays are bytes of a trajectory's arrays or
+    of the received message. The stored top-K does not travel: only verification reads it, and a
+    delivered trajectory is not verified any more. With L response tokens and P prompt tokens:
     """
 
     step: int
@@ -31,7 +31,7 @@ class TrajectoryDelivery(Message, frozen=True):
     behaviour_logprobs: memoryview
     """`[L]` float32"""
     provenance: memoryview
-    """`[L]` uint8, `rollout.trajectory.Provenance`"""
+    """`[L]` uint8, `asyncrl.rollout.trajectory.Provenance`"""
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
     reward: float
@@ -41,7 +41,7 @@ class TrajectoryDelivery(Message, frozen=True):
     lineage: int = 0
     """Of the trainer that it is for; another one must not train on it."""
     contexts: tuple[Count, ...] = ()
-    """`rollout.trajectory.Trajectory.contexts`"""
+    """`asyncrl.rollout.trajectory.Trajectory.contexts`"""
 
 
 class Received(Message, frozen=True):

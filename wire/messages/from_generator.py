@@ -6,16 +6,16 @@ from typing import Annotated
 
 import msgspec
 
-from rollout.trajectory import FinishReason, SampleId
-from wire.decoding import Amount, Count, Finite
-from wire.environments import EnvironmentCounts
-from wire.evaluations import Verdict
-from wire.frames import DIGEST_BYTES
-from wire.noise_floor import NoiseFloor
-from wire.records import EngineStats
-from wire.reward_counts import RewardCounts
-from wire.weights.layout import Fingerprint
-from wire.wrong_policy import WrongPolicy
+from asyncrl.rollout.trajectory import FinishReason, SampleId
+from asyncrl.wire.decoding import Amount, Count, Finite
+from asyncrl.wire.environments import EnvironmentCounts
+from asyncrl.wire.evaluations import Verdict
+from asyncrl.wire.frames import DIGEST_BYTES
+from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.records import EngineStats
+from asyncrl.wire.reward_counts import RewardCounts
+from asyncrl.wire.weights.layout import Fingerprint
+from asyncrl.wire.wrong_policy import WrongPolicy
 
 
 class Message(msgspec.Struct, frozen=True, tag=lambda name: f"generator.{name}"):
@@ -48,7 +48,7 @@ class SampleFinished(Message, frozen=True):
     """Lowest policy version among its segments."""
     finish_reason: FinishReason
     digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-    """`wire.frames.digest_of` its contents; the trainer accepts these contents only."""
+    """`asyncrl.wire.frames.digest_of` its contents; the trainer accepts these contents only."""
 
 
 class SampleRewarded(Message, frozen=True):

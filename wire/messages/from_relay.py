@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.layout import WeightManifest
 
 
 class Message(msgspec.Struct, frozen=True, tag=lambda name: f"relay.{name}"):

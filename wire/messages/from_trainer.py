@@ -6,11 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from rollout.trajectory import SampleId
-from wire.decoding import Finite
-from wire.records import LearnerMetrics, TrainerTimes
-from wire.weights.layout import WeightManifest
-from wire.wrong_policy import WrongPolicy
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.decoding import Finite
+from asyncrl.wire.records import LearnerMetrics, TrainerTimes
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.wrong_policy import WrongPolicy
 
 CheckpointFault = Literal["disk_full", "quota", "read_only", "io_error", "hanging"]
 """Why a disk does not take a checkpoint; the label of `asyncrl_checkpoints_failed_total`."""

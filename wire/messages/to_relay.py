@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from wire.messages.chain import Parent
-from wire.messages.files import Server
-from wire.weights.layout import WeightManifest
+from asyncrl.wire.messages.chain import Parent
+from asyncrl.wire.messages.files import Server
+from asyncrl.wire.weights.layout import WeightManifest
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rollout.trajectory import SampleId
+from asyncrl.rollout.trajectory import SampleId
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -30,7 +30,7 @@ class ExpectedSample(msgspec.Struct, frozen=True):
     oldest_version: int
     """Lowest policy version among its segments."""
     digest: bytes
-    """`wire.frames.digest_of` its contents."""
+    """`asyncrl.wire.frames.digest_of` its contents."""
 
 
 class Expect(Message, frozen=True):

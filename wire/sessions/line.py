@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from wire.decoding import FrameRefused
-from wire.keys import LineKeys
-from wire.parts import join, split
-from wire.refusals import Refusals
-from wire.sessions.bundles import EXTRA_BYTES
-from wire.sessions.end import SessionEnd
-from wire.sockets import LINE_BYTES, Line, error_of
+from asyncrl.wire.decoding import FrameRefused
+from asyncrl.wire.keys import LineKeys
+from asyncrl.wire.parts import join, split
+from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.sessions.bundles import EXTRA_BYTES
+from asyncrl.wire.sessions.end import SessionEnd
+from asyncrl.wire.sockets import LINE_BYTES, Line, error_of
 
 In = TypeVar("In")
 

@@ -5,7 +5,8 @@ one is heard of later, so a route changes to relays that were heard of later onl
 lost relay had under way changes nothing. When it changes, both ends send again what may be lost.
 
 What a relay can do: it carries the passes of its own node's children, so it can speak for these.
-It does not know the passes of others, without which no frame in a bundle is read (`wire.keys`).
+It does not know the passes of others, without which no frame in a bundle is read
+(`asyncrl.wire.keys`).
 
 No sockets, no clock.
 """
@@ -15,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from wire.decoding import FrameRefused, Reason
-from wire.keys import HubKeys
-from wire.refusals import Refusals
-from wire.sessions.bundles import Entry, bundles_of, entries_of
-from wire.sessions.frames import header_of
-from wire.sessions.session import Limits, Session
+from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.keys import HubKeys
+from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.sessions.bundles import Entry, bundles_of, entries_of
+from asyncrl.wire.sessions.frames import header_of
+from asyncrl.wire.sessions.session import Limits, Session
 
 _NO_PASS = FrameRefused(Reason.UNKNOWN_PEER, "its name and its pass do not belong together")
 
@@ -128,7 +129,7 @@ class SessionPeers:
         """Send to a peer; it leaves with the next `flush`.
 
         Raises:
-            wire.errors.SessionFull: the peer acknowledges nothing.
+            asyncrl.wire.errors.SessionFull: the peer acknowledges nothing.
         """
         known = self._peers[peer]
         self._leave(known, [known.session.send(body, now)])

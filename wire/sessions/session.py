@@ -22,9 +22,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from wire.decoding import FrameRefused, Reason
-from wire.errors import SessionFull
-from wire.sessions.frames import AGAIN, HEADER_BYTES, PROBE, URGENT, Header, encode, header_of
+from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.errors import SessionFull
+from asyncrl.wire.sessions.frames import (
+    AGAIN,
+    HEADER_BYTES,
+    PROBE,
+    URGENT,
+    Header,
+    encode,
+    header_of,
+)
 
 ACK_SECONDS = 0.5
 """A frame is acknowledged after this time at the latest, with what else is sent or on its own. All
@@ -59,7 +67,7 @@ class Session:
     """One end.
 
     Args:
-        name: of the session, as `wire.sessions.frames.new_session` draws it.
+        name: of the session, as `asyncrl.wire.sessions.frames.new_session` draws it.
         limits: of what is not acknowledged.
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from wire.messages import from_generator, from_trainer
+from asyncrl.wire.messages import from_generator, from_trainer
 
 WAIT: frozenset[type] = frozenset(
     {
@@ -22,7 +22,7 @@ WAIT: frozenset[type] = frozenset(
         from_trainer.CheckpointFailed,
     }
 )
-"""Messages that wait, up to `wire.sessions.bundles.GATHER_SECONDS`. All others are urgent."""
+"""Messages that wait, up to `bundles.GATHER_SECONDS`. All others are urgent."""
 
 
 def is_urgent(message: msgspec.Struct) -> bool:

@@ -13,6 +13,7 @@
     pinning.py      page-locked memory, for processes with a GPU
 
 An engine uses the copy in two steps: `stage_weights` reads it while tokens are being generated,
-`install_weights` swaps it in (`engine.protocol`). On other nodes they do the same with the file
-that `chain` keeps there. A manifest that names a sender is received from it, in the same two steps.
+`install_weights` swaps it in (`asyncrl.engine.protocol`). On other nodes they do the same with the
+file that `chain` keeps there. A manifest that names a sender is received from it, in the same two
+steps.
 """

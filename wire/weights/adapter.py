@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wire.errors import WeightsReadError
-from wire.weights.layout import ADAPTER_ENDINGS
+from asyncrl.wire.errors import WeightsReadError
+from asyncrl.wire.weights.layout import ADAPTER_ENDINGS
 
 _A, _B = ADAPTER_ENDINGS
 _ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 22}

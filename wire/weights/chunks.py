@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from wire.errors import WeightsReadError
-from wire.weights.layout import ALIGNMENT, HEADER_BYTES, TensorSpec, WeightManifest
+from asyncrl.wire.errors import WeightsReadError
+from asyncrl.wire.weights.layout import ALIGNMENT, HEADER_BYTES, TensorSpec, WeightManifest
 
 CHUNK_BYTES = 1 << 20
 """A node passes a chunk on when it has all of it, so a chain of n nodes takes as long as one link

@@ -23,8 +23,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from wire.decoding import FrameRefused, Reason
-from wire.weights.jit import kernel
+from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.weights.jit import kernel
 
 Buffer = bytes | bytearray | memoryview | NDArray[np.uint8]
 Words = NDArray[np.uint16] | NDArray[np.uint32]

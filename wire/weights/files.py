@@ -1,7 +1,8 @@
 """Files of published weights as bytes: made, opened and checked. Imports no torch.
 
-Two kinds of process write files in the layout of `wire.weights.layout`: the trainer
-(`wire.weights.writer`), and a node that receives the weights from another (`wire.weights.chain`).
+Two kinds of process write files in the layout of `asyncrl.wire.weights.layout`: the trainer
+(`asyncrl.wire.weights.writer`), and a node that receives the weights from another
+(`asyncrl.wire.weights.chain`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from wire.errors import PublishError, WeightsReadError, WeightsSupersededError
-from wire.weights.layout import WeightManifest
+from asyncrl.wire.errors import PublishError, WeightsReadError, WeightsSupersededError
+from asyncrl.wire.weights.layout import WeightManifest
 
 _CALL_BYTES = 1 << 28
 """One system call reads at most 2 GiB."""

@@ -35,7 +35,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from wire.weights.layout import Fingerprint, TensorDigest
+from asyncrl.wire.weights.layout import Fingerprint, TensorDigest
 
 _CPU_BLOCK: Final = 1 << 16
 """Elements: as int64 they stay in a core's cache, which makes both sums several times faster."""

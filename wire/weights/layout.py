@@ -54,7 +54,7 @@ def laid_out(
 
 
 class TensorDigest(msgspec.Struct, frozen=True, array_like=True):
-    """What two equal tensors of one data type have in common; see `wire.weights.fingerprint`."""
+    """Equal for equal tensors of one data type; see `asyncrl.wire.weights.fingerprint`."""
 
     dtype: str
     """In which the numbers are: torch's name without prefix."""
@@ -86,7 +86,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class BroadcastPlace(msgspec.Struct, frozen=True):
-    """Where a version can be asked for, to be received with others (`wire.weights.broadcast`)."""
+    """Where a version can be asked for and is sent to all (`asyncrl.wire.weights.broadcast`)."""
 
     host: str
     port: int
@@ -99,7 +99,7 @@ ADAPTER_ENDINGS = (".lora_A.default.weight", ".lora_B.default.weight")
 
 
 class LoraSpec(msgspec.Struct, frozen=True):
-    """The tensors are those of a LoRA adapter (`wire.weights.adapter`), and no others."""
+    """The tensors are those of a LoRA adapter (`asyncrl.wire.weights.adapter`), and no others."""
 
     rank: int
     scaling: float

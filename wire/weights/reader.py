@@ -10,8 +10,8 @@ cloning tensors into fresh memory takes 0.6-3 s, most of it in page faults. Othe
 through two small buffers, tensor by tensor; for a GPU they are page-locked, so that one is filled
 while the other is copied, on a stream of its own.
 
-A manifest that names a sender is received from it (`wire.weights.broadcast`). If that fails, the
-buffer says so and reads the file.
+A manifest that names a sender is received from it (`asyncrl.wire.weights.broadcast`). If that
+fails, the buffer says so and reads the file.
 
 Example:
     ```python
@@ -34,12 +34,12 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from wire.errors import WeightsNotReceivedError, WeightsReadError
-from wire.weights.broadcast.receiving import BroadcastReceiver
-from wire.weights.files import fill, held_version
-from wire.weights.layout import TensorSpec, WeightManifest, laid_out
-from wire.weights.pinning import Pin
-from wire.weights.views import dtype_of, tensor_view
+from asyncrl.wire.errors import WeightsNotReceivedError, WeightsReadError
+from asyncrl.wire.weights.broadcast.receiving import BroadcastReceiver
+from asyncrl.wire.weights.files import fill, held_version
+from asyncrl.wire.weights.layout import TensorSpec, WeightManifest, laid_out
+from asyncrl.wire.weights.pinning import Pin
+from asyncrl.wire.weights.views import dtype_of, tensor_view
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class WeightBuffer:
 
 
 class _Landing:
-    """Puts chunks of a version into a buffer (`wire.weights.broadcast.receiving.Landing`)."""
+    """Puts chunks of a version into a buffer, a `broadcast.receiving.Landing`."""
 
     def __init__(
         self,

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from wire.errors import WeightsReadError
-from wire.weights.layout import HEADER_BYTES, TensorSpec
+from asyncrl.wire.errors import WeightsReadError
+from asyncrl.wire.weights.layout import HEADER_BYTES, TensorSpec
 
 
 def dtype_of(spec: TensorSpec, size: int) -> torch.dtype:

@@ -2,9 +2,9 @@
 
 Two files under /dev/shm alternate, so that version v stays readable while v + 1 is written. The
 writer sets the version in the header to -1, copies the tensors, then sets the new version. The
-reader (`wire.weights.reader`) accepts a copy only if the header names its version before and after.
-No disk, no serialisation, no lock: a slow or dead engine cannot hold up the trainer. Files have
-mode 0600.
+reader (`asyncrl.wire.weights.reader`) accepts a copy only if the header names its version before
+and after. No disk, no serialisation, no lock: a slow or dead engine cannot hold up the trainer.
+Files have mode 0600.
 
 The copy converts to the data type of the engines: a trainer in float32 publishes half as many bytes
 for engines in bfloat16, and nobody converts again.
@@ -26,9 +26,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from wire.errors import PublishError
-from wire.weights.files import mark, marked, reserve
-from wire.weights.layout import (
+from asyncrl.wire.errors import PublishError
+from asyncrl.wire.weights.files import mark, marked, reserve
+from asyncrl.wire.weights.layout import (
     SHARED_MEMORY,
     WRITING,
     Fingerprint,
@@ -37,8 +37,8 @@ from wire.weights.layout import (
     WeightManifest,
     laid_out,
 )
-from wire.weights.pinning import Pin
-from wire.weights.views import tensor_view
+from asyncrl.wire.weights.pinning import Pin
+from asyncrl.wire.weights.views import tensor_view
 
 
 @dataclass(slots=True)

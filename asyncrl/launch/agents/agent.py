@@ -32,9 +32,9 @@ from asyncrl.launch.agents.line import AgentLine
 from asyncrl.launch.agents.ports import Ports
 from asyncrl.launch.agents.secret import HUB
 from asyncrl.launch.node_child import Place, code_version, node_facts
-from wire import RunKey
-from wire.keys import LineKeys
-from wire.messages import from_agent, to_agent
+from asyncrl.wire import RunKey
+from asyncrl.wire.keys import LineKeys
+from asyncrl.wire.messages import from_agent, to_agent
 
 logger = logging.getLogger("asyncrl.agent")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from asyncrl.errors import UserError
 from asyncrl.launch.agents.ports import Ports
 from asyncrl.launch.node_child import GRACE_SECONDS, NodeChild, Place
-from wire.messages import from_agent, to_agent
+from asyncrl.wire.messages import from_agent, to_agent
 
 _WATCH_SECONDS = 1.0
 """Between two looks at the end of a log."""

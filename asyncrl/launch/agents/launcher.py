@@ -26,9 +26,9 @@ from asyncrl.launch.agents.secret import HUB
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.start_order import inline_config, random_letters
 from asyncrl.processes.spec import ChildKeys, ChildSpec
-from wire import Hub, RunKey
-from wire.messages import from_agent, to_agent
-from wire.refusals import Refusals
+from asyncrl.wire import Hub, RunKey
+from asyncrl.wire.messages import from_agent, to_agent
+from asyncrl.wire.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.launch.agents.config import host_and_port
-from wire import Line
-from wire.keys import LineKeys
-from wire.messages import to_agent
+from asyncrl.wire import Line
+from asyncrl.wire.keys import LineKeys
+from asyncrl.wire.messages import to_agent
 
 _EVENTS = (
     zmq.EVENT_CONNECTED

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from asyncrl.launch.nodes import NodeInfo
 from asyncrl.launch.start_order import start_order
 from asyncrl.processes.spec import ChildKeys, ChildSpec
-from wire.messages import from_agent, to_agent
+from asyncrl.wire.messages import from_agent, to_agent
 
 LOST = -9
 """Exit code of the processes of an agent that was lost."""

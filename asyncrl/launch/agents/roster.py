@@ -20,7 +20,7 @@ from asyncrl.launch.agents.members import Agent, AgentProcess, info_of, out_of_r
 from asyncrl.launch.agents.needed_gpus import NeededGpus
 from asyncrl.launch.nodes import Machines, NodeInfo, unfit
 from asyncrl.processes.spec import ChildKeys, ChildSpec, Role
-from wire.messages import from_agent, to_agent
+from asyncrl.wire.messages import from_agent, to_agent
 
 _SPARE = "; this is a spare"
 _LATE_SECONDS = 5.0

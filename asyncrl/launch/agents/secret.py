@@ -15,7 +15,7 @@ from pathlib import Path
 
 from asyncrl.errors import UserError
 from asyncrl.secret_files import refuse_open_file
-from wire import RunKey
+from asyncrl.wire import RunKey
 
 HUB = "agents"
 """Name, for `RunKey`, of the socket at which a controller waits for agents."""

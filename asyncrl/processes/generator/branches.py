@@ -10,7 +10,7 @@ is trained on in the context in which it was drawn. With `environment.history: t
 nothing is in common, all of it is rendered by the chat template.
 
 A context so begun is a function of turns before it and of the environment. So it stands if these
-are accepted (`rollout.contexts`).
+are accepted (`asyncrl.rollout.contexts`).
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass
 
 from asyncrl.errors import UserError
-from rollout.trajectory import SampleId
-from wire import Line
-from wire.messages import from_generator, to_generator
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire import Line
+from asyncrl.wire.messages import from_generator, to_generator
 
 logger = logging.getLogger("asyncrl.generator")
 
@@ -28,7 +28,7 @@ class ControllerLine:
         Args:
             message: to the controller.
             urgent: whether a device waits for it; None: as its type says
-                (`wire.sessions.urgency`).
+                (`asyncrl.wire.sessions.urgency`).
 
         Raises:
             Unreachable: the queue is full.

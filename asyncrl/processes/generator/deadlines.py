@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from asyncrl.processes.generator.samples import Samples
-from scheduler.config import SchedulerConfig
+from asyncrl.scheduler.config import SchedulerConfig
 
 
 class Deadlines:

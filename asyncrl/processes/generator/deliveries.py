@@ -16,9 +16,9 @@ from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.reports import GeneratorRecords
 from asyncrl.processes.generator.trainer_lines import TrainerLines
 from asyncrl.rewards.calls import Reward
-from rollout.trajectory import SampleId
-from wire.frames import encode_trajectory
-from wire.messages import data, from_generator, to_generator
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.frames import encode_trajectory
+from asyncrl.wire.messages import data, from_generator, to_generator
 
 logger = logging.getLogger("asyncrl.generator")
 

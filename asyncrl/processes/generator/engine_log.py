@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from monitoring.jsonl import RetryingJsonlWriter
-from wire.messages.from_generator import GeneratorReport
-from wire.records import EngineStats
+from asyncrl.monitoring.jsonl import RetryingJsonlWriter
+from asyncrl.wire.messages.from_generator import GeneratorReport
+from asyncrl.wire.records import EngineStats
 
 
 class EngineRecord(msgspec.Struct, frozen=True):

@@ -14,9 +14,9 @@ from asyncrl.environments.rendering import TurnRenderer
 from asyncrl.environments.tool_calls import parse_turn
 from asyncrl.environments.tool_formats import format_of_template
 from asyncrl.environments.translation import Tools, Translation
+from asyncrl.monitoring.metrics import GeneratorMetrics
 from asyncrl.processes.generator.episodes import Episodes
 from asyncrl.tasks.template_variables import template_variables
-from monitoring.metrics import GeneratorMetrics
 
 CLOSE_SECONDS = 6.0
 """Longest wait for the `close` of environments at the end; a worker gives each of them 5 seconds.

@@ -11,7 +11,7 @@ import numpy as np
 from asyncrl.environments.pool import Session
 from asyncrl.environments.protocol import Traits
 from asyncrl.processes.generator.process_ends import ProcessEnds
-from rollout.trajectory import BoolArray, IntArray, TrajectoryBuilder
+from asyncrl.rollout.trajectory import BoolArray, IntArray, TrajectoryBuilder
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,9 @@ from asyncrl.environments.protocol import BadAnswerError, StepResult
 from asyncrl.environments.translation import Translation, is_ids
 from asyncrl.processes.generator.branches import answered
 from asyncrl.processes.generator.episode import Episode, Turn, common
-from rollout.trajectory import FinishReason, IntArray
-from wire.environments import EnvironmentCounts
-from wire.frames import decode_tokens
+from asyncrl.rollout.trajectory import FinishReason, IntArray
+from asyncrl.wire.environments import EnvironmentCounts
+from asyncrl.wire.frames import decode_tokens
 
 if TYPE_CHECKING:
     from asyncrl.processes.generator.generation import SampleGeneration

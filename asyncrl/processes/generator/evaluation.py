@@ -26,9 +26,9 @@ from asyncrl.processes.generator.generation import SampleGeneration
 from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.sample_generator import SampleGenerator
 from asyncrl.processes.generator.sample_recorder import SampleRecorder
-from rollout.trajectory import SampleId
-from wire.messages import from_generator, to_generator
-from wire.messages.to_generator import FixedVersion
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.messages.to_generator import FixedVersion
 
 AFTER_DUE = 2**31 - 1
 """`GenerateRequest.order` of held-out samples that are due: after those of the step in training."""

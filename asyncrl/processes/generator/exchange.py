@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.processes.generator.episode import Episode, runs_of
-from rollout.trajectory import Trajectory
+from asyncrl.rollout.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,22 +26,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.processes.generator.episode import Episode
 from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.sample_traces import AttemptTrace
 from asyncrl.rewards.calls import Reward
-from engine.protocol import GenerateRequest, SamplingParams
-from rollout.contexts import Verification, joined, seed_of_context
-from rollout.trajectory import (
+from asyncrl.rollout.contexts import Verification, joined, seed_of_context
+from asyncrl.rollout.trajectory import (
     FinishReason,
     KeptTokens,
     SampleId,
     Trajectory,
     TrajectoryBuilder,
 )
-from wire.frames import decode_tokens
-from wire.messages.to_generator import PromptPayload
-from wire.records import TokenCounts
+from asyncrl.wire.frames import decode_tokens
+from asyncrl.wire.messages.to_generator import PromptPayload
+from asyncrl.wire.records import TokenCounts
 
 
 class PendingVerification(NamedTuple):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from asyncrl.processes.generator.episode import Episode
 from asyncrl.rewards.calls import Reward
-from rollout.trajectory import VerifiableTrajectory
-from wire.messages.to_generator import PromptPayload
+from asyncrl.rollout.trajectory import VerifiableTrajectory
+from asyncrl.wire.messages.to_generator import PromptPayload
 
 
 @dataclass(frozen=True, slots=True)

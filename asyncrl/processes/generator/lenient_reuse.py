@@ -24,8 +24,8 @@ from typing import Self
 
 import numpy as np
 
-from cache.config import CacheConfig
-from rollout.trajectory import FloatArray, IntArray, KeptTokens, Trajectory
+from asyncrl.cache.config import CacheConfig
+from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens, Trajectory
 
 TOKEN_BYTES = 8
 """Bytes of a remembered token: its id and its log-probability. The rule needs no top-K."""

@@ -25,10 +25,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.processes.generator.background import BackgroundTasks
-from engine.protocol import Engine, GenerateRequest, SamplingParams, TokenChunk
-from rollout.trajectory import KeptTokens, Provenance, SampleId, VerifiableTrajectory
-from wire.noise_floor import NoiseFloor
+from asyncrl.rollout.trajectory import KeptTokens, Provenance, SampleId, VerifiableTrajectory
+from asyncrl.wire.noise_floor import NoiseFloor
 
 logger = logging.getLogger("asyncrl.generator")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asyncrl.engine.protocol import Engine
+from asyncrl.monitoring.metrics import GeneratorMetrics
 from asyncrl.processes.generator.evaluation import Evaluation
 from asyncrl.processes.generator.generation import SampleGeneration
 from asyncrl.processes.generator.samples import Samples
-from engine.protocol import Engine
-from monitoring.metrics import GeneratorMetrics
 
 _MIN_VERIFICATION_SLOTS = 8
 """Held samples can be verified in at least this many slots. About one group: the trainer waits for

@@ -27,6 +27,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import Engine
+from asyncrl.monitoring.log_level import set_log_level
 from asyncrl.processes.generator.activity import GeneratorState
 from asyncrl.processes.generator.background import BackgroundTasks
 from asyncrl.processes.generator.controller_line import ControllerLine
@@ -42,12 +45,9 @@ from asyncrl.processes.generator.samples import Samples
 from asyncrl.processes.generator.trainer_lines import TrainerLines
 from asyncrl.processes.generator.unfinished_files import UnfinishedFiles
 from asyncrl.processes.generator.weight_installs import WeightInstalls
-from engine.errors import EngineError
-from engine.protocol import Engine
-from monitoring.log_level import set_log_level
-from rollout.trajectory import SampleId
-from wire import Line
-from wire.messages import data, from_generator, to_generator
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire import Line
+from asyncrl.wire.messages import data, from_generator, to_generator
 
 REPORT_SECONDS = 0.5
 _NOTES_PER_REPORT = 10

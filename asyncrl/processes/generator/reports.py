@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import msgspec
 
+from asyncrl.engine.protocol import Engine
+from asyncrl.monitoring.metrics import GeneratorMetrics
 from asyncrl.processes.generator.activity import Activity
 from asyncrl.processes.generator.engine_log import EngineLog
 from asyncrl.processes.generator.sample_generator import SampleGenerator
 from asyncrl.processes.generator.sample_recorder import SampleRecorder
 from asyncrl.processes.generator.sample_traces import SampleTraces
-from engine.protocol import Engine
-from monitoring.metrics import GeneratorMetrics
-from rollout.trajectory import Trajectory
-from wire.messages.from_generator import GeneratorReport
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.wire.messages.from_generator import GeneratorReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import Engine, SamplingParams, ScoreRequest
 from asyncrl.processes.generator.controller_line import ControllerLine
-from engine.errors import EngineError
-from engine.protocol import Engine, SamplingParams, ScoreRequest
-from wire.frames import decode_tokens, encode_floats
-from wire.messages import from_generator, to_generator
+from asyncrl.wire.frames import decode_tokens, encode_floats
+from asyncrl.wire.messages import from_generator, to_generator
 
 
 class Rescoring:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import Engine, SamplingParams
 from asyncrl.processes.generator.episode import actions_of
 from asyncrl.processes.generator.episodes import Episodes, StartOver, or_deadline
 from asyncrl.processes.generator.generation import SampleGeneration, session_of
@@ -12,11 +14,9 @@ from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.noise_floor import NoiseFloorProbe
 from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.processes.generator.sample_traces import SampleTraces
-from engine.errors import EngineError
-from engine.protocol import Engine, SamplingParams
-from rollout.trajectory import FinishReason
-from wire.environments import EnvironmentCounts
-from wire.records import TokenCounts
+from asyncrl.rollout.trajectory import FinishReason
+from asyncrl.wire.environments import EnvironmentCounts
+from asyncrl.wire.records import TokenCounts
 
 _MAX_ENGINE_ABORTS = 8
 """How often an engine may end a sample without being asked to before that is an error."""

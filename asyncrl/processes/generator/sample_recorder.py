@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig
+from asyncrl.monitoring.samples import SampleLog, SampleRecord, SampleSegment
 from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.rewards.calls import Reward
-from monitoring.samples import SampleLog, SampleRecord, SampleSegment
-from rollout.trajectory import Provenance, SampleId
+from asyncrl.rollout.trajectory import Provenance, SampleId
 
 
 class SampleRecorder:

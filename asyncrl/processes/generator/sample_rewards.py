@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from asyncrl.environments.pool import EnvironmentFailed, EnvironmentPool
 from asyncrl.environments.protocol import LABEL
+from asyncrl.monitoring.metrics import GeneratorMetrics
 from asyncrl.processes.generator.episode import Episode
 from asyncrl.processes.generator.exchange import exchange_of
 from asyncrl.rewards.calls import Reward
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.values import MAX_FLOAT32
-from monitoring.metrics import GeneratorMetrics
-from rollout.trajectory import Trajectory
-from wire.messages.to_generator import PromptPayload
-from wire.reward_counts import RewardCounts
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.wire.messages.to_generator import PromptPayload
+from asyncrl.wire.reward_counts import RewardCounts
 
 
 class SampleRewards:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from asyncrl.engine.protocol import GenerateRequest, TokenChunk
+from asyncrl.monitoring.tracing.records import Value
+from asyncrl.monitoring.tracing.tracer import Moment, Tracer
 from asyncrl.rewards.calls import Reward
-from engine.protocol import GenerateRequest, TokenChunk
-from monitoring.tracing.records import Value
-from monitoring.tracing.tracer import Moment, Tracer
-from rollout.trajectory import Provenance, SampleId
+from asyncrl.rollout.trajectory import Provenance, SampleId
 
 
 class AttemptTrace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from asyncrl.engine.errors import RequestError
 from asyncrl.environments.pool import EnvironmentFailed
 from asyncrl.errors import AsyncrlError
 from asyncrl.processes.generator.background import BackgroundTasks
@@ -14,10 +15,9 @@ from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.lenient_reuse import LenientReuse
 from asyncrl.processes.generator.reports import GeneratorReports
 from asyncrl.processes.generator.sample_generator import SampleGenerator
-from engine.errors import RequestError
-from rollout.trajectory import KeptTokens, SampleId
-from wire.frames import digest_of, encode_trajectory
-from wire.messages import from_generator, to_generator
+from asyncrl.rollout.trajectory import KeptTokens, SampleId
+from asyncrl.wire.frames import digest_of, encode_trajectory
+from asyncrl.wire.messages import from_generator, to_generator
 
 
 class Samples:

@@ -7,9 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncrl.cache.place import CachePlace
 from asyncrl.config import RunConfig
 from asyncrl.config_by_step import ConfigByStep
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError, EngineStartError, RequestError
+from asyncrl.engine.factory import create_engine
 from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.monitoring.errors import MonitoringError
+from asyncrl.monitoring.log_level import set_log_level
+from asyncrl.monitoring.metrics import GeneratorMetrics
+from asyncrl.monitoring.spans import SpanKind
 from asyncrl.processes.bring_up import (
     bring_up,
     timeline_file,
@@ -34,19 +42,11 @@ from asyncrl.processes.spec import ChildSpec, GeneratorKeys
 from asyncrl.rewards.addresses import with_servers
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.tasks.token_bytes import stop_rule
-from cache.place import CachePlace
-from engine.config import EngineConfig
-from engine.errors import EngineError, EngineStartError, RequestError
-from engine.factory import create_engine
-from monitoring.errors import MonitoringError
-from monitoring.log_level import set_log_level
-from monitoring.metrics import GeneratorMetrics
-from monitoring.spans import SpanKind
-from wire import Line
-from wire.errors import WireError
-from wire.messages import data, from_generator, to_generator
-from wire.outbox import ONE_PART
-from wire.refusals import Refusals
+from asyncrl.wire import Line
+from asyncrl.wire.errors import WireError
+from asyncrl.wire.messages import data, from_generator, to_generator
+from asyncrl.wire.outbox import ONE_PART
+from asyncrl.wire.refusals import Refusals
 
 
 async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:

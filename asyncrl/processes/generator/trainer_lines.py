@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from wire import Line
-from wire.messages import data
+from asyncrl.wire import Line
+from asyncrl.wire.messages import data
 
 
 class TrainerLines:

@@ -7,13 +7,18 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from asyncrl.engine.errors import EngineError
 from asyncrl.processes.generator.background import BackgroundTasks
 from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.generator.weight_installs import WeightInstalls
-from engine.errors import EngineError
-from rollout.trajectory import KeptTokens, SampleId
-from wire.messages import from_generator, to_generator
-from wire.unfinished import UnfinishedRefused, UnfinishedSample, read_sample, write_unfinished
+from asyncrl.rollout.trajectory import KeptTokens, SampleId
+from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.unfinished import (
+    UnfinishedRefused,
+    UnfinishedSample,
+    read_sample,
+    write_unfinished,
+)
 
 _Found = tuple[SampleId, str, KeptTokens]
 """A sample, the id of its prompt, its tokens."""

@@ -7,16 +7,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from asyncrl.engine.errors import WeightsSupersededError
+from asyncrl.engine.protocol import Engine
 from asyncrl.errors import WrongPolicyError
+from asyncrl.monitoring.metrics import GeneratorMetrics
 from asyncrl.processes.generator.controller_line import ControllerLine
 from asyncrl.processes.generator.samples import Samples
-from engine.errors import WeightsSupersededError
-from engine.protocol import Engine
-from monitoring.metrics import GeneratorMetrics
-from rollout.trajectory import KeptTokens, SampleId
-from wire.messages import from_generator, to_generator
-from wire.weights.layout import Fingerprint, WeightManifest
-from wire.wrong_policy import WrongPolicy, compare_weights
+from asyncrl.rollout.trajectory import KeptTokens, SampleId
+from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.wire.wrong_policy import WrongPolicy, compare_weights
 
 logger = logging.getLogger("asyncrl.generator")
 

@@ -6,7 +6,7 @@
     files.py     files of nodes that do not see the run's folder, copied into it
     setup.py     builds them
 
-Each part has messages of its own (`wire.messages.to_relay`, `from_relay`) and sockets of its own,
-whose addresses `RelayReady` names. A relay decides nothing about tokens. It can be killed and
-replaced without loss: the generators go on meanwhile.
+Each part has messages of its own (`asyncrl.wire.messages.to_relay`, `from_relay`) and sockets of
+its own, whose addresses `RelayReady` names. A relay decides nothing about tokens. It can be killed
+and replaced without loss: the generators go on meanwhile.
 """

@@ -2,15 +2,15 @@
 
     children ◄── ipc ──► relay ◄── one TCP connection, bundles ──► controller
 
-up      consumes: frames of children. produces: bundles. (`wire.sessions.bundles`)
+up      consumes: frames of children. produces: bundles. (`asyncrl.wire.sessions.bundles`)
         waits for: children. bounded by: GATHER_SECONDS, or at once for what is urgent.
 down    consumes: bundles of the controller. produces: frames for children, and the relay's own
         messages. waits for: the controller.
 
-It keeps nothing: sessions between the children and the controller (`wire.sessions`) send again
-what a relay or a connection has lost. So what it cannot pass on is dropped, counted and logged. It
-checks no passes and decodes no message of a child; the controller does.
-The relay itself speaks in a session too (`line`), as one of its children.
+It keeps nothing: sessions between the children and the controller (`asyncrl.wire.sessions`) send
+again what a relay or a connection has lost. So what it cannot pass on is dropped, counted and
+logged. It checks no passes and decodes no message of a child; the controller does. The relay itself
+speaks in a session too (`line`), as one of its children.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from monitoring.relay_metrics import RelayMetrics
-from wire.decoding import FrameRefused
-from wire.errors import KeyUnusable, NoReply
-from wire.keys import LineKeys
-from wire.parts import join, split
-from wire.refusals import Refusals
-from wire.sessions.bundles import EXTRA_BYTES, Gatherer, bundles_of, entries_of
-from wire.sessions.end import SessionEnd
-from wire.sessions.frames import is_urgent
-from wire.sockets import HUB_BYTES, LINE_BYTES, error_of, identify
+from asyncrl.monitoring.relay_metrics import RelayMetrics
+from asyncrl.wire.decoding import FrameRefused
+from asyncrl.wire.errors import KeyUnusable, NoReply
+from asyncrl.wire.keys import LineKeys
+from asyncrl.wire.parts import join, split
+from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.sessions.bundles import EXTRA_BYTES, Gatherer, bundles_of, entries_of
+from asyncrl.wire.sessions.end import SessionEnd
+from asyncrl.wire.sessions.frames import is_urgent
+from asyncrl.wire.sockets import HUB_BYTES, LINE_BYTES, error_of, identify
 
 In = TypeVar("In")
 

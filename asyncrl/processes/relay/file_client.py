@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
-from wire import Line, NoReply, Unreachable, WireError
-from wire.messages import files
+from asyncrl.wire import Line, NoReply, Unreachable, WireError
+from asyncrl.wire.messages import files
 
 ANSWER_SECONDS = 10.0
 """Longest wait for an answer. A part of a file is at most a MiB."""

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from asyncrl.processes.relay.file_rules import UNFINISHED, PathRefused, files_of, open_below
-from wire import Hub
-from wire.keys import HubKeys
-from wire.messages import files
-from wire.refusals import Refusals
+from asyncrl.wire import Hub
+from asyncrl.wire.keys import HubKeys
+from asyncrl.wire.messages import files
+from asyncrl.wire.refusals import Refusals
 
 QUEUED = 8
 _REQUEST_BYTES = 4096

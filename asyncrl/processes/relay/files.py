@@ -27,10 +27,10 @@ from asyncrl.processes.relay.file_rules import PathRefused, open_below
 from asyncrl.processes.relay.file_server import FileServer
 from asyncrl.processes.relay.mirror import Mirror
 from asyncrl.processes.relay.pull import BYTES_PER_SECOND, Pace, Puller, fetch_whole
-from wire.atomic_files import write_atomically
-from wire.errors import WireError
-from wire.keys import HubKeys
-from wire.messages import from_relay, to_relay
+from asyncrl.wire.atomic_files import write_atomically
+from asyncrl.wire.errors import WireError
+from asyncrl.wire.keys import HubKeys
+from asyncrl.wire.messages import from_relay, to_relay
 
 logger = logging.getLogger("asyncrl.relay")
 

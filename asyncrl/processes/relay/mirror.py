@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.processes.relay.file_rules import SAMPLES, folder_below, open_below, rule_of
-from wire.atomic_files import write_atomically
-from wire.messages.files import FileInfo
+from asyncrl.wire.atomic_files import write_atomically
+from asyncrl.wire.messages.files import FileInfo
 
 PULLED = ".pulled"
 _TAIL_BYTES = 1 << 20

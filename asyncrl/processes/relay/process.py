@@ -19,11 +19,11 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from asyncrl.monitoring.relay_metrics import RelayMetrics
 from asyncrl.processes.relay.control import ControlRelay, RelayLine
 from asyncrl.processes.relay.files import RelayFiles
 from asyncrl.processes.relay.weights import RelayWeights
-from monitoring.relay_metrics import RelayMetrics
-from wire.messages import from_relay, to_relay
+from asyncrl.wire.messages import from_relay, to_relay
 
 REPORT_SECONDS = 1.0
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from asyncrl.processes.relay.file_client import FileClient, FileUnavailable
 from asyncrl.processes.relay.file_rules import UNFINISHED, Kind, PathRefused, rule_of
 from asyncrl.processes.relay.mirror import Mirror
-from wire.messages import files
-from wire.messages.to_relay import FileSource
+from asyncrl.wire.messages import files
+from asyncrl.wire.messages.to_relay import FileSource
 
 logger = logging.getLogger("asyncrl.relay")
 

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import first_error
+from asyncrl.monitoring.errors import MonitoringError
+from asyncrl.monitoring.instruments import new_registry
+from asyncrl.monitoring.relay_metrics import RelayMetrics
 from asyncrl.processes.relay.control import ControlRelay, RelayLine
 from asyncrl.processes.relay.files import RelayFiles
 from asyncrl.processes.relay.process import RelayProcess
 from asyncrl.processes.relay.weights import RelayWeights
 from asyncrl.processes.shared_memory import weights_id
 from asyncrl.processes.spec import ChildSpec, RelayKeys
-from monitoring.errors import MonitoringError
-from monitoring.instruments import new_registry
-from monitoring.relay_metrics import RelayMetrics
-from wire.addresses import MeetingPlace
-from wire.errors import WireError
-from wire.messages import from_relay, to_relay
+from asyncrl.wire.addresses import MeetingPlace
+from asyncrl.wire.errors import WireError
+from asyncrl.wire.messages import from_relay, to_relay
 
 
 async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:

@@ -1,6 +1,7 @@
 """Weights of a node: those of its trainer for other nodes, those of other nodes for its engines.
 
-Both halves are threads (`wire.weights.chain`). What they report is handed to the event loop.
+Both halves are threads (`asyncrl.wire.weights.chain`). What they report is handed to the event
+loop.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from monitoring.relay_metrics import RelayMetrics
-from wire.errors import WeightsSupersededError, WireError
-from wire.keys import HubKeys
-from wire.messages import from_relay, to_relay
-from wire.weights.chain.node import Received, WeightNode
-from wire.weights.chain.receiving import Timing
-from wire.weights.chain.source import WeightSource
+from asyncrl.monitoring.relay_metrics import RelayMetrics
+from asyncrl.wire.errors import WeightsSupersededError, WireError
+from asyncrl.wire.keys import HubKeys
+from asyncrl.wire.messages import from_relay, to_relay
+from asyncrl.wire.weights.chain.node import Received, WeightNode
+from asyncrl.wire.weights.chain.receiving import Timing
+from asyncrl.wire.weights.chain.source import WeightSource
 
 logger = logging.getLogger("asyncrl.relay")
 

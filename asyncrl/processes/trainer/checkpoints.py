@@ -16,15 +16,15 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from asyncrl.config_by_step import ConfigByStep
+from asyncrl.monitoring.spans import SpanKind
 from asyncrl.processes.trainer.checkpoint_writer import CheckpointWriter
 from asyncrl.processes.trainer.step_trainer import TrainerRecords
-from monitoring.spans import SpanKind
-from trainer.checkpoint import Pending
-from trainer.checkpoint_files import path_of
-from trainer.errors import CheckpointUnwritable
-from trainer.learner import Learner
-from wire.messages.from_trainer import CheckpointFailed, CheckpointWritten, StepFinished
-from wire.records import TrainedStep
+from asyncrl.trainer.checkpoint import Pending
+from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.trainer.errors import CheckpointUnwritable
+from asyncrl.trainer.learner import Learner
+from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritten, StepFinished
+from asyncrl.wire.records import TrainedStep
 
 logger = logging.getLogger("asyncrl.trainer")
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.trajectory import FloatArray, SampleId, Trajectory
-from wire.messages.data import TrajectoryDelivery
+from asyncrl.rollout.trajectory import FloatArray, SampleId, Trajectory
+from asyncrl.wire.messages.data import TrajectoryDelivery
 
 
 class WholeGroup(NamedTuple):
@@ -73,7 +73,7 @@ class GroupQueue:
 
         Args:
             delivery: the message.
-            trajectory: what `wire.frames.decode_trajectory` gave of it.
+            trajectory: what `asyncrl.wire.frames.decode_trajectory` gave of it.
             generator: who sent it.
             next_step: the step that is trained next.
 

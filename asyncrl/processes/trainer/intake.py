@@ -21,11 +21,11 @@ from msgspec.structs import replace
 
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.rewards.values import MAX_FLOAT32
-from rollout.trajectory import SampleId, Trajectory
-from trainer.errors import BatchError
-from wire.frames import decode_trajectory, digest_of
-from wire.messages.data import TrajectoryDelivery
-from wire.messages.to_trainer import Expect, ExpectedSample
+from asyncrl.rollout.trajectory import SampleId, Trajectory
+from asyncrl.trainer.errors import BatchError
+from asyncrl.wire.frames import decode_trajectory, digest_of
+from asyncrl.wire.messages.data import TrajectoryDelivery
+from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 
 EARLY_BYTES = 64 << 20
 """Of all deliveries together that wait for their orders."""

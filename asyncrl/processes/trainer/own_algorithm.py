@@ -20,10 +20,10 @@ import torch
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.rewards.error_text import last_lines
+from asyncrl.trainer.algorithms.base import Algorithm, TokenBatch, compares_samples
+from asyncrl.trainer.algorithms.factory import make
+from asyncrl.trainer.algorithms.registry import is_own, provide
 from asyncrl.user_functions import FunctionKind, load_object
-from trainer.algorithms.base import Algorithm, TokenBatch, compares_samples
-from trainer.algorithms.factory import make
-from trainer.algorithms.registry import is_own, provide
 
 KIND = FunctionKind(
     noun="trainer.algorithm", signature="Class(settings)", arguments=(), error=UserError
@@ -31,7 +31,7 @@ KIND = FunctionKind(
 
 
 def load_own_algorithm(name: str) -> None:
-    """Make the class known to `trainer.algorithms`, if `name` is one of the user's.
+    """Make the class known to `asyncrl.trainer.algorithms`, if `name` is one of the user's.
 
     Exceptions that the user's module raises while it is imported become errors of one paragraph.
 

@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.processes.trainer.group_queue import WholeGroup
-from rollout.contexts import contexts_of
-from rollout.trajectory import FloatArray, Trajectory
-from trainer.diagnosis import explain, logprobs_of
-from trainer.disagreement import MIN_TOKENS, Disagreement, Limits
-from trainer.policy import Policy
-from wire.frames import encode_floats, encode_tokens
-from wire.messages.from_trainer import SuspectSample, WrongPolicyFound
-from wire.weights.writer import WeightPublisher
-from wire.wrong_policy import WrongPolicy
+from asyncrl.rollout.contexts import contexts_of
+from asyncrl.rollout.trajectory import FloatArray, Trajectory
+from asyncrl.trainer.diagnosis import explain, logprobs_of
+from asyncrl.trainer.disagreement import MIN_TOKENS, Disagreement, Limits
+from asyncrl.trainer.policy import Policy
+from asyncrl.wire.frames import encode_floats, encode_tokens
+from asyncrl.wire.messages.from_trainer import SuspectSample, WrongPolicyFound
+from asyncrl.wire.weights.writer import WeightPublisher
+from asyncrl.wire.wrong_policy import WrongPolicy
 
 _SUSPECTS = 4
 """Trajectories of a generator that are kept for an explanation."""

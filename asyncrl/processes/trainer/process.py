@@ -33,17 +33,17 @@ from collections import deque
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.config_by_step import ConfigByStep
+from asyncrl.monitoring.log_level import set_log_level
 from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.intake import DeliveryNotKept, Intake
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
 from asyncrl.processes.trainer.turns import word_of
-from monitoring.log_level import set_log_level
-from trainer.sharding.lockstep import Act
-from wire import Hub, Line
-from wire.decoding import FrameRefused, Reason
-from wire.errors import WireError
-from wire.messages import data, from_trainer, to_trainer
+from asyncrl.trainer.sharding.lockstep import Act
+from asyncrl.wire import Hub, Line
+from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.errors import WireError
+from asyncrl.wire.messages import data, from_trainer, to_trainer
 
 REPORT_SECONDS = 0.5
 

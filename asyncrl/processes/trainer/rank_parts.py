@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from trainer.ranks import World
+from asyncrl.trainer.ranks import World
 
 
 class RankPart(msgspec.Struct, frozen=True):

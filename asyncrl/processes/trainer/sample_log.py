@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.monitoring.metrics import TrainerMetrics
+from asyncrl.monitoring.samples import SampleSegment
+from asyncrl.monitoring.trained_samples import SampleFiles, TrainedSample, truncate
 from asyncrl.processes.trainer.group_queue import WholeGroup
+from asyncrl.rollout.trajectory import BoolArray, IntArray, Provenance, Trajectory
 from asyncrl.run_section import RunSection
-from monitoring.metrics import TrainerMetrics
-from monitoring.samples import SampleSegment
-from monitoring.trained_samples import SampleFiles, TrainedSample, truncate
-from rollout.trajectory import BoolArray, IntArray, Provenance, Trajectory
-from trainer.errors import Superseded
-from trainer.fence import UNFENCED, Fence
+from asyncrl.trainer.errors import Superseded
+from asyncrl.trainer.fence import UNFENCED, Fence
 
 logger = logging.getLogger("asyncrl.trainer")
 

@@ -9,6 +9,10 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.monitoring.errors import MonitoringError
+from asyncrl.monitoring.metrics import TrainerMetrics
+from asyncrl.monitoring.spans import SpanKind
+from asyncrl.monitoring.trained_samples import folder_of_rank
 from asyncrl.processes.bring_up import Child, bring_up, without_collecting_the_start
 from asyncrl.processes.checked_tokenizer import load_checked_tokenizer
 from asyncrl.processes.given_gpus import check_given_gpus
@@ -23,27 +27,23 @@ from asyncrl.processes.trainer.policy_check import PolicyCheck
 from asyncrl.processes.trainer.process import TrainerProcess
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
-from monitoring.errors import MonitoringError
-from monitoring.metrics import TrainerMetrics
-from monitoring.spans import SpanKind
-from monitoring.trained_samples import folder_of_rank
-from trainer.checkpoint_files import path_of
-from trainer.cpu_memory import keep_freed_memory
-from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
-from trainer.errors import BatchError, NonFiniteError, RankLost, Superseded, TrainerError
-from trainer.fence import Fence
-from trainer.learner import Learner
-from trainer.lora.config import FINER_ENGINES
-from trainer.ranks.world import join
-from trainer.scoring import resolve_device
-from wire import Hub
-from wire.errors import PublishError, WireError
-from wire.frames import max_delivery_bytes
-from wire.messages import data, from_trainer, to_trainer
-from wire.parts import PART_BYTES
-from wire.refusals import Limit, Refusals
-from wire.weights.broadcast.sending import WeightSender
-from wire.weights.writer import WeightPublisher
+from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.trainer.cpu_memory import keep_freed_memory
+from asyncrl.trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
+from asyncrl.trainer.errors import BatchError, NonFiniteError, RankLost, Superseded, TrainerError
+from asyncrl.trainer.fence import Fence
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.lora.config import FINER_ENGINES
+from asyncrl.trainer.ranks.world import join
+from asyncrl.trainer.scoring import resolve_device
+from asyncrl.wire import Hub
+from asyncrl.wire.errors import PublishError, WireError
+from asyncrl.wire.frames import max_delivery_bytes
+from asyncrl.wire.messages import data, from_trainer, to_trainer
+from asyncrl.wire.parts import PART_BYTES
+from asyncrl.wire.refusals import Limit, Refusals
+from asyncrl.wire.weights.broadcast.sending import WeightSender
+from asyncrl.wire.weights.writer import WeightPublisher
 
 _LIMIT = Limit(10, 600.0)
 """A generator sends a sample again every few seconds until it is acknowledged. One that keeps

@@ -13,6 +13,10 @@ import msgspec
 import torch
 
 from asyncrl.config_by_step import ConfigByStep
+from asyncrl.monitoring.metrics import TrainerMetrics
+from asyncrl.monitoring.spans import SpanKind
+from asyncrl.monitoring.timeline import Timeline
+from asyncrl.monitoring.tracing.tracer import Tracer
 from asyncrl.processes.trainer.group_queue import WholeGroup
 from asyncrl.processes.trainer.policy_check import PolicyCheck
 from asyncrl.processes.trainer.rank_parts import (
@@ -23,17 +27,13 @@ from asyncrl.processes.trainer.rank_parts import (
 )
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog
 from asyncrl.processes.trainer.turns import OTHER_RANKS, asked
-from monitoring.metrics import TrainerMetrics
-from monitoring.spans import SpanKind
-from monitoring.timeline import Timeline
-from monitoring.tracing.tracer import Tracer
-from trainer.learner import Learner
-from trainer.sharding.lockstep import Act, Word
-from wire.messages.from_trainer import StepFinished, WrongPolicyFound
-from wire.records import TrainerTimes
-from wire.weights.broadcast.sending import WeightSender
-from wire.weights.layout import WeightManifest
-from wire.weights.writer import WeightPublisher
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.sharding.lockstep import Act, Word
+from asyncrl.wire.messages.from_trainer import StepFinished, WrongPolicyFound
+from asyncrl.wire.records import TrainerTimes
+from asyncrl.wire.weights.broadcast.sending import WeightSender
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.writer import WeightPublisher
 
 
 @dataclass(frozen=True, slots=True)

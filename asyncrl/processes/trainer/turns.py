@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Collection
 
 from asyncrl.errors import AsyncrlError
-from trainer.sharding.lockstep import Act, Has, Lockstep, Word
+from asyncrl.trainer.sharding.lockstep import Act, Has, Lockstep, Word
 
 OTHER_RANKS = "other ranks"
 """What is waited for at the end of a step."""

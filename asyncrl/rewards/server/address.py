@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from asyncrl.errors import UserError
-from monitoring.config import is_loopback
+from asyncrl.monitoring.config import is_loopback
 
 _BACKLOG = 1024
 

@@ -77,9 +77,9 @@ def unlikely_ones_again(module):
 
 
 MUTANTS = {
-    "accept-too-often": ("engine.verification", accept_too_often),
-    "accept-all": ("engine.verification", accept_all),
-    "drafts-too-often": ("engine.torch.drafting", drafts_too_often),
+    "accept-too-often": ("asyncrl.engine.verification", accept_too_often),
+    "accept-all": ("asyncrl.engine.verification", accept_all),
+    "drafts-too-often": ("asyncrl.engine.torch.drafting", drafts_too_often),
     "shared-seeds": ("asyncrl.run.sample_requests", shared_seeds),
     "unlikely-ones-again": ("asyncrl.processes.generator.generation", unlikely_ones_again),
 }

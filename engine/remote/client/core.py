@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine.errors import EngineError
-from engine.remote.calls import StagingReport
-from engine.remote.client.inbox import Inbox
-from engine.remote.client.meter import Meter
-from engine.remote.client.responses import Responses
-from engine.remote.extras import RequestExtra
-from wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.remote.calls import StagingReport
+from asyncrl.engine.remote.client.inbox import Inbox
+from asyncrl.engine.remote.client.meter import Meter
+from asyncrl.engine.remote.client.responses import Responses
+from asyncrl.engine.remote.extras import RequestExtra
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

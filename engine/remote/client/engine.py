@@ -28,20 +28,20 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.config import EngineConfig
-from engine.errors import EngineError, EngineStartError
-from engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
-from engine.remote.client.core import Core
-from engine.remote.client.generation import Generation
-from engine.remote.client.pausing import Pausing
-from engine.remote.client.scoring import Scoring
-from engine.remote.client.streams import Streams
-from engine.remote.client.unreported import warm_up
-from engine.remote.client.weights import WeightSwap
-from engine.requests import Limits, SeedStream
-from engine.weights import ModelShapes
-from wire.records import EngineStats, TokenCounts
-from wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError, EngineStartError
+from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
+from asyncrl.engine.remote.client.core import Core
+from asyncrl.engine.remote.client.generation import Generation
+from asyncrl.engine.remote.client.pausing import Pausing
+from asyncrl.engine.remote.client.scoring import Scoring
+from asyncrl.engine.remote.client.streams import Streams
+from asyncrl.engine.remote.client.unreported import warm_up
+from asyncrl.engine.remote.client.weights import WeightSwap
+from asyncrl.engine.requests import Limits, SeedStream
+from asyncrl.engine.weights import ModelShapes
+from asyncrl.wire.records import EngineStats, TokenCounts
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 
 class CoreProcess(Protocol):
@@ -84,7 +84,7 @@ class _Parts:
 
 
 class RemoteEngine:
-    """A generator whose model runs elsewhere; satisfies `engine.protocol.Engine`. One event loop.
+    """An `asyncrl.engine.protocol.Engine` whose model runs elsewhere. One event loop.
 
     Args:
         config: of the engine.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from engine.protocol import GenerateRequest, TokenChunk
-from engine.remote.client.core import Core
-from engine.remote.client.requests import Table, check_temperature, generation, verification
-from engine.remote.client.streams import Reader, Streams
-from engine.remote.client.verification import after_verification
-from engine.requests import Limits, SeedStream
-from rollout.trajectory import KeptTokens, Provenance
+from asyncrl.engine.protocol import GenerateRequest, TokenChunk
+from asyncrl.engine.remote.client.core import Core
+from asyncrl.engine.remote.client.requests import Table, check_temperature, generation, verification
+from asyncrl.engine.remote.client.streams import Reader, Streams
+from asyncrl.engine.remote.client.verification import after_verification
+from asyncrl.engine.requests import Limits, SeedStream
+from asyncrl.rollout.trajectory import KeptTokens, Provenance
 
 
 class Generation:

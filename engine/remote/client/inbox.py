@@ -7,9 +7,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from engine.errors import EngineError
-from engine.remote.extras import NO_TICKET
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.remote.extras import NO_TICKET
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ class Scored:
     """The table of a scoring request."""
 
     ids: IntArray
-    """`[n, C]` for n scored tokens; columns as in `engine.remote.extras.ScoreColumns`."""
+    """`[n, C]` for n scored tokens; columns as in `asyncrl.engine.remote.extras.ScoreColumns`."""
     logprobs: FloatArray
     """`[n, C]`"""
     policy_version: int

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from engine.remote.client.core import Core
-from engine.remote.client.streams import Streams
+from asyncrl.engine.remote.client.core import Core
+from asyncrl.engine.remote.client.streams import Streams
 
 
 class Pausing:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.errors import EngineError, RequestError
-from engine.protocol import GenerateRequest, SamplingParams, Score, ScoreRequest
-from engine.remote.client.core import Core, CoreRequest
-from engine.remote.client.inbox import Scored, not_finite
-from engine.remote.extras import RequestExtra, ScoreColumns
-from rollout.trajectory import FloatArray, IntArray, KeptTokens
+from asyncrl.engine.errors import EngineError, RequestError
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, Score, ScoreRequest
+from asyncrl.engine.remote.client.core import Core, CoreRequest
+from asyncrl.engine.remote.client.inbox import Scored, not_finite
+from asyncrl.engine.remote.extras import RequestExtra, ScoreColumns
+from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens
 
 _SCORE_PRIORITY = -1
 """Before primary work, because a caller waits for all scores."""
@@ -107,7 +107,7 @@ class Table:
     logprobs: FloatArray
     """`[n]`"""
     outcomes: IntArray
-    """`[n]` of `engine.remote.extras.Outcome`."""
+    """`[n]` of `asyncrl.engine.remote.extras.Outcome`."""
     topk_ids: IntArray
     """`[n, K]`, padded with -1."""
     topk_logprobs: FloatArray

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.drawing import noise_seeds
-from engine.errors import EngineError
-from engine.protocol import GenerateRequest, TokenChunk
-from engine.remote.client.inbox import Inbox, not_finite
-from engine.remote.client.tickets import NEW, NO_ROW, Tickets
-from engine.remote.client.unreported import Unreported
-from engine.remote.extras import StepTable
-from rollout.trajectory import FinishReason
+from asyncrl.engine.drawing import noise_seeds
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import GenerateRequest, TokenChunk
+from asyncrl.engine.remote.client.inbox import Inbox, not_finite
+from asyncrl.engine.remote.client.tickets import NEW, NO_ROW, Tickets
+from asyncrl.engine.remote.client.unreported import Unreported
+from asyncrl.engine.remote.extras import StepTable
+from asyncrl.rollout.trajectory import FinishReason
 
 
 class Responses:

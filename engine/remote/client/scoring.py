@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
-from engine.errors import EngineError
-from engine.protocol import Score, ScoreRequest
-from engine.remote.client.core import Core
-from engine.remote.client.requests import check_temperature, score_of, scoring, unscored
-from engine.remote.client.streams import Reader, Streams
-from engine.requests import Limits, SeedStream
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import Score, ScoreRequest
+from asyncrl.engine.remote.client.core import Core
+from asyncrl.engine.remote.client.requests import check_temperature, score_of, scoring, unscored
+from asyncrl.engine.remote.client.streams import Reader, Streams
+from asyncrl.engine.requests import Limits, SeedStream
 
 T = TypeVar("T")
 

@@ -8,11 +8,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engine.errors import EngineError
-from engine.protocol import GenerateRequest, TokenChunk
-from engine.remote.client.core import Core, CoreRequest
-from engine.remote.client.inbox import AbortedError, Inbox, Scored
-from engine.remote.client.responses import Response
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import GenerateRequest, TokenChunk
+from asyncrl.engine.remote.client.core import Core, CoreRequest
+from asyncrl.engine.remote.client.inbox import AbortedError, Inbox, Scored
+from asyncrl.engine.remote.client.responses import Response
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import EngineError
-from engine.remote.extras import NO_TICKET
-from rollout.jit import Compiler
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.remote.extras import NO_TICKET
+from asyncrl.rollout.jit import Compiler
 
 kernel = Compiler(Path(__file__).parent)
 

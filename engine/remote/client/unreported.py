@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.remote.client.tickets import NO_ROW, Index, Tickets, kernel
-from engine.remote.extras import NO_TICKET, StepTable
-from engine.stopping import StopRule, cut_rows
-from rollout.trajectory import ByteArray, FloatArray, IntArray, Provenance
+from asyncrl.engine.remote.client.tickets import NO_ROW, Index, Tickets, kernel
+from asyncrl.engine.remote.extras import NO_TICKET, StepTable
+from asyncrl.engine.stopping import StopRule, cut_rows
+from asyncrl.rollout.trajectory import ByteArray, FloatArray, IntArray, Provenance
 
 _DRAFTED, _SAMPLED = int(Provenance.DRAFTED), int(Provenance.SAMPLED)
 

@@ -1,8 +1,8 @@
 """Verification of kept tokens: reports what the worker decided, and continues after it.
 
-The worker judges kept tokens in one prefill (`engine.remote.worker.scored`). The rest of the
-response becomes an ordinary request with a longer prefix, whose prefill finds most of the KV that
-the verification computed in the engine's prefix cache. The rejected tokens are its draft.
+The worker judges kept tokens in one prefill (`asyncrl.engine.remote.worker.scored`). The rest of
+the response becomes an ordinary request with a longer prefix, whose prefill finds most of the KV
+that the verification computed in the engine's prefix cache. The rejected tokens are its draft.
 
 Accepted tokens carry the version that judged them, even if the weights change before the response
 resumes.
@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.drawing import noise_seeds
-from engine.protocol import GenerateRequest, TokenChunk
-from engine.remote.client.requests import Table
-from engine.remote.extras import Outcome
-from engine.turns import provenance_of, turn_end, turn_start
-from rollout.trajectory import FinishReason, IntArray, KeptTokens, Provenance, SeedArray
+from asyncrl.engine.drawing import noise_seeds
+from asyncrl.engine.protocol import GenerateRequest, TokenChunk
+from asyncrl.engine.remote.client.requests import Table
+from asyncrl.engine.remote.extras import Outcome
+from asyncrl.engine.turns import provenance_of, turn_end, turn_start
+from asyncrl.rollout.trajectory import FinishReason, IntArray, KeptTokens, Provenance, SeedArray
 
 
 def after_verification(

@@ -6,12 +6,12 @@ import asyncio
 import logging
 import time
 
-from engine.errors import EngineError, WeightsError, WeightsSupersededError
-from engine.remote.client.core import Core
-from engine.remote.client.pausing import Pausing
-from engine.remote.client.streams import Streams
-from engine.weights import ModelShapes, not_staged
-from wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.engine.errors import EngineError, WeightsError, WeightsSupersededError
+from asyncrl.engine.remote.client.core import Core
+from asyncrl.engine.remote.client.pausing import Pausing
+from asyncrl.engine.remote.client.streams import Streams
+from asyncrl.engine.weights import ModelShapes, not_staged
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 _LOG = logging.getLogger(__name__)
 _FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.05

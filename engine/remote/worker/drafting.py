@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache.config import CacheConfig
-from cache.tree import RolloutCache
-from engine.drafting.fixed_budget import FixedBudget
-from engine.drafting.planner import DraftPlanner, Planner
-from engine.drafting.proposals import warm_up as warm_up_proposals
-from engine.drafting.step_times import warm_up as warm_up_step_times
-from engine.remote.extras import DrafterSettings
-from engine.remote.worker.rows import warm_up as warm_up_rows
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.engine.drafting.fixed_budget import FixedBudget
+from asyncrl.engine.drafting.planner import DraftPlanner, Planner
+from asyncrl.engine.drafting.proposals import warm_up as warm_up_proposals
+from asyncrl.engine.drafting.step_times import warm_up as warm_up_step_times
+from asyncrl.engine.remote.extras import DrafterSettings
+from asyncrl.engine.remote.worker.rows import warm_up as warm_up_rows
 
 _GAP = 0.002
 """Seconds between two steps that a scheduler may need, whatever the step took."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol import SamplingParams
-from engine.remote.extras import RequestExtra
-from engine.sampling import SamplingColumns
-from rollout.trajectory import IntArray, SeedArray
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.remote.extras import RequestExtra
+from asyncrl.engine.sampling import SamplingColumns
+from asyncrl.rollout.trajectory import IntArray, SeedArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ and the gate and up projections, and pads the vocabulary. A head that is tied to
 one parameter with two uses, and both are looked at.
 
 Names that have no counterpart are left out of the fingerprint, and the run names them
-(`wire.wrong_policy.not_compared`): tensors that the engine renames, computes or holds in another
-layout or in wider layers, experts split among several ranks, and quantized layers.
+(`asyncrl.wire.wrong_policy.not_compared`): tensors that the engine renames, computes or holds in
+another layout or in wider layers, experts split among several ranks, and quantized layers.
 
-With tensor parallelism each rank sums its part (`engine.remote.worker.shards`).
+With tensor parallelism each rank sums its part (`asyncrl.engine.remote.worker.shards`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.remote.worker.ranks import Ranks
-from engine.remote.worker.shards import Shape, Shard, block_sums, shard_of
-from wire.weights.fingerprint import TensorSums, collect, sums_of
-from wire.weights.layout import Fingerprint
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.remote.worker.shards import Shape, Shard, block_sums, shard_of
+from asyncrl.wire.weights.fingerprint import TensorSums, collect, sums_of
+from asyncrl.wire.weights.layout import Fingerprint
 
 
 class _Place(NamedTuple):

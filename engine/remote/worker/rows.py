@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.tree import Drafts
-from engine.drafting.continuation import Continuations
-from engine.drafting.planner import Planner
-from engine.drafting.proposals import Proposer, offsets_of
-from engine.drafting.source import NO_HANDLE, DraftSource
-from engine.remote.worker.entries import Entry
-from rollout.jit import Compiler
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.cache.tree import Drafts
+from asyncrl.engine.drafting.continuation import Continuations
+from asyncrl.engine.drafting.planner import Planner
+from asyncrl.engine.drafting.proposals import Proposer, offsets_of
+from asyncrl.engine.drafting.source import NO_HANDLE, DraftSource
+from asyncrl.engine.remote.worker.entries import Entry
+from asyncrl.rollout.jit import Compiler
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 kernel = Compiler(Path(__file__).parent)
 

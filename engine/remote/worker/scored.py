@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.remote.extras import Outcome, ScoreColumns
-from engine.remote.worker.entries import Entry
-from engine.verification import KeptBatch, KeptColumns, Reading, Verdict
-from rollout.trajectory import FloatArray, IntArray, KeptTokens
+from asyncrl.engine.remote.extras import Outcome, ScoreColumns
+from asyncrl.engine.remote.worker.entries import Entry
+from asyncrl.engine.verification import KeptBatch, KeptColumns, Reading, Verdict
+from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens
 
 
 @dataclass(frozen=True, slots=True)

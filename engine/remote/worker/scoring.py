@@ -2,7 +2,8 @@
 
 Only the positions that were asked for go through the output layer, those of all requests of a step
 together, in slabs of bounded memory, with the processed distribution. Kept tokens are judged here,
-where the whole current distribution is (`engine.verification`): only what becomes of them travels.
+where the whole current distribution is (`asyncrl.engine.verification`): only what becomes of them
+travels.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.logits import (
+from asyncrl.engine.logits import (
     LogitReading,
     distributions_of,
     read_from_logits,
     rows_at_once,
     slabs,
 )
-from engine.remote.worker.ranks import Ranks
-from engine.remote.worker.scored import ScoredPart, ScoredRequest, batch_of
-from engine.sampling import SamplingColumns
-from engine.verification import KeptBatch, KeptColumns, Reading, Verdict, judge
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.remote.worker.scored import ScoredPart, ScoredRequest, batch_of
+from asyncrl.engine.sampling import SamplingColumns
+from asyncrl.engine.verification import KeptBatch, KeptColumns, Reading, Verdict, judge
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
 class Scorer:
@@ -35,7 +36,7 @@ class Scorer:
             take part in it.
         vocab_size: V.
         ranks: of this worker; rank 0 scores.
-        max_bytes: memory that scoring may hold at once (`engine.logits`).
+        max_bytes: memory that scoring may hold at once (`asyncrl.engine.logits`).
     """
 
     def __init__(

@@ -2,8 +2,9 @@
 
 Layers say how they are split as in vLLM, from which SGLang's descend.
 
-The sums of a fingerprint add over blocks (`wire.weights.fingerprint`). So each rank sums the block
-that it holds, and the sum over all ranks is that of the whole tensor. Nothing is gathered.
+The sums of a fingerprint add over blocks (`asyncrl.wire.weights.fingerprint`). So each rank sums
+the block that it holds, and the sum over all ranks is that of the whole tensor. Nothing is
+gathered.
 
 Several ranks may hold the same block: norms, and key and value heads where there are fewer of them
 than ranks. The sums of such replicas are added with factors that sum to 1 modulo 2**64, all but the
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wire.weights.fingerprint import MatrixSums, TensorSums, name_of, probe_columns
+from asyncrl.wire.weights.fingerprint import MatrixSums, TensorSums, name_of, probe_columns
 
 Shape = tuple[int, ...]
 _GAMMA, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1

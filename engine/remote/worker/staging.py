@@ -2,7 +2,8 @@
 
 An engine's loader brings a checkpoint's tensors into the form in which its layers hold them. It
 takes several times as long as a copy, so it runs in a thread on a second tree of the model's
-modules (`engine.remote.worker.twin`) while tokens are generated. Installing copies from there.
+modules (`asyncrl.engine.remote.worker.twin`) while tokens are generated. Installing copies from
+there.
 
 That the two come to the same is proved, not assumed, in the pause of the first installation:
 
@@ -23,14 +24,14 @@ from typing import Protocol
 
 import torch
 
-from engine.adapters import MergingBuffer, weights_of_model
-from engine.errors import WeightsError, WeightsSupersededError
-from engine.remote.calls import StagingReport
-from engine.remote.worker.twin import Attributes, Twin, loaded_parts, unchanged
-from engine.weights import NamedTensors, StagedWeights
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import Fingerprint, WeightManifest
-from wire.weights.reader import WeightBuffer
+from asyncrl.engine.adapters import MergingBuffer, weights_of_model
+from asyncrl.engine.errors import WeightsError, WeightsSupersededError
+from asyncrl.engine.remote.calls import StagingReport
+from asyncrl.engine.remote.worker.twin import Attributes, Twin, loaded_parts, unchanged
+from asyncrl.engine.weights import NamedTensors, StagedWeights
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.wire.weights.reader import WeightBuffer
 
 _SHOWN = 5
 

@@ -14,7 +14,8 @@ two functions. SGLang packs nothing.
 
 Whether this does what loading into the model itself does depends on the layers: loading may leave
 something that is neither a parameter nor that function. `Attributes` and `differences` find out;
-`engine.remote.worker.staging` asks them once, with numbers that all differ from those before.
+`asyncrl.engine.remote.worker.staging` asks them once, with numbers that all differ from those
+before.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wire.weights.fingerprint import sums_of
-from wire.weights.layout import laid_out
-from wire.weights.pinning import Pin
-from wire.weights.views import tensor_view
+from asyncrl.wire.weights.fingerprint import sums_of
+from asyncrl.wire.weights.layout import laid_out
+from asyncrl.wire.weights.pinning import Pin
+from asyncrl.wire.weights.views import tensor_view
 
 PACKED = "cpu_linear"
 """Attribute of the layers that vLLM packs on a CPU: the product with the packed weight."""

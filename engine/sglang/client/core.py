@@ -11,17 +11,25 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import msgspec
 import numpy as np
 
-from engine.errors import EngineError
-from engine.remote.calls import StagingReport
-from engine.remote.client.core import CoreRequest
-from engine.remote.client.inbox import Inbox
-from engine.remote.client.meter import Meter
-from engine.remote.client.responses import Responses
-from engine.sglang.calls import SglangWorker
-from engine.sglang.client.outputs import OutputProcessor
-from engine.sglang.client.process import SglangProcess
-from engine.sglang.messages import AddRequest, Answer, Call, EndRequests, Outputs, Ready, ToClient
-from wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.remote.calls import StagingReport
+from asyncrl.engine.remote.client.core import CoreRequest
+from asyncrl.engine.remote.client.inbox import Inbox
+from asyncrl.engine.remote.client.meter import Meter
+from asyncrl.engine.remote.client.responses import Responses
+from asyncrl.engine.sglang.calls import SglangWorker
+from asyncrl.engine.sglang.client.outputs import OutputProcessor
+from asyncrl.engine.sglang.client.process import SglangProcess
+from asyncrl.engine.sglang.messages import (
+    AddRequest,
+    Answer,
+    Call,
+    EndRequests,
+    Outputs,
+    Ready,
+    ToClient,
+)
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -32,7 +40,7 @@ _ID_LENGTH = 16
 
 
 class SglangCore:
-    """What SGLang can be asked; satisfies `engine.remote.client.core.Core`.
+    """What SGLang can be asked; satisfies `asyncrl.engine.remote.client.core.Core`.
 
     Args:
         process: of SGLang.

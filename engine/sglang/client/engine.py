@@ -2,19 +2,19 @@
 
 The parts are `process` (starting, watching, stopping SGLang), `link` (the sockets to its scheduler
 process), `core` (the calls) and `outputs` (what comes back); everything else is
-`engine.remote.client`. What both processes agree on is in `engine.sglang.messages`, `calls`,
-`settings` and `server_settings`.
+`asyncrl.engine.remote.client`. What both processes agree on is in `asyncrl.engine.sglang.messages`,
+`calls`, `settings` and `server_settings`.
 """
 
 from __future__ import annotations
 
-from cache.config import CacheConfig
-from cache.place import CachePlace
-from engine.config import EngineConfig
-from engine.remote.client.engine import RemoteEngine
-from engine.sglang.client.core import SglangCore
-from engine.sglang.client.launch import launch
-from engine.sglang.client.process import SglangProcess
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.place import CachePlace
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.remote.client.engine import RemoteEngine
+from asyncrl.engine.sglang.client.core import SglangCore
+from asyncrl.engine.sglang.client.launch import launch
+from asyncrl.engine.sglang.client.process import SglangProcess
 
 
 class SglangEngine(RemoteEngine):

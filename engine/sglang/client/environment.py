@@ -9,14 +9,15 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from engine.config import EngineConfig
-from engine.sglang.worker.plugin import MARK_VARIABLE
+import asyncrl
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
 
 _QUOTED_LINES = 15
 _LONGEST_FOLDER = 80
 """Bytes. A socket's path may have 107."""
-_PACKAGES = Path(__file__).resolve().parents[3]
-"""The directory that this package was imported from."""
+_PACKAGES = Path(asyncrl.__file__).resolve().parents[1]
+"""The directory that asyncrl was imported from."""
 
 
 class SglangFolder:

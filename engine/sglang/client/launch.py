@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 
-from cache.config import CacheConfig
-from cache.place import CachePlace, to_json
-from engine.config import EngineConfig
-from engine.errors import EngineError, EngineStartError
-from engine.remote.extras import DrafterSettings
-from engine.sglang.client.core import SglangCore
-from engine.sglang.client.environment import SglangFolder, environment_of
-from engine.sglang.client.process import SglangProcess
-from engine.sglang.interpreter import path_of
-from engine.sglang.server_settings import ServerSettings
-from engine.sglang.settings import WorkerSettings
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.place import CachePlace, to_json
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError, EngineStartError
+from asyncrl.engine.remote.extras import DrafterSettings
+from asyncrl.engine.sglang.client.core import SglangCore
+from asyncrl.engine.sglang.client.environment import SglangFolder, environment_of
+from asyncrl.engine.sglang.client.process import SglangProcess
+from asyncrl.engine.sglang.interpreter import path_of
+from asyncrl.engine.sglang.server_settings import ServerSettings
+from asyncrl.engine.sglang.settings import WorkerSettings
 
 _HEADROOM = 16
 """Tokens of a request's room that SGLang keeps free (6), the token drawn after a scored text, and

@@ -16,9 +16,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from engine.errors import EngineError
-from engine.sglang.client.environment import SglangFolder
-from engine.sglang.messages import ToClient, ToWorker
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.sglang.client.environment import SglangFolder
+from asyncrl.engine.sglang.messages import ToClient, ToWorker
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import EngineError
-from engine.remote.client.inbox import Inbox, Scored
-from engine.remote.client.meter import Meter
-from engine.remote.client.responses import Response, Responses
-from engine.remote.extras import StepTable
-from engine.sglang import messages
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.remote.client.inbox import Inbox, Scored
+from asyncrl.engine.remote.client.meter import Meter
+from asyncrl.engine.remote.client.responses import Response, Responses
+from asyncrl.engine.remote.extras import StepTable
+from asyncrl.engine.sglang import messages
 
 
 class OutputProcessor:

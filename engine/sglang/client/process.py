@@ -18,15 +18,15 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.errors import EngineError, EngineStartError
-from engine.sglang.client.environment import SglangFolder
-from engine.sglang.client.link import Link
-from engine.sglang.config import SglangConfig
-from engine.sglang.messages import ToClient, ToWorker
+from asyncrl.engine.errors import EngineError, EngineStartError
+from asyncrl.engine.sglang.client.environment import SglangFolder
+from asyncrl.engine.sglang.client.link import Link
+from asyncrl.engine.sglang.config import SglangConfig
+from asyncrl.engine.sglang.messages import ToClient, ToWorker
 
 T = TypeVar("T")
 
-MODULE = "engine.sglang.worker.main"
+MODULE = "asyncrl.engine.sglang.worker.main"
 _STATUS_SECONDS = 1.0
 """Longest wait for the exit status of a process that has ended."""
 _STOP_SECONDS = 10.0

@@ -7,9 +7,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from engine.remote.calls import RemoteWorker
-from engine.remote.worker.ranks import Ranks
-from engine.sglang.messages import Answer, Call
+from asyncrl.engine.remote.calls import RemoteWorker
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.sglang.messages import Answer, Call
 
 
 class SteppingScheduler(Protocol):
@@ -29,7 +29,7 @@ class SteppingScheduler(Protocol):
 
 
 class Weights(Protocol):
-    """The weights of the model (`engine.sglang.worker.weights`)."""
+    """The weights of the model (`asyncrl.engine.sglang.worker.weights`)."""
 
     def begin(self, manifest: dict[str, Any]) -> None:
         """Begin to copy the weights of a manifest."""

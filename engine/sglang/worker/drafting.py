@@ -3,7 +3,7 @@
 SGLang's batch has no table of tokens, so one is kept here. A row of it is a request's place in
 SGLang's pool of requests (`req_pool_indices`), which a request keeps while it has KV. After a
 retraction it comes back in another row. What it has generated is told to the cache when drafts are
-wanted, at its end, and before new weights (`engine.remote.worker.rows`).
+wanted, at its end, and before new weights (`asyncrl.engine.remote.worker.rows`).
 
 Imports no SGLang. Wrong drafts cost time, never exactness.
 """
@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.tree import Drafts
-from engine.drafting.planner import Planner
-from engine.drafting.proposals import offsets_of
-from engine.drafting.source import DraftSource
-from engine.drafting.trees import TokenTrees, no_trees, plant
-from engine.remote.worker.drafting import StepTimer
-from engine.remote.worker.entries import Entry
-from engine.remote.worker.rows import NO_SLOT, RowBook
-from rollout.trajectory import IntArray
+from asyncrl.cache.tree import Drafts
+from asyncrl.engine.drafting.planner import Planner
+from asyncrl.engine.drafting.proposals import offsets_of
+from asyncrl.engine.drafting.source import DraftSource
+from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
+from asyncrl.engine.remote.worker.drafting import StepTimer
+from asyncrl.engine.remote.worker.entries import Entry
+from asyncrl.engine.remote.worker.rows import NO_SLOT, RowBook
+from asyncrl.rollout.trajectory import IntArray
 
 Index = NDArray[np.int64]
 

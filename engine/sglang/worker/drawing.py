@@ -1,8 +1,8 @@
 """Draws the tokens of a plain step, the same ones that any other engine of ours draws.
 
 A draw is a pure function of (distribution, seed of the request, policy version, position in the
-response), see `engine.drawing`. So neither the batch, the row, retraction, chunks of a prompt nor
-drafts change which token a request generates. Imports no SGLang.
+response), see `asyncrl.engine.drawing`. So neither the batch, the row, retraction, chunks of a
+prompt nor drafts change which token a request generates. Imports no SGLang.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.drawing import Streams
-from engine.logits import LogitDraws, draw_from_logits
-from engine.remote.worker.ranks import Ranks
-from engine.sglang.worker.requests import SchedulerBatch
-from engine.sglang.worker.steps import Places, Reporting, StepOutput
+from asyncrl.engine.drawing import Streams
+from asyncrl.engine.logits import LogitDraws, draw_from_logits
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.sglang.worker.requests import SchedulerBatch
+from asyncrl.engine.sglang.worker.steps import Places, Reporting, StepOutput
 
 
 class StepDrawing:
@@ -25,7 +25,7 @@ class StepDrawing:
         batch: that is run.
         ranks: of this process; rank 0 draws.
         reporting: where tables go.
-        max_bytes: memory that drawing may hold at once (`engine.logits`).
+        max_bytes: memory that drawing may hold at once (`asyncrl.engine.logits`).
     """
 
     def __init__(

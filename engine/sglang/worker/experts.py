@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.remote.worker.held_weights import HeldWeights
+from asyncrl.engine.remote.worker.held_weights import HeldWeights
 
 MODELS_BY_EXPERT = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Classes of SGLang's models whose experts are loaded one by one, under these names."""

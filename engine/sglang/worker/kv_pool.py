@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.sglang.worker.api import MHATokenToKVPool
+from asyncrl.engine.sglang.worker.api import MHATokenToKVPool
 
 
 class TorchKVPool(MHATokenToKVPool):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import zmq
 
-from engine.sglang.messages import ToClient, ToWorker
+from asyncrl.engine.sglang.messages import ToClient, ToWorker
 
 
 class Link:

@@ -1,4 +1,6 @@
-"""Starts SGLang's scheduler processes and watches them: `python -m engine.sglang.worker.main`.
+"""Starts SGLang's scheduler processes and watches them.
+
+    python -m asyncrl.engine.sglang.worker.main
 
 Runs in SGLang's interpreter. It does what SGLang's `Engine` does up to its schedulers (`start.py`),
 and leaves out the tokenizer manager, the detokenizer and all of HTTP: our scheduler
@@ -27,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from engine.sglang.server_settings import CPU_ATTENTION, ServerSettings
+from asyncrl.engine.sglang.server_settings import CPU_ATTENTION, ServerSettings
 
 _LOG = logging.getLogger("asyncrl.sglang")
 _FAILED, _REFUSED = 1, 2
@@ -56,7 +58,7 @@ def main() -> None:
 def _start(settings: ServerSettings) -> tuple[list[Any], Callable[[], None]]:
     """Start a scheduler process for each rank: the processes, and what waits for all of them."""
     on_cpu = _prepare_device(settings)
-    from engine.sglang.worker.start import start_schedulers
+    from asyncrl.engine.sglang.worker.start import start_schedulers
 
     return start_schedulers(server_arguments(settings, on_cpu=on_cpu), settings.folder)
 
@@ -194,7 +196,7 @@ def server_arguments(settings: ServerSettings, *, on_cpu: bool) -> dict[str, Any
 
 def _kv_tokens(settings: ServerSettings, dtype: str, kv_gib: float) -> int:
     """The tokens whose KV fits into so much memory, on each rank."""
-    from engine.sglang.worker.start import kv_bytes
+    from asyncrl.engine.sglang.worker.start import kv_bytes
 
     each = kv_bytes(settings.model_path, dtype, settings.tensor_parallel_size)
     tokens = int(kv_gib * _GIB) // each

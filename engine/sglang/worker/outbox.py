@@ -15,9 +15,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.remote.extras import StepTable
-from engine.sglang.messages import End, Gauges, Outputs, Scored, Step
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.engine.remote.extras import StepTable
+from asyncrl.engine.sglang.messages import End, Gauges, Outputs, Scored, Step
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 _MAX_SECONDS = 0.1
 """Longest time that a step waits for the message to be sent, when steps are slow."""

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-from engine.remote.worker.entries import Entry
-from engine.sglang.messages import AddRequest, End
-from engine.sglang.worker.api import (
+from asyncrl.engine.remote.worker.entries import Entry
+from asyncrl.engine.sglang.messages import AddRequest, End
+from asyncrl.engine.sglang.worker.api import (
     FINISH_ABORT,
     FINISH_LENGTH,
     FINISH_MATCHED_TOKEN,
@@ -24,7 +24,7 @@ from engine.sglang.worker.api import (
     SchedulerRequestReceiver,
     TokenizedGenerateReqInput,
 )
-from engine.sglang.worker.link import Link
+from asyncrl.engine.sglang.worker.link import Link
 
 
 class PrefillRequest(Req):

@@ -14,7 +14,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from engine.sglang.server_settings import CPU_ATTENTION
+from asyncrl.engine.sglang.server_settings import CPU_ATTENTION
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -45,6 +45,6 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Of an ordinary attention; SGLang's own for others."""
         if kind != "mha":
             return None
-        from engine.sglang.worker.kv_pool import TorchKVPool
+        from asyncrl.engine.sglang.worker.kv_pool import TorchKVPool
 
         return TorchKVPool

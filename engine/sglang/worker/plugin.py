@@ -18,7 +18,9 @@ _FAILED = 4
 
 def cpu_platform() -> str | None:
     """The platform of machines without a GPU; None where SGLang is not ours."""
-    return "engine.sglang.worker.platform.CpuPlatform" if MARK_VARIABLE in os.environ else None
+    return (
+        "asyncrl.engine.sglang.worker.platform.CpuPlatform" if MARK_VARIABLE in os.environ else None
+    )
 
 
 def register() -> None:
@@ -38,9 +40,9 @@ def register() -> None:
 
 
 def _register() -> None:
-    from engine.sglang.worker import speculation
-    from engine.sglang.worker.api import SCHEDULER_NAME, HookRegistry, HookType
-    from engine.sglang.worker.scheduler import ClientScheduler
+    from asyncrl.engine.sglang.worker import speculation
+    from asyncrl.engine.sglang.worker.api import SCHEDULER_NAME, HookRegistry, HookType
+    from asyncrl.engine.sglang.worker.scheduler import ClientScheduler
 
     HookRegistry.register(SCHEDULER_NAME, ClientScheduler, HookType.REPLACE)
     speculation.register()

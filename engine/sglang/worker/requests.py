@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.drawing import UNREPORTED_K
-from engine.remote.extras import NO_TICKET, RequestExtra
-from engine.remote.worker.batch import Batch
-from engine.remote.worker.entries import Entry
-from engine.sglang.messages import AddRequest
+from asyncrl.engine.drawing import UNREPORTED_K
+from asyncrl.engine.remote.extras import NO_TICKET, RequestExtra
+from asyncrl.engine.remote.worker.batch import Batch
+from asyncrl.engine.remote.worker.entries import Entry
+from asyncrl.engine.sglang.messages import AddRequest
 
 
 def entry_of(message: AddRequest) -> Entry:

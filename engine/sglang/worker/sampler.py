@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from engine.sglang.worker.api import LogitsMetadata, LogitsProcessor, Sampler
-from engine.sglang.worker.drawing import StepDrawing
-from engine.sglang.worker.scoring import PrefillScoring
+from asyncrl.engine.sglang.worker.api import LogitsMetadata, LogitsProcessor, Sampler
+from asyncrl.engine.sglang.worker.drawing import StepDrawing
+from asyncrl.engine.sglang.worker.scoring import PrefillScoring
 
 
 class OutputLayer:

@@ -15,13 +15,21 @@ import os
 from dataclasses import fields
 from typing import Any
 
-from engine.drawing import UNREPORTED_K
-from engine.drawing import warm_up as warm_up_drawing
-from engine.remote.worker.ranks import Ranks
-from engine.remote.worker.scoring import Scorer
-from engine.sglang.messages import AddRequest, Call, End, EndRequests, Gauges, Outputs, Ready
-from engine.sglang.settings import WorkerSettings
-from engine.sglang.worker.api import (
+from asyncrl.engine.drawing import UNREPORTED_K
+from asyncrl.engine.drawing import warm_up as warm_up_drawing
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.remote.worker.scoring import Scorer
+from asyncrl.engine.sglang.messages import (
+    AddRequest,
+    Call,
+    End,
+    EndRequests,
+    Gauges,
+    Outputs,
+    Ready,
+)
+from asyncrl.engine.sglang.settings import WorkerSettings
+from asyncrl.engine.sglang.worker.api import (
     AbortReq,
     ContinueGenerationReqInput,
     IdleSleeper,
@@ -32,11 +40,11 @@ from engine.sglang.worker.api import (
     TypeBasedDispatcher,
     get_parallel,
 )
-from engine.sglang.worker.calls import WorkerCalls, answer
-from engine.sglang.worker.drawing import StepDrawing
-from engine.sglang.worker.link import Link
-from engine.sglang.worker.outbox import Outbox
-from engine.sglang.worker.parts import (
+from asyncrl.engine.sglang.worker.calls import WorkerCalls, answer
+from asyncrl.engine.sglang.worker.drawing import StepDrawing
+from asyncrl.engine.sglang.worker.link import Link
+from asyncrl.engine.sglang.worker.outbox import Outbox
+from asyncrl.engine.sglang.worker.parts import (
     ClientReceiver,
     EndStreamer,
     PrefillRequest,
@@ -44,13 +52,13 @@ from engine.sglang.worker.parts import (
     generate_input,
     isolated,
 )
-from engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
-from engine.sglang.worker.sampler import DrawingSampler, OutputLayer
-from engine.sglang.worker.scoring import Prefill, PrefillScoring
-from engine.sglang.worker.steps import Reporting
-from engine.sglang.worker.tree_drawing import TreeDrawing
-from engine.sglang.worker.weights import SglangWeights
-from rollout.acceptance import warm_up_verification
+from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
+from asyncrl.engine.sglang.worker.sampler import DrawingSampler, OutputLayer
+from asyncrl.engine.sglang.worker.scoring import Prefill, PrefillScoring
+from asyncrl.engine.sglang.worker.steps import Reporting
+from asyncrl.engine.sglang.worker.tree_drawing import TreeDrawing
+from asyncrl.engine.sglang.worker.weights import SglangWeights
+from asyncrl.rollout.acceptance import warm_up_verification
 
 _HEADROOM = 6
 """Places of the context that SGLang keeps free (`TpModelWorker.get_worker_info`)."""

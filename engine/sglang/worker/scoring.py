@@ -3,7 +3,8 @@
 SGLang computes `input_token_logprobs` from raw logits, all of a chunk at once. Here the hidden
 states that go into the output layer are taken (`hidden` below), and only those positions are looked
 at that were asked for, in slabs, with the processed distribution. Kept tokens are judged here,
-where the whole current distribution is (`engine.verification`): only what becomes of them travels.
+where the whole current distribution is (`asyncrl.engine.verification`): only what becomes of them
+travels.
 
 A prompt may come in chunks, and from the beginning again after a retraction. Positions whose KV is
 found in the radix cache have no hidden states, so a scoring request takes no more of its prefix
@@ -18,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.remote.worker.scored import ScoredPart, ScoredRequest
-from engine.remote.worker.scoring import Scorer
-from engine.sglang.worker.requests import SchedulerBatch
-from engine.sglang.worker.steps import Reporting
+from asyncrl.engine.remote.worker.scored import ScoredPart, ScoredRequest
+from asyncrl.engine.remote.worker.scoring import Scorer
+from asyncrl.engine.sglang.worker.requests import SchedulerBatch
+from asyncrl.engine.sglang.worker.steps import Reporting
 
 
 class Prefill(NamedTuple):

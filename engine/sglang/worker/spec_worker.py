@@ -21,19 +21,19 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 
-from cache.config import CacheConfig
-from cache.exchange import SharedCache
-from cache.place import CachePlace, from_json, open_at, save_at
-from cache.tree import RolloutCache
-from engine.drafting.trees import TokenTrees
-from engine.remote.extras import DrafterSettings
-from engine.remote.worker.drafting import planner_of, warm_up
-from engine.remote.worker.ranks import Ranks
-from engine.sglang.worker.drafting import Drafter
-from engine.sglang.worker.requests import SchedulerBatch
-from engine.sglang.worker.segments import visible
-from engine.sglang.worker.tree_drawing import Accepted, TreeDrawing
-from engine.sglang.worker.verify_step import (
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.exchange import SharedCache
+from asyncrl.cache.place import CachePlace, from_json, open_at, save_at
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.engine.drafting.trees import TokenTrees
+from asyncrl.engine.remote.extras import DrafterSettings
+from asyncrl.engine.remote.worker.drafting import planner_of, warm_up
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.sglang.worker.drafting import Drafter
+from asyncrl.engine.sglang.worker.requests import SchedulerBatch
+from asyncrl.engine.sglang.worker.segments import visible
+from asyncrl.engine.sglang.worker.tree_drawing import Accepted, TreeDrawing
+from asyncrl.engine.sglang.worker.verify_step import (
     Feed,
     accepted_nodes,
     full_mask,
@@ -41,7 +41,7 @@ from engine.sglang.worker.verify_step import (
     lay_out,
     moves,
 )
-from rollout.trajectory import IntArray
+from asyncrl.rollout.trajectory import IntArray
 
 Index = NDArray[np.int64]
 

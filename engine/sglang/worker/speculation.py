@@ -20,9 +20,9 @@ import torch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from engine.sglang.server_settings import CPU_ATTENTION
-from engine.sglang.worker import tree_attention
-from engine.sglang.worker.api import HookRegistry, HookType
+from asyncrl.engine.sglang.server_settings import CPU_ATTENTION
+from asyncrl.engine.sglang.worker import tree_attention
+from asyncrl.engine.sglang.worker.api import HookRegistry, HookType
 
 NAME = "ASYNCRL"
 """Of the algorithm, in SGLang's `speculative_algorithm`."""
@@ -99,7 +99,7 @@ def register() -> None:
     """
 
     def worker(_server_args: Any) -> type:
-        from engine.sglang.worker.spec_worker import SpecWorker
+        from asyncrl.engine.sglang.worker.spec_worker import SpecWorker
 
         return SpecWorker
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.remote.extras import NO_TICKET, StepTable
-from engine.sglang.worker.outbox import Outbox
-from engine.sglang.worker.requests import Requests
+from asyncrl.engine.remote.extras import NO_TICKET, StepTable
+from asyncrl.engine.sglang.worker.outbox import Outbox
+from asyncrl.engine.sglang.worker.requests import Requests
 
 
 class Places(NamedTuple):

@@ -21,8 +21,8 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from engine.sglang.server_settings import CPU_ATTENTION
-from engine.sglang.worker.segments import Segments, segments_of
+from asyncrl.engine.sglang.server_settings import CPU_ATTENTION
+from asyncrl.engine.sglang.worker.segments import Segments, segments_of
 
 
 class TreeAttention(TorchNativeAttnBackend):

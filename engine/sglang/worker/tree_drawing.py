@@ -3,7 +3,7 @@
 SGLang verifies drafts with rejection sampling, whose numbers depend on what was drafted, or, on a
 CPU, by committing the most probable token. Here a token is drawn at every place that was fed, as
 without drafts (`worker.drawing`), and a draft is accepted if it is the token that was drawn
-(`rollout.acceptance.accept_tree`, exact for any drafts). Imports no SGLang.
+(`asyncrl.rollout.acceptance.accept_tree`, exact for any drafts). Imports no SGLang.
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.drafting.trees import TokenTrees
-from engine.drawing import Streams
-from engine.logits import LogitDraws, draw_from_logits
-from engine.remote.worker.ranks import Ranks
-from engine.sglang.worker.drawing import output_of
-from engine.sglang.worker.requests import SchedulerBatch
-from engine.sglang.worker.steps import Reporting, StepOutput
-from engine.sglang.worker.verify_step import Feed, paths_of, places_in, roots, walk_on_device
-from rollout.acceptance import accept_tree
+from asyncrl.engine.drafting.trees import TokenTrees
+from asyncrl.engine.drawing import Streams
+from asyncrl.engine.logits import LogitDraws, draw_from_logits
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.sglang.worker.drawing import output_of
+from asyncrl.engine.sglang.worker.requests import SchedulerBatch
+from asyncrl.engine.sglang.worker.steps import Reporting, StepOutput
+from asyncrl.engine.sglang.worker.verify_step import (
+    Feed,
+    paths_of,
+    places_in,
+    roots,
+    walk_on_device,
+)
+from asyncrl.rollout.acceptance import accept_tree
 
 Index = NDArray[np.int64]
 
@@ -48,7 +54,7 @@ class TreeDrawing:
         batch: that is run.
         ranks: of this process; rank 0 draws.
         reporting: where tables go.
-        max_bytes: memory that drawing may hold at once (`engine.logits`).
+        max_bytes: memory that drawing may hold at once (`asyncrl.engine.logits`).
     """
 
     def __init__(

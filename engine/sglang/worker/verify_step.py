@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.drafting.trees import TokenTrees
-from rollout.acceptance import AcceptedPaths
-from rollout.trajectory import IntArray
+from asyncrl.engine.drafting.trees import TokenTrees
+from asyncrl.rollout.acceptance import AcceptedPaths
+from asyncrl.rollout.trajectory import IntArray
 
 Index = NDArray[np.int64]
 

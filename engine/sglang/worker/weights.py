@@ -3,8 +3,8 @@
 SGLang replaces weights between `begin_weight_update` and `end_weight_update`, while it is paused:
 it undoes what it made of the old ones, has the model load the new ones, and makes it again.
 `SglangLoader` calls the same three functions, so that they can be called for a twin of the model
-while tokens are generated (`engine.remote.worker.staging`). Installing copies what is finished, so
-nothing is undone or made again.
+while tokens are generated (`asyncrl.engine.remote.worker.staging`). Installing copies what is
+finished, so nothing is undone or made again.
 
 SGLang labels the tokens of a request with spans of its own `weight_version`. It is set to our
 policy version, so its spans are ours. No KV is flushed: requests of other weights have another
@@ -20,13 +20,17 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from engine.errors import WeightsError
-from engine.remote.calls import StagingReport
-from engine.remote.worker.ranks import Ranks
-from engine.remote.worker.staging import WorkerWeights
-from engine.remote.worker.twin import Twin
-from engine.sglang.worker.experts import MODELS_BY_EXPERT, SglangHeldWeights, expert_by_expert
-from wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.engine.errors import WeightsError
+from asyncrl.engine.remote.calls import StagingReport
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.remote.worker.staging import WorkerWeights
+from asyncrl.engine.remote.worker.twin import Twin
+from asyncrl.engine.sglang.worker.experts import (
+    MODELS_BY_EXPERT,
+    SglangHeldWeights,
+    expert_by_expert,
+)
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 T = TypeVar("T")
 
@@ -42,7 +46,7 @@ _SHOWN = 5
 
 
 class SglangLoader:
-    """Loads as SGLang does; satisfies `engine.remote.worker.staging.Loader`.
+    """Loads as SGLang does; satisfies `asyncrl.engine.remote.worker.staging.Loader`.
 
     Args:
         runner: SGLang's `ModelRunner`.
@@ -69,7 +73,7 @@ class SglangLoader:
 
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors, named as in the HF state dict, into the model or its twin, in place."""
-        from engine.sglang.worker.api import DefaultModelLoader
+        from asyncrl.engine.sglang.worker.api import DefaultModelLoader
 
         device = next(model.parameters()).device
         loading: Any = model
@@ -122,7 +126,7 @@ class SglangWeights:
     """
 
     def __init__(self, scheduler: Any, ranks: Ranks, *, on_device: bool) -> None:
-        from engine.sglang.worker.api import unsupported_derived_weight_cache_error
+        from asyncrl.engine.sglang.worker.api import unsupported_derived_weight_cache_error
 
         self._scheduler = scheduler
         self._ranks = ranks

@@ -11,17 +11,17 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
-from engine.config import EngineConfig
-from engine.errors import EngineError
-from engine.remote.calls import StagingReport
-from engine.remote.client.core import CoreRequest
-from engine.remote.client.inbox import Inbox
-from engine.remote.client.meter import Meter
-from engine.remote.client.responses import Responses
-from engine.vllm.client.process import VllmProcess
-from engine.vllm.extras import to_extra_args
-from engine.vllm.remote import ADAPTER_ID, VllmWorker
-from wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.remote.calls import StagingReport
+from asyncrl.engine.remote.client.core import CoreRequest
+from asyncrl.engine.remote.client.inbox import Inbox
+from asyncrl.engine.remote.client.meter import Meter
+from asyncrl.engine.remote.client.responses import Responses
+from asyncrl.engine.vllm.client.process import VllmProcess
+from asyncrl.engine.vllm.extras import to_extra_args
+from asyncrl.engine.vllm.remote import ADAPTER_ID, VllmWorker
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -31,7 +31,7 @@ _MAX_TEMPLATES = 64
 
 
 class VllmCore:
-    """What vLLM can be asked; satisfies `engine.remote.client.core.Core`.
+    """What vLLM can be asked; satisfies `asyncrl.engine.remote.client.core.Core`.
 
     Args:
         process: a started vLLM.
@@ -92,7 +92,7 @@ class VllmCore:
             config: of the engine.
         """
         if config.vllm.lora_rank:
-            from engine.vllm.client.api import LoRARequest
+            from asyncrl.engine.vllm.client.api import LoRARequest
 
             self._adapter = LoRARequest("policy", ADAPTER_ID, "never read")
         await self._call(
@@ -109,7 +109,7 @@ class VllmCore:
 
     async def submit(self, request_id: str, inbox: Inbox[Any], request: CoreRequest) -> None:
         """Give vLLM a request that is answered to `inbox`. The id must never have been used."""
-        from engine.vllm.client.api import tokens_input
+        from asyncrl.engine.vllm.client.api import tokens_input
 
         vllm = self.process.vllm
         vllm.processor.expect(request_id, inbox)
@@ -245,7 +245,7 @@ def _params(
         listed: K of the lists of scored tokens; None: it generates. Our scorer fills them, and our
             sampler those of drawn tokens, for which vLLM would slice the step's table.
     """
-    from engine.vllm.client.api import SamplingParams
+    from asyncrl.engine.vllm.client.api import SamplingParams
 
     return SamplingParams(
         temperature=temperature,

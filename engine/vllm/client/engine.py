@@ -1,21 +1,21 @@
 """VllmEngine: vLLM behind the `Engine` protocol, with the cache of rollouts drafting inside it.
 
 The parts are `process` (starting, watching, stopping vLLM) and `core` (the calls); everything else
-is `engine.remote.client`. What both processes agree on is in `engine.vllm.remote` and
-`engine.vllm.extras`.
+is `asyncrl.engine.remote.client`. What both processes agree on is in `asyncrl.engine.vllm.remote`
+and `asyncrl.engine.vllm.extras`.
 """
 
 from __future__ import annotations
 
 import logging
 
-from cache.config import CacheConfig
-from cache.place import CachePlace
-from engine.config import EngineConfig
-from engine.remote.client.engine import RemoteEngine
-from engine.vllm.client.advice import advice_on_drafting
-from engine.vllm.client.core import VllmCore
-from engine.vllm.client.process import VllmProcess
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.place import CachePlace
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.remote.client.engine import RemoteEngine
+from asyncrl.engine.vllm.client.advice import advice_on_drafting
+from asyncrl.engine.vllm.client.core import VllmCore
+from asyncrl.engine.vllm.client.process import VllmProcess
 
 _LOG = logging.getLogger(__name__)
 

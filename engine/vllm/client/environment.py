@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from engine.config import EngineConfig
+from asyncrl.engine.config import EngineConfig
 
 _QUOTED_LINES = 15
 _LONGEST_FOLDER = 70

@@ -18,8 +18,8 @@ from importlib import metadata
 from multiprocessing import context, forkserver, popen_forkserver
 from typing import Any
 
-from engine.config import EngineConfig
-from engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
 
 _IMPORTED = [
     "vllm.v1.engine.core",

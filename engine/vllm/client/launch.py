@@ -7,25 +7,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cache.config import CacheConfig
-from cache.place import CachePlace, to_json
-from engine.config import EngineConfig
-from engine.errors import EngineStartError
-from engine.remote.client.responses import Responses
-from engine.remote.extras import DrafterSettings
-from engine.vllm.client.api import (
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.place import CachePlace, to_json
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineStartError
+from asyncrl.engine.remote.client.responses import Responses
+from asyncrl.engine.remote.extras import DrafterSettings
+from asyncrl.engine.vllm.client.api import (
     AsyncEngineArgs,
     AsyncLLM,
     PrometheusStatLogger,
     current_platform,
     engine_utils,
 )
-from engine.vllm.client.fork_server import ForkContext, forks, without_compilers
-from engine.vllm.client.graphs import graph_config
-from engine.vllm.client.meter import VllmMeter
-from engine.vllm.client.outputs import StepProcessor
-from engine.vllm.extras import MessageSettings, drafter_to_config
-from engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
+from asyncrl.engine.vllm.client.fork_server import ForkContext, forks, without_compilers
+from asyncrl.engine.vllm.client.graphs import graph_config
+from asyncrl.engine.vllm.client.meter import VllmMeter
+from asyncrl.engine.vllm.client.outputs import StepProcessor
+from asyncrl.engine.vllm.extras import MessageSettings, drafter_to_config
+from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
 
 _CPU_KV_GIB = 0.5
 _PREFILL, _CPU_PREFILL = 4096, 512

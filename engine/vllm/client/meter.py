@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.remote.client.meter import Meter
-from engine.vllm.client.api import StatLoggerBase
+from asyncrl.engine.remote.client.meter import Meter
+from asyncrl.engine.vllm.client.api import StatLoggerBase
 
 
 class VllmMeter(Meter):

@@ -2,10 +2,10 @@
 
 vLLM's own processor merges the steps of a slow consumer, keeps only the last weight version of a
 request and builds a Python object per log-probability. This one takes the table of a whole step
-(`engine.remote.extras.StepTable`) with the version that the core stamped on it. A message has some
-steps of one version, and no other outputs than those of tables and of requests that end
-(`engine.vllm.worker.scheduler`), so a step costs a compiled call for any number of requests.
-Written against vLLM 0.32.0.
+(`asyncrl.engine.remote.extras.StepTable`) with the version that the core stamped on it. A message
+has some steps of one version, and no other outputs than those of tables and of requests that end
+(`asyncrl.engine.vllm.worker.scheduler`), so a step costs a compiled call for any number of
+requests. Written against vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import EngineError
-from engine.remote.client.inbox import Inbox, Scored
-from engine.remote.client.responses import Response, Responses
-from engine.remote.extras import StepTable
-from engine.vllm.client.api import (
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.remote.client.inbox import Inbox, Scored
+from asyncrl.engine.remote.client.responses import Response, Responses
+from asyncrl.engine.remote.extras import StepTable
+from asyncrl.engine.vllm.client.api import (
     EngineCoreOutput,
     FinishReason,
     OutputProcessor,
     OutputProcessorOutput,
 )
-from rollout.trajectory import FinishReason as Reason
+from asyncrl.rollout.trajectory import FinishReason as Reason
 
 _REASONS: dict[Any, Reason] = {
     FinishReason.STOP: "stop",

@@ -14,16 +14,16 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from cache.config import CacheConfig
-from cache.place import CachePlace
-from engine.config import EngineConfig
-from engine.errors import EngineError, EngineStartError
-from engine.vllm.client.environment import prepare, process_log
-from engine.vllm.client.fork_server import forks, start_server
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.place import CachePlace
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError, EngineStartError
+from asyncrl.engine.vllm.client.environment import prepare, process_log
+from asyncrl.engine.vllm.client.fork_server import forks, start_server
 
 if TYPE_CHECKING:
-    from engine.vllm.client.api import AsyncLLM
-    from engine.vllm.client.launch import Launched
+    from asyncrl.engine.vllm.client.api import AsyncLLM
+    from asyncrl.engine.vllm.client.launch import Launched
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class VllmProcess:
         Returns nothing, because the thread would keep the result alive.
         """
         try:
-            from engine.vllm.client.launch import launch
+            from asyncrl.engine.vllm.client.launch import launch
         except ImportError as error:
             raise EngineStartError(
                 f"vLLM is not installed ({error}): pip install 'asyncrl[vllm]', on a machine "

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.errors import WeightsError
-from engine.remote.worker.staging import Loader, WorkerWeights, check_finite
-from engine.vllm.remote import ADAPTER_ID
-from engine.weights import NamedTensors, StagedWeights
-from wire.errors import WeightsReadError
-from wire.weights.adapter import Pair, names_of, pairs_of, served_apart
-from wire.weights.layout import WeightManifest
-from wire.weights.reader import WeightBuffer
+from asyncrl.engine.errors import WeightsError
+from asyncrl.engine.remote.worker.staging import Loader, WorkerWeights, check_finite
+from asyncrl.engine.vllm.remote import ADAPTER_ID
+from asyncrl.engine.weights import NamedTensors, StagedWeights
+from asyncrl.wire.errors import WeightsReadError
+from asyncrl.wire.weights.adapter import Pair, names_of, pairs_of, served_apart
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.reader import WeightBuffer
 
 _SLOT = 0
 """Of vLLM's room for adapters."""
@@ -44,7 +44,7 @@ class ServedAdapter:
     """
 
     def __init__(self, runner: Any) -> None:
-        from engine.vllm.worker.api import LogitsProcessorWithLoRA, LoRARequest
+        from asyncrl.engine.vllm.worker.api import LogitsProcessorWithLoRA, LoRARequest
 
         # As vLLM's warm-up adds one, which needs no files; its numbers are dropped below.
         runner.lora_manager.add_dummy_lora(LoRARequest("policy", ADAPTER_ID, "never read"), rank=1)
@@ -111,7 +111,7 @@ def _leave_the_head(model: torch.nn.Module) -> None:
 
     vLLM's counts on a row for each drawn token, and our scoring has others.
     """
-    from engine.vllm.worker.api import LogitsProcessorWithLoRA
+    from asyncrl.engine.vllm.worker.api import LogitsProcessorWithLoRA
 
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

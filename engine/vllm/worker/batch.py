@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.drawing import UNREPORTED_K
-from engine.remote.worker.batch import Batch
-from engine.remote.worker.entries import Entry
-from engine.vllm.extras import from_extra_args
+from asyncrl.engine.drawing import UNREPORTED_K
+from asyncrl.engine.remote.worker.batch import Batch
+from asyncrl.engine.remote.worker.entries import Entry
+from asyncrl.engine.vllm.extras import from_extra_args
 
 
 class RunnerBatch(Batch):

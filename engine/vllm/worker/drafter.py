@@ -3,11 +3,11 @@
 vLLM calls `make_drafter` in each rank of its model, and `propose` after each step. The hook
 passes no request ids, so the worker extension hands over the model runner once (`attach`), whose
 batch names the rows. This file holds everything that drafting needs to know of vLLM's internals.
-`worker.rows` decides what to draft, `engine.drafting.planner` how much.
+`worker.rows` decides what to draft, `asyncrl.engine.drafting.planner` how much.
 
-vLLM treats a step without drafts as one with drafts of length 0. `engine.vllm.worker.plain_steps`
-makes such a step as cheap as one without speculation, and `attach` gives the scheduler only drafts
-that there are.
+vLLM treats a step without drafts as one with drafts of length 0.
+`asyncrl.engine.vllm.worker.plain_steps` makes such a step as cheap as one without speculation, and
+`attach` gives the scheduler only drafts that there are.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.config import CacheConfig
-from cache.place import from_json, open_at, save_at
-from engine.remote.worker.drafting import StepTimer, planner_of, warm_up
-from engine.remote.worker.ranks import Ranks
-from engine.remote.worker.rows import NO_SLOT, RowBook
-from engine.vllm.extras import drafter_from_config
-from engine.vllm.worker.batch import RunnerBatch
-from engine.vllm.worker.plain_steps import FollowingDrafter
-from engine.vllm.worker.sampling import CoreSampler
-from rollout.trajectory import IntArray
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.place import from_json, open_at, save_at
+from asyncrl.engine.remote.worker.drafting import StepTimer, planner_of, warm_up
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.remote.worker.rows import NO_SLOT, RowBook
+from asyncrl.engine.vllm.extras import drafter_from_config
+from asyncrl.engine.vllm.worker.batch import RunnerBatch
+from asyncrl.engine.vllm.worker.plain_steps import FollowingDrafter
+from asyncrl.engine.vllm.worker.sampling import CoreSampler
+from asyncrl.rollout.trajectory import IntArray
 
 
 class CacheDrafter:
@@ -203,7 +203,7 @@ class CacheDrafter:
 
 def make_drafter(vllm_config: Any) -> CacheDrafter | FollowingDrafter:
     """What vLLM builds: rank 0 drafts for all."""
-    from engine.vllm.worker.api import get_tp_group
+    from asyncrl.engine.vllm.worker.api import get_tp_group
 
     leads = Ranks.of_group(get_tp_group()).leads
     return CacheDrafter(vllm_config) if leads else FollowingDrafter()

@@ -14,22 +14,22 @@ from typing import Any
 
 import msgspec
 
-from engine.drawing import UNREPORTED_K
-from engine.drawing import warm_up as warm_up_drawing
-from engine.remote.worker.ranks import Ranks
-from engine.remote.worker.staging import WorkerWeights
-from engine.vllm.remote import VllmWorker
-from engine.vllm.worker.adapter import AdapterWeights, ServedAdapter
-from engine.vllm.worker.api import get_tp_group
-from engine.vllm.worker.batch import RunnerBatch
-from engine.vllm.worker.drafter import CacheDrafter
-from engine.vllm.worker.held_weights import VllmHeldWeights
-from engine.vllm.worker.plain_steps import prepare_plainly
-from engine.vllm.worker.sampling import CoreSampler
-from engine.vllm.worker.scoring import CoreScorer
-from engine.vllm.worker.weights import VllmLoader, check_reloadable
-from rollout.acceptance import warm_up_verification
-from wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.engine.drawing import UNREPORTED_K
+from asyncrl.engine.drawing import warm_up as warm_up_drawing
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.remote.worker.staging import WorkerWeights
+from asyncrl.engine.vllm.remote import VllmWorker
+from asyncrl.engine.vllm.worker.adapter import AdapterWeights, ServedAdapter
+from asyncrl.engine.vllm.worker.api import get_tp_group
+from asyncrl.engine.vllm.worker.batch import RunnerBatch
+from asyncrl.engine.vllm.worker.drafter import CacheDrafter
+from asyncrl.engine.vllm.worker.held_weights import VllmHeldWeights
+from asyncrl.engine.vllm.worker.plain_steps import prepare_plainly
+from asyncrl.engine.vllm.worker.sampling import CoreSampler
+from asyncrl.engine.vllm.worker.scoring import CoreScorer
+from asyncrl.engine.vllm.worker.weights import VllmLoader, check_reloadable
+from asyncrl.rollout.acceptance import warm_up_verification
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 _ORPHANED = 3
 """Exit status of an engine core whose generator has ended."""

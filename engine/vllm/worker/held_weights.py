@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from engine.remote.worker.held_weights import HeldWeights
-from engine.remote.worker.ranks import Ranks
-from engine.remote.worker.shards import Shape, Shard, probes_within
-from engine.vllm.worker.adapter import ServedAdapter
-from wire.weights.fingerprint import MatrixSums, TensorSums, name_of, probe_columns, sums_of
+from asyncrl.engine.remote.worker.held_weights import HeldWeights
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.remote.worker.shards import Shape, Shard, probes_within
+from asyncrl.engine.vllm.worker.adapter import ServedAdapter
+from asyncrl.wire.weights.fingerprint import MatrixSums, TensorSums, name_of, probe_columns, sums_of
 
 _EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Names of the experts' tensors in the HF state dict, `[E, 2I, H]` and `[E, H, I]`, and in vLLM."""
@@ -90,7 +90,7 @@ def _experts(runner: Any, leaf: str) -> torch.Tensor | None:
 
 def _looks_up(module: Any, name: str) -> bool:
     """Whether this name of a tensor is that of an embedding, which is not multiplied by."""
-    from engine.vllm.worker.api import ParallelLMHead, VocabParallelEmbedding
+    from asyncrl.engine.vllm.worker.api import ParallelLMHead, VocabParallelEmbedding
 
     embeds = isinstance(module, VocabParallelEmbedding)
     return embeds and not isinstance(module, ParallelLMHead) and "lm_head" not in name

@@ -2,11 +2,11 @@
 
 vLLM draws with one random generator per request, whose numbers depend on which drafts were
 accepted. Here a draw is a pure function of (distribution, seed of the request, policy version,
-position in the response), see `engine.drawing`. So neither the batch, the row, preemption nor
-drafts change which token a request generates. The list that is reported is the one that the draw
-used. At each drafted position a token is drawn as without drafts, and the draft is accepted as far
-as it equals the draws (`rollout.acceptance.accept_chain`, exact for any draft). That needs none of
-vLLM's rejection kernels and costs one pass over the logits.
+position in the response), see `asyncrl.engine.drawing`. So neither the batch, the row, preemption
+nor drafts change which token a request generates. The list that is reported is the one that the
+draw used. At each drafted position a token is drawn as without drafts, and the draft is accepted as
+far as it equals the draws (`asyncrl.rollout.acceptance.accept_chain`, exact for any draft). That
+needs none of vLLM's rejection kernels and costs one pass over the logits.
 
 `CoreSampler` replaces `GPUModelRunner._sample` (vLLM 0.32.0), which gets one row of logits per
 request, and one more per draft token when the step has drafts.
@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.drawing import Streams
-from engine.logits import LogitDraws, draw_from_logits
-from engine.remote.worker.ranks import Ranks
-from engine.vllm.worker.batch import RunnerBatch
-from rollout.acceptance import accept_chain
+from asyncrl.engine.drawing import Streams
+from asyncrl.engine.logits import LogitDraws, draw_from_logits
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.vllm.worker.batch import RunnerBatch
+from asyncrl.rollout.acceptance import accept_chain
 
 _NO_TOKEN = -1
 """What vLLM reads as no token."""
@@ -37,7 +37,7 @@ class CoreSampler:
         runner: vLLM's `GPUModelRunner`.
         batch: its requests.
         ranks: of this worker; rank 0 draws.
-        max_bytes: memory that drawing may hold at once (`engine.logits`).
+        max_bytes: memory that drawing may hold at once (`asyncrl.engine.logits`).
     """
 
     def __init__(self, runner: Any, batch: RunnerBatch, ranks: Ranks, max_bytes: int) -> None:
@@ -52,7 +52,7 @@ class CoreSampler:
 
     def install(self) -> None:
         """Replace the method on this runner."""
-        from engine.vllm.worker.api import LogprobsTensors, SamplerOutput
+        from asyncrl.engine.vllm.worker.api import LogprobsTensors, SamplerOutput
 
         self._table, self._result = LogprobsTensors, SamplerOutput
         self._runner._sample = self.__call__  # noqa: SLF001

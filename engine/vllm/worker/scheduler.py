@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from engine.remote.extras import NO_TICKET, StepTable
-from engine.vllm.extras import MessageSettings
-from engine.vllm.worker.api import (
+from asyncrl.engine.remote.extras import NO_TICKET, StepTable
+from asyncrl.engine.vllm.extras import MessageSettings
+from asyncrl.engine.vllm.worker.api import (
     AsyncScheduler,
     EngineCoreOutput,
     EngineCoreOutputs,

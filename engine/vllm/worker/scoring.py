@@ -2,10 +2,10 @@
 
 vLLM computes `prompt_logprobs` one request after the other, for all of a prompt, from raw logits:
 it leaves out temperature and truncation (`GPUModelRunner._get_prompt_logprobs_dict`, 0.32.0).
-`CoreScorer` replaces that method. `engine.remote.worker.scoring` does the work.
+`CoreScorer` replaces that method. `asyncrl.engine.remote.worker.scoring` does the work.
 
 The result replaces vLLM's table: a row for each token that is reported, with the columns of
-`engine.remote.extras.ScoreColumns`.
+`asyncrl.engine.remote.extras.ScoreColumns`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from engine.remote.worker.ranks import Ranks
-from engine.remote.worker.scored import ScoredPart, ScoredRequest
-from engine.remote.worker.scoring import Scorer
-from engine.vllm.worker.batch import RunnerBatch
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.remote.worker.scored import ScoredPart, ScoredRequest
+from asyncrl.engine.remote.worker.scoring import Scorer
+from asyncrl.engine.vllm.worker.batch import RunnerBatch
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
 class CoreScorer:
@@ -28,7 +28,7 @@ class CoreScorer:
         runner: vLLM's `GPUModelRunner`.
         batch: its requests.
         ranks: of this worker; rank 0 scores, the others take part in the output layer.
-        max_bytes: memory that scoring may hold at once (`engine.logits`).
+        max_bytes: memory that scoring may hold at once (`asyncrl.engine.logits`).
     """
 
     def __init__(self, runner: Any, batch: RunnerBatch, ranks: Ranks, max_bytes: int) -> None:
@@ -82,7 +82,7 @@ class CoreScorer:
 
 
 def _as_vllm(ids: IntArray, values: FloatArray) -> Any:
-    from engine.vllm.worker.api import LogprobsTensors
+    from asyncrl.engine.vllm.worker.api import LogprobsTensors
 
     ranks = torch.zeros(len(ids), dtype=torch.int32)
     return LogprobsTensors(torch.from_numpy(ids), torch.from_numpy(values), ranks)

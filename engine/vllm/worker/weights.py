@@ -1,4 +1,4 @@
-"""New weights in vLLM's process: how vLLM loads them (`engine.remote.worker.staging`)."""
+"""New weights in vLLM's process: how vLLM loads them (`asyncrl.engine.remote.worker.staging`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from engine.errors import WeightsError
-from engine.remote.worker.twin import Twin, like
+from asyncrl.engine.errors import WeightsError
+from asyncrl.engine.remote.worker.twin import Twin, like
 
 
 class VllmLoader:
-    """Loads with vLLM's `reload_weights`; satisfies `engine.remote.worker.staging.Loader`.
+    """Loads with vLLM's `reload_weights`; satisfies `asyncrl.engine.remote.worker.staging.Loader`.
 
     Args:
         worker: vLLM's.
@@ -42,7 +42,11 @@ class VllmLoader:
 
     def adopt(self, twin: Twin) -> None:
         """Give vLLM what it has noted of the model's modules at their first loading."""
-        from engine.vllm.worker.api import LAYERWISE_INFO, LayerReloadingInfo, get_layerwise_info
+        from asyncrl.engine.vllm.worker.api import (
+            LAYERWISE_INFO,
+            LayerReloadingInfo,
+            get_layerwise_info,
+        )
 
         on_device = any(one.device.type != "cpu" for one in twin.model.parameters())
         for module, other in twin.pairs:
@@ -57,7 +61,7 @@ class VllmLoader:
 
     def forget(self, twin: Twin) -> None:
         """Take a twin out of vLLM's notes, which would keep its memory."""
-        from engine.vllm.worker.api import LAYERWISE_INFO
+        from asyncrl.engine.vllm.worker.api import LAYERWISE_INFO
 
         for _, other in twin.pairs:
             LAYERWISE_INFO.pop(other, None)
@@ -75,7 +79,7 @@ class VllmLoader:
 
 def load(worker: Any, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Have vLLM load a checkpoint's tensors into a model, or its twin, in place."""
-    from engine.vllm.worker.api import inplace, set_current_vllm_config
+    from asyncrl.engine.vllm.worker.api import inplace, set_current_vllm_config
 
     with set_current_vllm_config(worker.vllm_config):
         inplace.reload_weights(worker.vllm_config, model, iter(tensors), None, True)
@@ -110,7 +114,7 @@ def _repack_tied(model: torch.nn.Module) -> None:
     are loaded. A tied weight comes once, under the embedding's name, so the output layer would keep
     its old copy (0.32.0). On a GPU there is no packed copy, and this does nothing.
     """
-    from engine.vllm.worker.api import ParallelLMHead, UnquantizedEmbeddingMethod
+    from asyncrl.engine.vllm.worker.api import ParallelLMHead, UnquantizedEmbeddingMethod
 
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from monitoring.sinks.config import SinkConfig
-from monitoring.sinks.sink import Sink, SinkRun
+from asyncrl.monitoring.sinks.config import SinkConfig
+from asyncrl.monitoring.sinks.sink import Sink, SinkRun
 
 
 def open_sink(config: SinkConfig, run: SinkRun) -> Sink:
     """Open a sink. Raises whatever its package raises."""
     match config.kind:
         case "wandb":
-            from monitoring.sinks.kinds.wandb import WandbSink
+            from asyncrl.monitoring.sinks.kinds.wandb import WandbSink
 
             return WandbSink(config, run)
         case "tensorboard":
-            from monitoring.sinks.kinds.tensorboard import TensorBoardSink
+            from asyncrl.monitoring.sinks.kinds.tensorboard import TensorBoardSink
 
             return TensorBoardSink(run)
         case "mlflow":
-            from monitoring.sinks.kinds.mlflow import MlflowSink
+            from asyncrl.monitoring.sinks.kinds.mlflow import MlflowSink
 
             return MlflowSink(config, run)

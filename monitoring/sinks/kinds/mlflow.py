@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from monitoring.samples import SampleRecord
-from monitoring.sinks.config import SinkConfig
-from monitoring.sinks.sink import COLUMNS, SinkRun, row_of, with_new
+from asyncrl.monitoring.samples import SampleRecord
+from asyncrl.monitoring.sinks.config import SinkConfig
+from asyncrl.monitoring.sinks.sink import COLUMNS, SinkRun, row_of, with_new
 
 log = logging.getLogger(__name__)
 

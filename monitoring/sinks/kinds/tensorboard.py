@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from monitoring.samples import SampleRecord
-from monitoring.sinks.sink import COLUMNS, SinkRun, row_of
+from asyncrl.monitoring.samples import SampleRecord
+from asyncrl.monitoring.sinks.sink import COLUMNS, SinkRun, row_of
 
 
 class TensorBoardSink:

@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from monitoring.samples import SampleRecord
-from monitoring.sinks.config import SinkConfig
-from monitoring.sinks.sink import COLUMNS, SinkRun, row_of, with_new
+from asyncrl.monitoring.samples import SampleRecord
+from asyncrl.monitoring.sinks.config import SinkConfig
+from asyncrl.monitoring.sinks.sink import COLUMNS, SinkRun, row_of, with_new
 
 MAX_ROWS = 200
 """Newest samples in the table."""

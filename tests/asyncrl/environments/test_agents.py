@@ -23,6 +23,10 @@ from played_agents import (
 )
 from tiny_models import make_qwen3, save
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.factory import create_engine
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.environments.agent_programs import ClientSettings, command_program, in_thread
 from asyncrl.environments.agents import AgentEnvironment, adapter
 from asyncrl.environments.chat_messages import RefusedCallError
@@ -31,11 +35,7 @@ from asyncrl.environments.openai_messages import PolicySettings, read_call
 from asyncrl.environments.protocol import Action
 from asyncrl.environments.rendering import TurnRenderer
 from asyncrl.errors import RewardError
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.factory import create_engine
-from engine.protocol import GenerateRequest, SamplingParams
-from rollout.trajectory import SampleId, TrajectoryBuilder
+from asyncrl.rollout.trajectory import SampleId, TrajectoryBuilder
 
 STOP = POLICY.stop_tokens[0]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.engine.config import SamplingConfig
 from asyncrl.environments import endpoint as module
 from asyncrl.environments.agent_policy import with_policy
 from asyncrl.environments.agents import adapter
@@ -15,7 +16,6 @@ from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.endpoint import MAX_BODY_BYTES, Endpoint
 from asyncrl.environments.openai_messages import ChatCall, PolicySettings, Turn
 from asyncrl.errors import RewardError
-from engine.config import SamplingConfig
 
 ASKED = json.dumps({"messages": [{"role": "user", "content": "?"}]}).encode()
 

@@ -11,12 +11,12 @@ import pytest
 from chat_models import chat_tokenizer, stop_ids
 from tiny_models import make_qwen3, save
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.factory import create_engine
+from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams
 from asyncrl.environments.rendering import TurnRenderer
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.factory import create_engine
-from engine.protocol import Engine, GenerateRequest, SamplingParams
-from rollout.trajectory import SampleId, TrajectoryBuilder
+from asyncrl.rollout.trajectory import SampleId, TrajectoryBuilder
 
 VOCABULARY = 512
 """More tokens than any of the tokenizers has."""

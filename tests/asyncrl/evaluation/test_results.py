@@ -12,10 +12,10 @@ from asyncrl.config import parse_config
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.config import EvaluationConfig
 from asyncrl.evaluation.results import EvaluationResults, best_of
+from asyncrl.monitoring.evaluations_log import read_evaluations
 from asyncrl.run.resuming import rewind
-from monitoring.evaluations_log import read_evaluations
-from trainer.checkpoint_files import ResumePoint, path_of, prune
-from wire.evaluations import EvaluationRecord, SetEvaluation
+from asyncrl.trainer.checkpoint_files import ResumePoint, path_of, prune
+from asyncrl.wire.evaluations import EvaluationRecord, SetEvaluation
 
 
 def record(step: int, accuracy: float | None, hard: float = 0.0) -> EvaluationRecord:

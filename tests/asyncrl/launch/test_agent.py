@@ -36,8 +36,8 @@ from asyncrl.launch.agents.roster import Needs
 from asyncrl.launch.agents.secret import HUB
 from asyncrl.launch.nodes import NodeInfo
 from asyncrl.processes.spec import keys_of
-from wire import RunKey
-from wire.refusals import Refusals
+from asyncrl.wire import RunKey
+from asyncrl.wire.refusals import Refusals
 
 KEY = RunKey.new()
 SECONDS = 60.0

@@ -22,8 +22,8 @@ from asyncrl.launch.agents.roster import Needs, Roster
 from asyncrl.launch.agents.secret import read_secret, write_secret
 from asyncrl.launch.nodes import NodeInfo
 from asyncrl.processes.spec import Role, keys_of
-from wire import RunKey
-from wire.messages import from_agent, to_agent
+from asyncrl.wire import RunKey
+from asyncrl.wire.messages import from_agent, to_agent
 
 FACTS: dict[str, Any] = {
     "hostname": "h", "memory": "m", "python": "3.11", "asyncrl": "1 (a)",

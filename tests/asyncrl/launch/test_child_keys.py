@@ -11,7 +11,7 @@ from reward_pools import alive
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.spec import ChildKeys, ChildSpec, keys_of
-from wire import RunKey
+from asyncrl.wire import RunKey
 
 
 def secrets_of(keys: ChildKeys) -> list[bytes]:

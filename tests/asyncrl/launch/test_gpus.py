@@ -19,7 +19,7 @@ from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.spec import ChildSpec, keys_of
 from asyncrl.run import devices
 from asyncrl.run.devices import engine_device, place
-from wire import RunKey
+from asyncrl.wire import RunKey
 
 WHOLE = """\
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa11)

@@ -21,7 +21,6 @@ from msgspec.structs import replace
 
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncrlError, ConfigError, UserError
-from asyncrl.launch.node_child import PACKAGES
 from asyncrl.launch.nodes import Machines, NodeInfo, ranks_apart
 from asyncrl.launch.ray import messages, opening
 from asyncrl.launch.ray.launcher import RayLauncher
@@ -34,7 +33,7 @@ from asyncrl.launch.ray.nodes import (
 from asyncrl.launch.records import ProcessRecords, end_leftovers
 from asyncrl.processes.spec import ChildSpec, keys_of
 from asyncrl.run.launching import slots_of
-from wire import RunKey
+from asyncrl.wire import RunKey
 
 CONFIG = load_config(
     None,
@@ -322,7 +321,7 @@ def test_ray_is_imported_by_its_launcher_only() -> None:
     root = Path(opening.__file__).parents[3]
     importing = {
         str(path.relative_to(root))
-        for package in PACKAGES
+        for package in ("asyncrl", "engine", "scheduler", "trainer", "monitoring", "wire")
         for path in (root / package).rglob("*.py")
         if re.search(r"^\s*(import ray\b|from ray\b)", path.read_text(), re.MULTILINE)
     }

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, UserError
+from asyncrl.monitoring.metrics import TrainerMetrics
 from asyncrl.processes.bring_up import Child, bring_up, without_collecting_the_start
 from asyncrl.processes.spec import CONFIG_VARIABLE, ChildSpec, keys_of, read_spec
-from monitoring.metrics import TrainerMetrics
-from wire import Hub, RunKey
-from wire.messages import from_trainer, to_trainer
+from asyncrl.wire import Hub, RunKey
+from asyncrl.wire.messages import from_trainer, to_trainer
 
 RUN_KEY = RunKey.new()
 KEYS = keys_of(RUN_KEY, "trainer", "trainer")

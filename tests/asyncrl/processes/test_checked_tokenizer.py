@@ -15,8 +15,8 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import WrongPolicyError
 from asyncrl.processes.checked_tokenizer import load_checked_tokenizer
 from asyncrl.tasks.model_tokenizer import load_tokenizer, tokenizer_digest
-from wire.messages.from_trainer import WrongPolicyFound
-from wire.wrong_policy import TokenizerDigest
+from asyncrl.wire.messages.from_trainer import WrongPolicyFound
+from asyncrl.wire.wrong_policy import TokenizerDigest
 
 
 def load(

@@ -15,15 +15,15 @@ import zmq
 import zmq.asyncio
 from control_relay_process import Options
 
-from rollout.trajectory import SampleId
-from wire import Hub, RunKey, RuntimeDirectory
-from wire.decoding import Reason
-from wire.messages import from_generator, to_generator
-from wire.sessions.bundles import bundles_of
-from wire.sessions.frames import new_session
-from wire.sessions.line import SessionLine
-from wire.sessions.session import Limits, Session
-from wire.sockets import identify
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire import Hub, RunKey, RuntimeDirectory
+from asyncrl.wire.decoding import Reason
+from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.sessions.bundles import bundles_of
+from asyncrl.wire.sessions.frames import new_session
+from asyncrl.wire.sessions.line import SessionLine
+from asyncrl.wire.sessions.session import Limits, Session
+from asyncrl.wire.sockets import identify
 
 CHILDREN = 3
 MESSAGES = 2000
@@ -220,7 +220,7 @@ def test_a_child_that_acknowledges_nothing_is_cut_off(
         assert list(cut_off) == [child.name]
         assert "does not take what it is sent: 3 frames" in cut_off[child.name]
 
-    monkeypatch.setattr("wire.sessions.peers.LIMITS", Limits(frames=3))
+    monkeypatch.setattr("asyncrl.wire.sessions.peers.LIMITS", Limits(frames=3))
     asyncio.run(main())
 
 

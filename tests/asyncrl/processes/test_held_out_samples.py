@@ -19,16 +19,16 @@ from false_alarms import Claims, is_caught, lacking
 from suite_outcome import not_judged
 
 from asyncrl.processes.generator.evaluation import Evaluation
+from asyncrl.rollout.trajectory import Provenance, Trajectory
 from asyncrl.run.sample_requests import sample_seed
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.exactness_loop.chi_square import Verdict, compare
 from benchmarks.exactness_loop.distributions import ResponseDistributions
 from benchmarks.exactness_loop.engines import slow_down, torch_engine
 from benchmarks.exactness_loop.generator import EngineClock, FakeLine, generator_process
 from benchmarks.exactness_loop.modes import MODES, PROMPTS, SPACE, make_policies, settings_of
-from rollout.trajectory import Provenance, Trajectory
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
-from wire.weights.writer import WeightPublisher
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 

@@ -14,8 +14,8 @@ from asyncrl.processes.relay import file_server
 from asyncrl.processes.relay.file_client import FileClient, FileUnavailable
 from asyncrl.processes.relay.file_server import answer_to
 from asyncrl.processes.relay.mirror import Mirror
-from wire.errors import WireError
-from wire.messages import files
+from asyncrl.wire.errors import WireError
+from asyncrl.wire.messages import files
 
 
 def test_an_offset_beyond_all_files_is_refused(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from asyncrl.processes.relay.file_rules import Kind, PathRefused, files_of, rule
 from asyncrl.processes.relay.file_server import answer_to
 from asyncrl.processes.relay.mirror import Mirror
 from asyncrl.processes.spec import files_hub
-from wire import RunKey
-from wire.messages import files, from_relay, to_relay
+from asyncrl.wire import RunKey
+from asyncrl.wire.messages import files, from_relay, to_relay
 
 
 def test_what_grows_is_copied_and_continued(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ CHILD = """
 import asyncio, sys
 from pathlib import Path
 import msgspec
-from wire.messages import to_relay
+from asyncrl.wire.messages import to_relay
 from asyncrl.processes.relay.pull import Puller
 
 async def main():

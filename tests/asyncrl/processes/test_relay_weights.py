@@ -14,12 +14,12 @@ from weight_cluster import same, weights
 
 from asyncrl.processes.relay.weights import RelayWeights
 from asyncrl.processes.spec import weights_hub
-from wire import RunKey
-from wire.errors import WireError
-from wire.messages import from_relay, to_relay
-from wire.messages.chain import Parent
-from wire.weights.layout import WeightManifest
-from wire.weights.writer import WeightPublisher
+from asyncrl.wire import RunKey
+from asyncrl.wire.errors import WireError
+from asyncrl.wire.messages import from_relay, to_relay
+from asyncrl.wire.messages.chain import Parent
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.writer import WeightPublisher
 
 KEY = RunKey.new()
 SECONDS = 60

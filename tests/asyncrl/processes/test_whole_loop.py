@@ -24,13 +24,13 @@ from false_alarms import Claims, assert_caught, draw_until, is_caught, lacking
 from loop_claims import assert_exact, distributions_of, far_apart, found, policies_of
 from suite_outcome import not_judged
 
+from asyncrl.engine.torch.core import DecodeCore
+from asyncrl.engine.torch.engine import TorchEngine
+from asyncrl.rollout.trajectory import KeptTokens, Trajectory
+from asyncrl.wire.unfinished import UnfinishedSample
 from benchmarks.exactness_loop import engines, statements
 from benchmarks.exactness_loop.modes import PROMPTS, SPACE, Mode, settings_of
 from benchmarks.exactness_loop.outcome import Delivered, Outcome
-from engine.torch.core import DecodeCore
-from engine.torch.engine import TorchEngine
-from rollout.trajectory import KeptTokens, Trajectory
-from wire.unfinished import UnfinishedSample
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 

@@ -22,11 +22,11 @@ from loop_claims import assert_exact, far_apart, found, policies_of
 from served_sglang import REAL_SGLANG, forked
 from served_vllm import REAL_VLLM
 
+from asyncrl.engine.protocol import Engine
+from asyncrl.engine.remote.client.engine import RemoteEngine
 from benchmarks.exactness_loop import engines
 from benchmarks.exactness_loop.modes import settings_of
 from benchmarks.exactness_loop.outcome import Outcome
-from engine.protocol import Engine
-from engine.remote.client.engine import RemoteEngine
 
 pytestmark = pytest.mark.statistics
 

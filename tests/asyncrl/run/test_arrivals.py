@@ -13,8 +13,8 @@ from asyncrl.errors import UserError
 from asyncrl.run.arrivals import Arrivals
 from asyncrl.run.scaling import Scaling
 from asyncrl.run.worker import Worker, cause_of_death
-from wire.messages.control import ScaleRequest
-from wire.messages.to_trainer import Shutdown
+from asyncrl.wire.messages.control import ScaleRequest
+from asyncrl.wire.messages.to_trainer import Shutdown
 
 AGENTS = {"key_file": "k", "max_generators": 2}
 

@@ -12,7 +12,7 @@ from fake_clock import FakeClock
 from asyncrl.run import audience as audience_module
 from asyncrl.run.audience import MAX_WATCHERS, VIEW_SECONDS, Audience
 from asyncrl.run.replies import EncodedOnce
-from wire.messages import control
+from asyncrl.wire.messages import control
 
 
 class World:

@@ -7,7 +7,7 @@ from pathlib import Path
 from whole_checkpoints import WEIGHTS, truncate, write_whole
 
 from asyncrl.run.checkpoint_record import CheckpointRecord
-from wire.messages.from_trainer import CheckpointFailed, CheckpointWritten
+from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritten
 
 
 def failed(version: int, cause: str = "disk_full") -> CheckpointFailed:

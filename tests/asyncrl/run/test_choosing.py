@@ -21,15 +21,15 @@ from asyncrl.cli import entry
 from asyncrl.cli.app import app
 from asyncrl.config import parse_config
 from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.monitoring.jsonl import read_undamaged
 from asyncrl.run import control as asking
 from asyncrl.run import folder_lock, run_list
 from asyncrl.run.choosing import find_run_for_order
 from asyncrl.run.directory import RunDirectory, find_run, is_alive
 from asyncrl.run.run_list import list_runs
-from monitoring.jsonl import read_undamaged
-from wire.atomic_files import write_atomically
-from wire.messages import control
-from wire.records import StepMetrics
+from asyncrl.wire.atomic_files import write_atomically
+from asyncrl.wire.messages import control
+from asyncrl.wire.records import StepMetrics
 
 
 def started(runs: Path, name: str) -> RunDirectory:

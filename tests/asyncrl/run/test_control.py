@@ -11,10 +11,10 @@ from hostile_frames import CORPUS, raw_peer
 
 from asyncrl.run.audience import VIEW_SECONDS
 from asyncrl.run.control import send_request, serve_control, user_hub
-from wire import Line, RunKey, RuntimeDirectory
-from wire.decoding import Reason
-from wire.messages import control
-from wire.refusals import Refusals
+from asyncrl.wire import Line, RunKey, RuntimeDirectory
+from asyncrl.wire.decoding import Reason
+from asyncrl.wire.messages import control
+from asyncrl.wire.refusals import Refusals
 
 KEY = RunKey.new()
 

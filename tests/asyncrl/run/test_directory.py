@@ -25,10 +25,10 @@ from asyncrl.run.execute import execute
 from asyncrl.run.prepare import Prepared
 from asyncrl.run.resuming import checkpoint_settings
 from asyncrl.tasks.prompts import LoadedTask
-from trainer.checkpoint_files import ResumePoint
-from trainer.errors import Superseded
-from trainer.fence import Fence
-from wire.messages.control import StatusRequest
+from asyncrl.trainer.checkpoint_files import ResumePoint
+from asyncrl.trainer.errors import Superseded
+from asyncrl.trainer.fence import Fence
+from asyncrl.wire.messages.control import StatusRequest
 
 
 def config_in(path: Path, **sections: object) -> RunConfig:

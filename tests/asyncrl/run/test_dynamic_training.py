@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running_training import G, Run
 
-from rollout.trajectory import SampleId
-from wire.messages import from_generator as fg
-from wire.messages import from_trainer as ft
-from wire.messages import to_generator as tg
-from wire.messages import to_trainer as tt
-from wire.refusals import Reason
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import from_trainer as ft
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.messages import to_trainer as tt
+from asyncrl.wire.refusals import Reason
 
 STEPS, PER_STEP, SIZE = 4, 2, 2
 

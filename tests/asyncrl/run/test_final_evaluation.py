@@ -10,12 +10,12 @@ from fake_processes import task, weights
 from running_training import G, Run
 from whole_checkpoints import write_whole
 
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.controller import Controller
-from rollout.trajectory import SampleId
-from wire.messages import from_generator as fg
-from wire.messages import from_trainer as ft
-from wire.messages import to_generator as tg
-from wire.records import EngineStats
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import from_trainer as ft
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.records import EngineStats
 
 
 def the_controller_of(run: Run) -> Controller:

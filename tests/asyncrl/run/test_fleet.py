@@ -10,7 +10,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import RunFailed
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.run.watchdog import Watchdog
-from wire.messages import to_generator, to_trainer
+from asyncrl.wire.messages import to_generator, to_trainer
 
 CONFIG = run_config(launcher={"generators": 2, "max_restarts": 1})
 

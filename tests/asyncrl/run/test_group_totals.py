@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from asyncrl.monitoring.group_account import account_of
 from asyncrl.run.group_totals import RunGroups
-from monitoring.group_account import account_of
-from wire.records import StepGroups, StepMetrics
+from asyncrl.wire.records import StepGroups, StepMetrics
 
 
 def account_after(groups: RunGroups, *trained: tuple[int, ...]) -> tuple[object, ...]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from asyncrl.monitoring.tracing.ids import TraceIds
+from asyncrl.monitoring.tracing.records import TraceSpan
+from asyncrl.monitoring.tracing.tracer import Tracer
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.group_traces import GroupTraces
-from monitoring.tracing.ids import TraceIds
-from monitoring.tracing.records import TraceSpan
-from monitoring.tracing.tracer import Tracer
-from rollout.trajectory import SampleId
-from scheduler import commands, events
+from asyncrl.scheduler import commands, events
 
 G = "generator-0"
 SAMPLES = SampleId(4, 0), SampleId(4, 1)

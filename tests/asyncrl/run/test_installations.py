@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from asyncrl.errors import RunFailed
 from asyncrl.run.weight_routes import MAX_TRIES
-from wire.messages import from_relay, to_relay
-from wire.messages import to_generator as tg
-from wire.weights.layout import BroadcastPlace, WeightManifest
+from asyncrl.wire.messages import from_relay, to_relay
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.weights.layout import BroadcastPlace, WeightManifest
 
 CONFIG = run_config(launcher={"kind": "ray", "generators": 2})
 NODES = {"trainer": "a", "generator-0": "a", "generator-1": "b"}

@@ -14,16 +14,16 @@ from running_training import DIGEST, G, Run, step_finished
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config_by_step import ConfigByStep
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.live_settings import LiveSettings
 from asyncrl.run.orders import Orders, read_orders, with_orders
 from asyncrl.run.safe_settings import SAFE
-from rollout.trajectory import SampleId
-from wire.messages import from_generator as fg
-from wire.messages import from_trainer as ft
-from wire.messages import to_generator as tg
-from wire.messages import to_trainer as tt
-from wire.messages.control import Accepted, Refused, SetRequest
-from wire.weights.layout import Fingerprint
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import from_trainer as ft
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.messages import to_trainer as tt
+from asyncrl.wire.messages.control import Accepted, Refused, SetRequest
+from asyncrl.wire.weights.layout import Fingerprint
 
 PAGE = Path(__file__).parents[3] / "docs/steering.md"
 VERIFY = {"on_update": "verify", "max_runahead_groups": 1}

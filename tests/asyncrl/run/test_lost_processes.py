@@ -11,14 +11,14 @@ from fake_processes import weights
 from running_training import DIGEST, G, Run, step_finished
 
 from asyncrl.errors import RunFailed
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.directory import read_state
-from rollout.trajectory import SampleId
-from trainer.fence import FENCE_FILE
-from wire.messages import from_generator as fg
-from wire.messages import from_trainer as ft
-from wire.messages.to_trainer import Withdraw
-from wire.records import EngineStats
-from wire.weights.layout import Fingerprint
+from asyncrl.trainer.fence import FENCE_FILE
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import from_trainer as ft
+from asyncrl.wire.messages.to_trainer import Withdraw
+from asyncrl.wire.records import EngineStats
+from asyncrl.wire.weights.layout import Fingerprint
 
 OURS = SampleId(0, 0)
 OF_GENERATORS = [

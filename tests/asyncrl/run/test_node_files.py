@@ -12,8 +12,8 @@ import pytest
 from asyncrl.processes.spec import ChildSpec, files_hub
 from asyncrl.run.ending import raise_if_late
 from asyncrl.run.node_files import NodeFiles
-from wire import RunKey
-from wire.messages import from_relay, to_relay
+from asyncrl.wire import RunKey
+from asyncrl.wire.messages import from_relay, to_relay
 
 KEY = RunKey.new()
 

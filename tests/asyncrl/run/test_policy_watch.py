@@ -14,16 +14,16 @@ from running_training import G, Run
 from step_records import full_step
 
 from asyncrl.errors import WrongPolicyError
+from asyncrl.monitoring.metrics import ControllerMetrics, new_registry
 from asyncrl.run import policy_watch
 from asyncrl.run.findings import Findings
 from asyncrl.run.policy_watch import PolicyWatch
-from monitoring.metrics import ControllerMetrics, new_registry
-from wire.frames import encode_floats, encode_tokens
-from wire.messages import from_generator as fg
-from wire.messages import from_trainer as ft
-from wire.messages import to_generator as tg
-from wire.weights.layout import Fingerprint, TensorDigest, WeightManifest
-from wire.wrong_policy import WrongPolicy
+from asyncrl.wire.frames import encode_floats, encode_tokens
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import from_trainer as ft
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.weights.layout import Fingerprint, TensorDigest, WeightManifest
+from asyncrl.wire.wrong_policy import WrongPolicy
 
 OURS = Fingerprint({"w": TensorDigest("float32", "1", "1")}, "")
 OTHER = Fingerprint({"w": TensorDigest("float32", "2", "2")}, "")

@@ -15,18 +15,18 @@ from rich.console import Console
 from step_records import full_step
 
 from asyncrl.config import RunConfig
+from asyncrl.monitoring.config import MonitoringConfig
+from asyncrl.monitoring.live import LiveView
+from asyncrl.monitoring.metrics import ControllerMetrics, new_registry
+from asyncrl.monitoring.metrics_log import MetricsLog, read_metrics
 from asyncrl.run.generation_totals import GenerationTotals
 from asyncrl.run.progress import Progress
 from asyncrl.run.replies import status_reply
-from monitoring.config import MonitoringConfig
-from monitoring.live import LiveView
-from monitoring.metrics import ControllerMetrics, new_registry
-from monitoring.metrics_log import MetricsLog, read_metrics
-from scheduler.config import SchedulerConfig
-from wire.messages.from_generator import GeneratorReport
-from wire.messages.from_trainer import StepFinished
-from wire.noise_floor import NoiseFloor
-from wire.records import (
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.wire.messages.from_generator import GeneratorReport
+from asyncrl.wire.messages.from_trainer import StepFinished
+from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.records import (
     EngineStats,
     GroupTotals,
     LearnerMetrics,
@@ -36,9 +36,9 @@ from wire.records import (
     TokenCounts,
     TrainerTimes,
 )
-from wire.reward_counts import RewardCounts
-from wire.weights.layout import WeightManifest
-from wire.wrong_policy import Cause, WrongPolicy
+from asyncrl.wire.reward_counts import RewardCounts
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.wrong_policy import Cause, WrongPolicy
 
 GROUP_SIZE = 4
 

@@ -15,14 +15,14 @@ from asyncrl.evaluation.config import EvaluationConfig
 from asyncrl.evaluation.plan import EvaluationPlan, PlannedSet
 from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import EvaluationRound
+from asyncrl.monitoring.config import MonitoringConfig
+from asyncrl.monitoring.live import LiveView
+from asyncrl.monitoring.metrics import ControllerMetrics, new_registry
+from asyncrl.monitoring.metrics_log import MetricsLog
+from asyncrl.monitoring.status_text import status_lines
 from asyncrl.run.progress import Progress
 from asyncrl.run.replies import status_reply
-from monitoring.config import MonitoringConfig
-from monitoring.live import LiveView
-from monitoring.metrics import ControllerMetrics, new_registry
-from monitoring.metrics_log import MetricsLog
-from monitoring.status_text import status_lines
-from wire.evaluations import EvaluationRecord, SetEvaluation
+from asyncrl.wire.evaluations import EvaluationRecord, SetEvaluation
 
 
 def test_evaluations_are_shown_everywhere(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from asyncrl_runs import UNHURRIED, CommandLine, until, worst_mismatch
 from ray_nodes import RayNodes, ray_nodes
 
 from asyncrl.launch.identity import status_of
-from monitoring.discovery import targets_file
-from monitoring.group_account import read_account
-from wire.on_policy import is_on_policy
+from asyncrl.monitoring.discovery import targets_file
+from asyncrl.monitoring.group_account import read_account
+from asyncrl.wire.on_policy import is_on_policy
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -12,8 +12,8 @@ from asyncrl.processes.spec import RelayKeys, keys_of
 from asyncrl.run import relays
 from asyncrl.run.ending import attended
 from asyncrl.run.fleet import Fleet
-from wire import RunKey
-from wire.messages import to_generator, to_relay, to_trainer
+from asyncrl.wire import RunKey
+from asyncrl.wire.messages import to_generator, to_relay, to_trainer
 
 CONFIG = run_config(launcher={"kind": "ray", "generators": 2, "ray": {"max_relay_restarts": 1}})
 NODES = {"trainer": "a", "generator-0": "b", "generator-1": "b"}

@@ -18,7 +18,7 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.run.orders import ORDERS, _append, with_orders
 from asyncrl.run.scaling import Scaling
 from asyncrl.web.orders import SetArguments, set_request
-from wire.orders import OrderRecord
+from asyncrl.wire.orders import OrderRecord
 
 RATE = "trainer.learning_rate"
 AGENTS = {"kind": "agents", "agents": {"key_file": "k"}}

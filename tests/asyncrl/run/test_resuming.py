@@ -13,18 +13,18 @@ from whole_checkpoints import WEIGHTS, truncate, write_whole
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import UserError
+from asyncrl.monitoring.evaluations_log import read_evaluations
+from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.monitoring.report.write import write_report
+from asyncrl.monitoring.samples import SampleLog, SampleRecord, read_samples
+from asyncrl.monitoring.trained_samples import read_trained_samples
+from asyncrl.monitoring.trained_samples import truncate as truncate_samples
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.resuming import checkpoint_settings, rewind
-from monitoring.evaluations_log import read_evaluations
-from monitoring.metrics_log import read_metrics
-from monitoring.report.write import write_report
-from monitoring.samples import SampleLog, SampleRecord, read_samples
-from monitoring.trained_samples import read_trained_samples
-from monitoring.trained_samples import truncate as truncate_samples
-from trainer.checkpoint_files import path_of
-from trainer.checkpoint_manifest import write_manifest
-from wire.evaluations import EvaluationRecord
-from wire.records import (
+from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.trainer.checkpoint_manifest import write_manifest
+from asyncrl.wire.evaluations import EvaluationRecord
+from asyncrl.wire.records import (
     IdleShares,
     LearnerMetrics,
     StepGroups,

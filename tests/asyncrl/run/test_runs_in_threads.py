@@ -20,20 +20,20 @@ from run_in_threads import ThreadedRun, ThreadLauncher, carry_out
 from small_disks import small_disk
 
 from asyncrl.config import load_config
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.torch.weights import ModuleWeights
 from asyncrl.errors import RunFailed, UserError, WrongPolicyError
+from asyncrl.monitoring.trained_samples import read_trained_samples
 from asyncrl.processes.generator.sample_generator import SampleGenerator
 from asyncrl.run.control import ask
 from asyncrl.run.directory import read_state
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import ensure_builtin_model
 from asyncrl.tasks.model_tokenizer import load_tokenizer
+from asyncrl.wire.messages import control
+from asyncrl.wire.records import RunResult
 from benchmarks.rewards_audit.recompute import Auditor
 from benchmarks.tiny_models import SMOKE_START
-from engine.protocol import SamplingParams
-from engine.torch.weights import ModuleWeights
-from monitoring.trained_samples import read_trained_samples
-from wire.messages import control
-from wire.records import RunResult
 
 pytestmark = pytest.mark.slow
 

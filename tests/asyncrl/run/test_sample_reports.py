@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.sample_reports import SampleReports
-from rollout.trajectory import SampleId
-from wire.messages.from_generator import SampleFinished, SampleRewarded
-from wire.messages.to_trainer import Expect, ExpectedSample
+from asyncrl.wire.messages.from_generator import SampleFinished, SampleRewarded
+from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 
 
 def report(sample: SampleId, digest: bytes, oldest: int = 0) -> SampleFinished:

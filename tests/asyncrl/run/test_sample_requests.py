@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 from fake_processes import task
 
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.sample_requests import SampleRequests, sample_seed
-from rollout.trajectory import SampleId
-from wire.frames import decode_tokens
-from wire.messages.to_generator import FixedVersion
+from asyncrl.wire.frames import decode_tokens
+from asyncrl.wire.messages.to_generator import FixedVersion
 
 SAMPLES = [SampleId(group, sample) for group in range(20) for sample in range(8)]
 

@@ -12,19 +12,19 @@ from fake_processes import run_config
 from running_training import DIGEST, G, Run
 
 from asyncrl.config import dump_config
+from asyncrl.monitoring.report.data import load_run
+from asyncrl.monitoring.report.sections import orders
+from asyncrl.rollout.trajectory import KeptTokens, SampleId
 from asyncrl.run.moves import Moves
 from asyncrl.run.orders import Orders, read_orders, with_orders
 from asyncrl.run.scaling import Scaling
-from monitoring.report.data import load_run
-from monitoring.report.sections import orders
-from rollout.trajectory import KeptTokens, SampleId
-from scheduler import events
-from scheduler.commands import ReleaseSamples
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
-from wire.messages.control import Accepted, Refused, ScaleRequest
-from wire.unfinished import Place, UnfinishedSample, read_index, write_unfinished
-from wire.weights.layout import Fingerprint
+from asyncrl.scheduler import events
+from asyncrl.scheduler.commands import ReleaseSamples
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.messages.control import Accepted, Refused, ScaleRequest
+from asyncrl.wire.unfinished import Place, UnfinishedSample, read_index, write_unfinished
+from asyncrl.wire.weights.layout import Fingerprint
 
 KEPT = KeptTokens(
     np.array([3], np.int32),

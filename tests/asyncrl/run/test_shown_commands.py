@@ -27,8 +27,8 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
 from asyncrl.cli.entry import main  # adds the commands
+from asyncrl.monitoring.metrics_log import read_metrics
 from asyncrl.tasks.warm_start_recipe import AGENT_RECIPE, RECIPE
-from monitoring.metrics_log import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ from step_records import full_step
 from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.records import ProcessRecords
+from asyncrl.monitoring.sinks import config as sink_config
 from asyncrl.run import sinks as module
 from asyncrl.run.preflight import check_machine
 from asyncrl.run.sinks import Sinks
-from monitoring.sinks import config as sink_config
 
 HANGS = "import time; print('connecting', flush=True); time.sleep(1000)"
 FAILS = "import sys; print('no such project', flush=True); sys.exit(5)"
@@ -50,7 +50,7 @@ def test_a_sink_that_ends_is_reported_once_with_its_last_words(tmp_path: Path) -
         await sinks.close()
         [sentence] = said
         assert "the sink tensorboard ended with exit code 5: no such project" in sentence
-        assert f"python -m monitoring.sinks {tmp_path} tensorboard --once" in sentence
+        assert f"python -m asyncrl.monitoring.sinks {tmp_path} tensorboard --once" in sentence
 
     asyncio.run(check())
 

@@ -8,11 +8,17 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.monitoring.metrics_log import MetricsLog, read_metrics
 from asyncrl.run.lost_records import add_lost
 from asyncrl.run.staleness_totals import StalenessTotals
-from monitoring.metrics_log import MetricsLog, read_metrics
-from wire.on_policy import OnPolicySteps
-from wire.records import LearnerMetrics, StalenessMetrics, StepMetrics, TrainedStep, TrainerTimes
+from asyncrl.wire.on_policy import OnPolicySteps
+from asyncrl.wire.records import (
+    LearnerMetrics,
+    StalenessMetrics,
+    StepMetrics,
+    TrainedStep,
+    TrainerTimes,
+)
 
 
 def step_of(step: int, exactly: bool | None, largest: int = 0) -> StepMetrics:

@@ -15,9 +15,9 @@ from asyncrl.errors import RunFailed, UserError
 from asyncrl.run.control import _door
 from asyncrl.run.directory import RunState
 from asyncrl.run.surroundings import LOOK_SECONDS, Folder, Surroundings
-from wire import Hub, Line, RunKey, RuntimeDirectory
-from wire.addresses import remove_stale_directories
-from wire.messages import control
+from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
+from asyncrl.wire.addresses import remove_stale_directories
+from asyncrl.wire.messages import control
 
 KEY = RunKey.new()
 

@@ -13,8 +13,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.installations import Installations
 from asyncrl.run.watchdog import first_cause
-from wire import RunKey
-from wire.messages import to_trainer
+from asyncrl.wire import RunKey
+from asyncrl.wire.messages import to_trainer
 
 CONFIG = run_config(trainer={"ranks": 3})
 

@@ -13,18 +13,18 @@ from running_training import DIGEST, G, Run, expected, step_finished
 from whole_checkpoints import WEIGHTS, truncate, write_whole
 
 from asyncrl.errors import RunFailed, UserError
+from asyncrl.monitoring.metrics_log import MetricsLog, read_metrics
 from asyncrl.processes.shared_memory import weights_id
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.resuming import rewind
 from asyncrl.run.sample_requests import sample_seed
-from monitoring.metrics_log import MetricsLog, read_metrics
-from rollout.trajectory import SampleId
-from scheduler.events import StopRequested
-from trainer.checkpoint_files import ResumePoint
-from wire.messages import from_generator as fg
-from wire.messages import from_trainer as ft
-from wire.messages import to_generator as tg
-from wire.records import StepMetrics
-from wire.weights.layout import SHARED_MEMORY, WeightManifest
+from asyncrl.scheduler.events import StopRequested
+from asyncrl.trainer.checkpoint_files import ResumePoint
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import from_trainer as ft
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.records import StepMetrics
+from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
 
 SAMPLES = (SampleId(0, 0), SampleId(0, 1))
 

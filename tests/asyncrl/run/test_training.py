@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from running_training import DIGEST, G, Run, expected, step_finished
 
 from asyncrl.errors import RunFailed, UserError
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.directory import read_state
-from rollout.trajectory import SampleId
-from scheduler.events import PauseRequested, ResumeRequested
-from wire.decoding import FrameDecoder, FrameRefused, Reason
-from wire.messages import from_generator as fg
-from wire.messages import from_trainer as ft
-from wire.messages import to_generator as tg
-from wire.messages import to_trainer as tt
-from wire.weights.layout import Fingerprint
+from asyncrl.scheduler.events import PauseRequested, ResumeRequested
+from asyncrl.wire.decoding import FrameDecoder, FrameRefused, Reason
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import from_trainer as ft
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.messages import to_trainer as tt
+from asyncrl.wire.weights.layout import Fingerprint
 
 IMPOSSIBLE = Reason.IMPOSSIBLE_EVENT
 

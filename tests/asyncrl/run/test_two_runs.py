@@ -17,13 +17,13 @@ from tiny_models import make_qwen3, save
 from torch_cores import core_of, hf_logprobs, load, request, run
 from transformers import AutoModelForCausalLM
 
+from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.tasks.prompts import LoadedTask, Prompt
-from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
-from trainer.config import TrainerConfig
-from trainer.export import export
-from trainer.learner import Learner
-from wire.frames import decode_tokens
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.export import export
+from asyncrl.trainer.learner import Learner
+from asyncrl.wire.frames import decode_tokens
 
 PROMPTS, GROUP_SIZE, LENGTH = 96, 4, 2
 CLAIMS = Claims(__file__)

@@ -11,13 +11,13 @@ import pytest
 from fake_processes import FakeProgress, run_config, started_fleet, task
 from running_training import Run
 
+from asyncrl.rollout.trajectory import KeptTokens, SampleId
 from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.run.unfinished_folders import remove_unfinished, unfinished_folder
 from asyncrl.run.unfinished_work import UnfinishedWork
-from rollout.trajectory import KeptTokens, SampleId
-from wire.messages import from_trainer as ft
-from wire.messages.to_generator import SaveUnfinished
-from wire.unfinished import UnfinishedSample, write_unfinished
+from asyncrl.wire.messages import from_trainer as ft
+from asyncrl.wire.messages.to_generator import SaveUnfinished
+from asyncrl.wire.unfinished import UnfinishedSample, write_unfinished
 
 KEPT = KeptTokens(
     np.array([3, 4], np.int32),

@@ -10,16 +10,16 @@ import msgspec
 import pytest
 from running_training import DIGEST, G, Run
 
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.live_settings import LiveSettings
 from asyncrl.run.orders import read_orders
 from asyncrl.run.scaling import Scaling
 from asyncrl.run.user_requests import UserRequests
-from rollout.trajectory import SampleId
-from scheduler import events
-from wire.messages import from_generator as fg
-from wire.messages import from_trainer as ft
-from wire.messages import to_trainer as tt
-from wire.messages.control import (
+from asyncrl.scheduler import events
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import from_trainer as ft
+from asyncrl.wire.messages import to_trainer as tt
+from asyncrl.wire.messages.control import (
     Accepted,
     CheckpointRequest,
     DrainRequest,

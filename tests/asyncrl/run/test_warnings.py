@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.run import warnings
-from wire.noise_floor import NoiseFloor
-from wire.records import TokenCounts
+from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.records import TokenCounts
 
 
 def config(**sections: object) -> RunConfig:

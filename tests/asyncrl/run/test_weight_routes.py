@@ -20,8 +20,8 @@ from asyncrl.run.weight_routes import (
     Serve,
     WeightRoutes,
 )
-from wire.weights.chunks import name_of
-from wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.chunks import name_of
+from asyncrl.wire.weights.layout import WeightManifest
 
 
 def published(version: int, lineage: int = 0) -> WeightManifest:

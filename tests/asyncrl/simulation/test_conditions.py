@@ -12,16 +12,16 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
 from asyncrl.errors import UserError
+from asyncrl.rollout.trajectory import UNKNOWN_VERSION, SampleId
+from asyncrl.scheduler import events
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.scheduler.scheduler import Scheduler
 from asyncrl.simulation import fleet as fleets
 from asyncrl.simulation.cost import Cost
 from asyncrl.simulation.failures import Failures, Stragglers
 from asyncrl.simulation.network import Network
 from asyncrl.simulation.sim_request import SimRequest
 from asyncrl.simulation.world import Setting, World
-from rollout.trajectory import UNKNOWN_VERSION, SampleId
-from scheduler import events
-from scheduler.config import SchedulerConfig
-from scheduler.scheduler import Scheduler
 
 COST = Cost(
     memory_seconds=0.01, token_seconds=1e-4, kv_seconds=0.0, step_seconds=0.0,

@@ -10,14 +10,14 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
 from asyncrl.errors import UserError
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import events
+from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.simulation.cost import H100, H200, MODELS, Cost, kv_tokens
 from asyncrl.simulation.environments import Environments
 from asyncrl.simulation.lengths import Survival
 from asyncrl.simulation.study import Cluster
 from asyncrl.simulation.world import Setting, World
-from rollout.trajectory import SampleId
-from scheduler import events
-from scheduler.config import SchedulerConfig
 
 CHEAP = Cost(
     memory_seconds=0.01,

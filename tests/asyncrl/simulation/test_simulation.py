@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
 from asyncrl.errors import UserError
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.simulation.cost import H200, MODELS, Cost, roofline
 from asyncrl.simulation.lengths import Survival, empirical, lognormal
 from asyncrl.simulation.sim_generator import GeneratorSetting, SimGenerator
@@ -21,8 +23,6 @@ from asyncrl.simulation.sim_request import SimRequest
 from asyncrl.simulation.study import MODES, Cluster, compare, regime, right_choice
 from asyncrl.simulation.tables import regime_table
 from asyncrl.simulation.world import Setting, World
-from rollout.trajectory import SampleId
-from scheduler.config import SchedulerConfig
 
 CLAIMS = Claims(__file__)
 CHEAP = Cost(

@@ -20,14 +20,14 @@ from asyncrl.errors import ConfigError, DataError, UserError
 from asyncrl.processes.generator.environment_setup import translation_of
 from asyncrl.processes.generator.episodes import Episodes
 from asyncrl.processes.generator.generation import SampleGeneration
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.template_date import with_date, with_recorded_date
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.encoding import PromptEncoder, Question
 from asyncrl.tasks.template_variables import names_the_date
-from rollout.trajectory import SampleId
-from wire.frames import encode_tokens
-from wire.messages.to_generator import PromptPayload
+from asyncrl.wire.frames import encode_tokens
+from asyncrl.wire.messages.to_generator import PromptPayload
 
 USER = {"role": "user", "content": "go"}
 

@@ -18,11 +18,11 @@ import pytest
 from asyncrl.config import parse_config
 from asyncrl.errors import UserError
 from asyncrl.launch.records import ProcessRecords
+from asyncrl.monitoring.config import WebConfig
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.page import open_page
 from asyncrl.web import serving
 from asyncrl.web.serving import WebPage
-from monitoring.config import WebConfig
 
 
 class Page(WebPage):

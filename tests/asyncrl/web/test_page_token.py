@@ -15,7 +15,7 @@ from synthetic_run import make_run
 
 from asyncrl.web import server
 from asyncrl.web.guard import Policy
-from wire.messages import control
+from asyncrl.wire.messages import control
 
 pytestmark = needs("chromium")
 TOKEN = "100%-of-a-token&more"

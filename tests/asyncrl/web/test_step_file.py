@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.monitoring.metrics_log import read_metrics
 from asyncrl.web import step_file
 from asyncrl.web.step_file import StepFile
-from monitoring.metrics_log import read_metrics
-from wire.records import StepMetrics
+from asyncrl.wire.records import StepMetrics
 
 
 def line(step: int, time: float = 0.0) -> bytes:

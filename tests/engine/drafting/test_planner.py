@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.drafting.planner import DraftPlanner
-from rollout.trajectory import FloatArray, IntArray
+from asyncrl.engine.drafting.planner import DraftPlanner
+from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
 def _planner(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from simulated_steps import Drafter, Seconds, SimulatedEngine, cpu, gpu, run, small
 
-from engine.drafting.planner import DraftPlanner
+from asyncrl.engine.drafting.planner import DraftPlanner
 
 MIXED = ((0.5, 0.98), (0.3, 0.7), (0.2, 0.0))
 POOR = ((0.5, 0.5), (0.5, 0.2))

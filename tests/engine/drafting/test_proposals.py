@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.tree import Drafts
-from engine.drafting.continuation import Continuations, path_probabilities
-from engine.drafting.proposals import Proposer, offsets_of
-from engine.drafting.source import NO_HANDLE
-from rollout.trajectory import IntArray
+from asyncrl.cache.tree import Drafts
+from asyncrl.engine.drafting.continuation import Continuations, path_probabilities
+from asyncrl.engine.drafting.proposals import Proposer, offsets_of
+from asyncrl.engine.drafting.source import NO_HANDLE
+from asyncrl.rollout.trajectory import IntArray
 
 
 def ids(*values: int) -> IntArray:

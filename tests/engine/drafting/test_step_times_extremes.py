@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.drafting.step_times import StepTimes
+from asyncrl.engine.drafting.step_times import StepTimes
 
 sizes = st.integers(1, 1 << 20)
 seconds = st.floats(5e-324, 1e300) | st.sampled_from([5e-324, 1e-300, 1e-9, 1e-3, 1e9, 1e300])

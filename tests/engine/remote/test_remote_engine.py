@@ -36,10 +36,10 @@ from served_engine import (
     tokens_of,
 )
 
-from engine.errors import EngineError, RequestError, WeightsError, WeightsSupersededError
-from engine.protocol import SamplingParams, ScoreRequest, TokenChunk
-from rollout.trajectory import Provenance
-from wire.weights.writer import WeightPublisher
+from asyncrl.engine.errors import EngineError, RequestError, WeightsError, WeightsSupersededError
+from asyncrl.engine.protocol import SamplingParams, ScoreRequest, TokenChunk
+from asyncrl.rollout.trajectory import Provenance
+from asyncrl.wire.weights.writer import WeightPublisher
 
 CLAIMS = Claims(__file__)
 RESPONSES = 2500

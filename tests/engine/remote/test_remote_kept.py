@@ -32,8 +32,8 @@ from served_engine import (
     tokens_of,
 )
 
-from engine.protocol import GenerateRequest, TokenChunk
-from rollout.trajectory import Provenance
+from asyncrl.engine.protocol import GenerateRequest, TokenChunk
+from asyncrl.rollout.trajectory import Provenance
 
 CLAIMS = Claims(__file__)
 

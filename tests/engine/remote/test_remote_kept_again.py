@@ -37,8 +37,8 @@ from served_engine import (
 )
 from torch_cores import core_of, load, run
 
-from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
-from rollout.trajectory import KeptTokens, Provenance
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
+from asyncrl.rollout.trajectory import KeptTokens, Provenance
 
 CLAIMS = Claims(__file__)
 TORCH_TOO = {"temperature": 1.2, "top_p": 0.95}

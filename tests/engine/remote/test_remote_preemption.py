@@ -18,7 +18,7 @@ from served_engine import (
     tokens_of,
 )
 
-from engine.protocol import TokenChunk
+from asyncrl.engine.protocol import TokenChunk
 
 
 def test_a_response_is_the_same_however_it_is_served(served: Served) -> None:

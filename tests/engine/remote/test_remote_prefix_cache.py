@@ -29,8 +29,8 @@ from served_engine import (
     tokens_of,
 )
 
-from engine.protocol import SamplingParams, ScoreRequest, TokenChunk
-from rollout.trajectory import KeptTokens, Provenance
+from asyncrl.engine.protocol import SamplingParams, ScoreRequest, TokenChunk
+from asyncrl.rollout.trajectory import KeptTokens, Provenance
 
 CLOSE = 1e-3
 PROMPT = np.random.default_rng(7).integers(0, VOCAB, 300).astype(np.int32)

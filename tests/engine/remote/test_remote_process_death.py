@@ -9,8 +9,8 @@ import signal
 import pytest
 from served_engine import SLOTS, Served, ask, collect
 
-from engine.errors import EngineError
-from engine.protocol import TokenChunk
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import TokenChunk
 
 
 def test_a_dead_core_reaches_every_consumer(served: Served) -> None:

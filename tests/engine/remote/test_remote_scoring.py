@@ -17,7 +17,7 @@ from served_engine import (
     reference,
 )
 
-from engine.protocol import SamplingParams, Score, ScoreRequest
+from asyncrl.engine.protocol import SamplingParams, Score, ScoreRequest
 
 
 def test_long_texts_are_scored_by_parts(served: Served) -> None:

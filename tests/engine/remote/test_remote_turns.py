@@ -13,8 +13,8 @@ from false_alarms import Claims
 from served_engine import PROMPT, TOP_K, WAYS, Served, collect_all, reference
 from two_turns import Chances, World, enumerate_responses, texts_of
 
-from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from rollout.trajectory import Provenance
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.rollout.trajectory import Provenance
 
 CLAIMS = Claims(__file__)
 SAMPLES = 500

@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.drawing import noise_seeds
-from engine.errors import EngineError
-from engine.protocol import GenerateRequest, SamplingParams
-from engine.remote.client.inbox import Scored
-from engine.remote.client.requests import Table, generation, verification
-from engine.remote.client.verification import after_verification
-from engine.remote.extras import Outcome, RequestExtra, ScoreColumns
-from rollout.trajectory import IntArray, KeptTokens, Provenance
+from asyncrl.engine.drawing import noise_seeds
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.remote.client.inbox import Scored
+from asyncrl.engine.remote.client.requests import Table, generation, verification
+from asyncrl.engine.remote.client.verification import after_verification
+from asyncrl.engine.remote.extras import Outcome, RequestExtra, ScoreColumns
+from asyncrl.rollout.trajectory import IntArray, KeptTokens, Provenance
 
 
 def ids(*values: int) -> IntArray:

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.drawing import noise_seeds
-from engine.errors import EngineError
-from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from engine.remote.client.inbox import AbortedError, Inbox
-from engine.remote.client.responses import Response, Responses
-from engine.remote.client.tickets import NO_ROW
-from engine.remote.extras import NO_TICKET, StepTable
-from engine.stopping import StopRule
-from rollout.trajectory import Provenance
+from asyncrl.engine.drawing import noise_seeds
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.engine.remote.client.inbox import AbortedError, Inbox
+from asyncrl.engine.remote.client.responses import Response, Responses
+from asyncrl.engine.remote.client.tickets import NO_ROW
+from asyncrl.engine.remote.extras import NO_TICKET, StepTable
+from asyncrl.engine.stopping import StopRule
+from asyncrl.rollout.trajectory import Provenance
 
 K = 2
 SAMPLED, DRAFTED = int(Provenance.SAMPLED), int(Provenance.DRAFTED)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from fake_drafting import STOP, FakeSource, FixedPlanner, ids
 
-from cache.config import CacheConfig
-from cache.tree import RolloutCache
-from engine.protocol import SamplingParams
-from engine.remote.extras import RequestExtra
-from engine.remote.worker.entries import Entry
-from engine.remote.worker.rows import NO_SLOT, RowBook
-from rollout.trajectory import IntArray
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.remote.extras import RequestExtra
+from asyncrl.engine.remote.worker.entries import Entry
+from asyncrl.engine.remote.worker.rows import NO_SLOT, RowBook
+from asyncrl.rollout.trajectory import IntArray
 
 
 @dataclass

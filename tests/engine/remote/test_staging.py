@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.errors import WeightsError
-from engine.remote.worker.staging import WorkerWeights
-from engine.remote.worker.twin import Twin
-from wire.weights.writer import published
+from asyncrl.engine.errors import WeightsError
+from asyncrl.engine.remote.worker.staging import WorkerWeights
+from asyncrl.engine.remote.worker.twin import Twin
+from asyncrl.wire.weights.writer import published
 
 WIDTH = 5
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from fake_drafting import FixedPlanner
 
-from engine.remote.worker.drafting import StepTimer
+from asyncrl.engine.remote.worker.drafting import StepTimer
 
 
 @dataclass

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import EngineError
-from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from engine.remote.client.core import CoreRequest
-from engine.remote.client.generation import Generation
-from engine.remote.client.inbox import Inbox
-from engine.remote.client.responses import Responses
-from engine.remote.client.streams import Reader, Streams
-from engine.remote.extras import StepTable
-from engine.requests import Limits, SeedStream
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.engine.remote.client.core import CoreRequest
+from asyncrl.engine.remote.client.generation import Generation
+from asyncrl.engine.remote.client.inbox import Inbox
+from asyncrl.engine.remote.client.responses import Responses
+from asyncrl.engine.remote.client.streams import Reader, Streams
+from asyncrl.engine.remote.extras import StepTable
+from asyncrl.engine.requests import Limits, SeedStream
 
 SECONDS, TURNS = 20.0, 100
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from engine.errors import EngineError
-from engine.remote.client.tickets import NEW, NO_ROW, Index, Tickets
-from engine.remote.extras import NO_TICKET
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.remote.client.tickets import NEW, NO_ROW, Index, Tickets
+from asyncrl.engine.remote.extras import NO_TICKET
 
 
 def rows_of(tickets: Tickets, *asked: int) -> list[int]:

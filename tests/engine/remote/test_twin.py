@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.remote.worker.twin import Attributes, Twin, loaded_parts, unchanged
+from asyncrl.engine.remote.worker.twin import Attributes, Twin, loaded_parts, unchanged
 
 CPU = torch.device("cpu")
 WIDTH, VOCABULARY = 4, 6

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from engine.errors import EngineError, WeightsError, WeightsSupersededError
-from engine.remote.calls import StagingReport
-from engine.remote.client.pausing import Pausing
-from engine.remote.client.weights import WeightSwap
-from engine.weights import ModelShapes
-from wire.weights.layout import Fingerprint, TensorSpec, WeightManifest
+from asyncrl.engine.errors import EngineError, WeightsError, WeightsSupersededError
+from asyncrl.engine.remote.calls import StagingReport
+from asyncrl.engine.remote.client.pausing import Pausing
+from asyncrl.engine.remote.client.weights import WeightSwap
+from asyncrl.engine.weights import ModelShapes
+from asyncrl.wire.weights.layout import Fingerprint, TensorSpec, WeightManifest
 
 
 @dataclass

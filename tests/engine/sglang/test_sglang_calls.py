@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from engine.errors import WeightsError
-from engine.remote.extras import DrafterSettings
-from engine.remote.worker.ranks import Ranks
-from engine.sglang.messages import Answer, Call
-from engine.sglang.settings import WorkerSettings
-from engine.sglang.worker.calls import WorkerCalls, answer
+from asyncrl.engine.errors import WeightsError
+from asyncrl.engine.remote.extras import DrafterSettings
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.sglang.messages import Answer, Call
+from asyncrl.engine.sglang.settings import WorkerSettings
+from asyncrl.engine.sglang.worker.calls import WorkerCalls, answer
 
 
 class Calls:

@@ -16,17 +16,17 @@ import fake_sglang
 import numpy as np
 import pytest
 
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.errors import EngineError, EngineStartError
-from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
-from engine.remote.client.core import CoreRequest
-from engine.remote.client.inbox import Inbox
-from engine.remote.extras import RequestExtra
-from engine.sglang.client import core, process
-from engine.sglang.client.engine import SglangEngine
-from engine.sglang.config import SglangConfig
-from rollout.trajectory import Provenance
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError, EngineStartError
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
+from asyncrl.engine.remote.client.core import CoreRequest
+from asyncrl.engine.remote.client.inbox import Inbox
+from asyncrl.engine.remote.extras import RequestExtra
+from asyncrl.engine.sglang.client import core, process
+from asyncrl.engine.sglang.client.engine import SglangEngine
+from asyncrl.engine.sglang.config import SglangConfig
+from asyncrl.rollout.trajectory import Provenance
 
 T = TypeVar("T")
 PROMPT = np.array([1, 2, 3], np.int32)
@@ -267,10 +267,10 @@ import asyncio, sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
 import test_sglang_client as tests
-from engine.remote.client.core import CoreRequest
-from engine.remote.client.inbox import Inbox
-from engine.remote.extras import RequestExtra
-from engine.sglang.client import core, process
+from asyncrl.engine.remote.client.core import CoreRequest
+from asyncrl.engine.remote.client.inbox import Inbox
+from asyncrl.engine.remote.extras import RequestExtra
+from asyncrl.engine.sglang.client import core, process
 process.MODULE = "fake_sglang"
 async def main():
     engine = tests.engine_of({model!r})

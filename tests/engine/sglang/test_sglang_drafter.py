@@ -8,10 +8,10 @@ import numpy as np
 from fake_drafting import STOP, FixedPlanner, ids
 from tree_sources import OracleTrees
 
-from engine.protocol import SamplingParams
-from engine.remote.extras import RequestExtra
-from engine.remote.worker.entries import Entry
-from engine.sglang.worker.drafting import Drafter
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.remote.extras import RequestExtra
+from asyncrl.engine.remote.worker.entries import Entry
+from asyncrl.engine.sglang.worker.drafting import Drafter
 
 VOCAB = 100
 TEXTS = {"a": [11, 12, 13, 14, 15, 16], "b": [21, 22, 23, 24, 25, 26]}

@@ -27,12 +27,12 @@ from served_sglang import (
 )
 from tiny_models import STOP, VOCAB, make_qwen3, save
 
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from engine.sglang.client.engine import SglangEngine
-from engine.sglang.config import SglangConfig
-from rollout.trajectory import IntArray
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.engine.sglang.client.engine import SglangEngine
+from asyncrl.engine.sglang.config import SglangConfig
+from asyncrl.rollout.trajectory import IntArray
 
 pytestmark = [*REAL_SGLANG, pytest.mark.slow]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine.sglang.worker.experts import SglangHeldWeights, expert_by_expert
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import Fingerprint
+from asyncrl.engine.sglang.worker.experts import SglangHeldWeights, expert_by_expert
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import Fingerprint
 
 
 def experts(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -14,8 +14,8 @@ from false_alarms import Claims, is_caught
 from served_engine import Served, ask, chi_square, collect_all, enumerated, kept_of, tokens_of
 from served_sglang import REAL_SGLANG, call_worker, fault
 
-from engine.protocol import GenerateRequest
-from rollout.trajectory import IntArray
+from asyncrl.engine.protocol import GenerateRequest
+from asyncrl.rollout.trajectory import IntArray
 
 pytestmark = REAL_SGLANG
 

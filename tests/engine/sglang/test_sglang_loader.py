@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine.errors import WeightsError
-from engine.remote.worker.ranks import Ranks
-from engine.sglang.worker.weights import SglangLoader, in_all_ranks
+from asyncrl.engine.errors import WeightsError
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.sglang.worker.weights import SglangLoader, in_all_ranks
 
 
 def loader_of(words: int) -> SglangLoader:

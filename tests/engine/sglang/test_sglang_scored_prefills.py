@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from engine.remote.extras import RequestExtra, ScoreColumns
-from engine.remote.worker.ranks import Ranks
-from engine.remote.worker.scoring import Scorer
-from engine.sglang.messages import AddRequest, Gauges, Outputs, Scored
-from engine.sglang.worker.outbox import Outbox
-from engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
-from engine.sglang.worker.scoring import Prefill, PrefillScoring
-from engine.sglang.worker.steps import Reporting
+from asyncrl.engine.remote.extras import RequestExtra, ScoreColumns
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.remote.worker.scoring import Scorer
+from asyncrl.engine.sglang.messages import AddRequest, Gauges, Outputs, Scored
+from asyncrl.engine.sglang.worker.outbox import Outbox
+from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
+from asyncrl.engine.sglang.worker.scoring import Prefill, PrefillScoring
+from asyncrl.engine.sglang.worker.steps import Reporting
 
 VOCAB, WIDTH, K = 11, 5, 2
 HEAD = torch.from_numpy(np.random.default_rng(1).normal(size=(WIDTH, VOCAB))).float()

@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from cache.config import CacheConfig
-from cache.place import CachePlace
-from engine.config import EngineConfig
-from engine.errors import EngineStartError
-from engine.factory import create_engine
-from engine.sglang.client.environment import SglangFolder, environment_of
-from engine.sglang.client.launch import server_settings, worker_settings
-from engine.sglang.config import SglangConfig
-from engine.sglang.interpreter import SGLANG_VERSION, check_interpreter, path_of
-from engine.sglang.server_settings import CPU_ATTENTION, ServerSettings
-from engine.sglang.settings import WorkerSettings
-from engine.sglang.worker.main import Ranks, server_arguments
-from engine.vllm.client.environment import folder_for_sockets
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.place import CachePlace
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineStartError
+from asyncrl.engine.factory import create_engine
+from asyncrl.engine.sglang.client.environment import SglangFolder, environment_of
+from asyncrl.engine.sglang.client.launch import server_settings, worker_settings
+from asyncrl.engine.sglang.config import SglangConfig
+from asyncrl.engine.sglang.interpreter import SGLANG_VERSION, check_interpreter, path_of
+from asyncrl.engine.sglang.server_settings import CPU_ATTENTION, ServerSettings
+from asyncrl.engine.sglang.settings import WorkerSettings
+from asyncrl.engine.sglang.worker.main import Ranks, server_arguments
+from asyncrl.engine.vllm.client.environment import folder_for_sockets
 
 GOOD = {
     "python": [3, 11],
@@ -129,7 +129,7 @@ def test_on_a_cpu_the_attention_is_ours_with_drafts_and_without(
 
 def know_the_model(monkeypatch: pytest.MonkeyPatch, kv_bytes: int = 1 << 10) -> None:
     """Its KV has so many bytes a token, without SGLang, which would read that from its files."""
-    start = ModuleType("engine.sglang.worker.start")
+    start = ModuleType("asyncrl.engine.sglang.worker.start")
     start.kv_bytes = lambda *_: kv_bytes  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, start.__name__, start)
 

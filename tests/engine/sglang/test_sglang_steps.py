@@ -10,16 +10,16 @@ import pytest
 import torch
 from fake_clock import FakeClock
 
-from engine.drawing import Streams, noise_seeds
-from engine.logits import draw_from_logits
-from engine.protocol import SamplingParams
-from engine.remote.extras import NO_TICKET, RequestExtra, StepTable
-from engine.remote.worker.ranks import Ranks
-from engine.sglang.messages import AddRequest, End, Gauges, Outputs
-from engine.sglang.worker.drawing import StepDrawing
-from engine.sglang.worker.outbox import Outbox
-from engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
-from engine.sglang.worker.steps import Places, Reporting, StepOutput
+from asyncrl.engine.drawing import Streams, noise_seeds
+from asyncrl.engine.logits import draw_from_logits
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.remote.extras import NO_TICKET, RequestExtra, StepTable
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.sglang.messages import AddRequest, End, Gauges, Outputs
+from asyncrl.engine.sglang.worker.drawing import StepDrawing
+from asyncrl.engine.sglang.worker.outbox import Outbox
+from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
+from asyncrl.engine.sglang.worker.steps import Places, Reporting, StepOutput
 
 VOCAB, K = 20, 3
 

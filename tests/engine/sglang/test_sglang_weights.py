@@ -12,7 +12,7 @@ import forked_sglang
 import pytest
 from served_sglang import REAL_SGLANG, SUPPORT, sglang_python
 
-from engine.sglang.worker.plugin import MARK_VARIABLE
+from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
 
 pytestmark = REAL_SGLANG
 SECONDS = 300.0

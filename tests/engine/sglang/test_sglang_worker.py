@@ -21,14 +21,14 @@ from served_sglang import REAL_SGLANG
 from tiny_models import STOP, make_qwen3, save
 from torch_cores import core_of, load, request, run, tokens_of
 
-from cache.config import CacheConfig
-from cache.place import CachePlace, to_json
-from engine.protocol import GenerateRequest
-from engine.remote.extras import DrafterSettings
-from engine.sglang.messages import EndRequests
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import Fingerprint
-from wire.weights.writer import published
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.place import CachePlace, to_json
+from asyncrl.engine.protocol import GenerateRequest
+from asyncrl.engine.remote.extras import DrafterSettings
+from asyncrl.engine.sglang.messages import EndRequests
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import Fingerprint
+from asyncrl.wire.weights.writer import published
 
 pytestmark = [*REAL_SGLANG, pytest.mark.slow]
 

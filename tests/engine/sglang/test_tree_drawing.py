@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 from tree_sources import CorruptTrees, RandomTrees
 
-from cache.tree import Drafts
-from engine.drafting.trees import TokenTrees, no_trees, plant
-from engine.protocol import SamplingParams
-from engine.remote.extras import RequestExtra
-from engine.remote.worker.entries import Entry
-from engine.remote.worker.ranks import Ranks
-from engine.sglang.messages import Gauges, Outputs
-from engine.sglang.worker import tree_drawing
-from engine.sglang.worker.outbox import Outbox
-from engine.sglang.worker.requests import Requests, SchedulerBatch
-from engine.sglang.worker.steps import Reporting
-from engine.sglang.worker.tree_drawing import Accepted, TreeDrawing
-from engine.sglang.worker.verify_step import Feed, lay_out
-from rollout.trajectory import IntArray
+from asyncrl.cache.tree import Drafts
+from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.remote.extras import RequestExtra
+from asyncrl.engine.remote.worker.entries import Entry
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.sglang.messages import Gauges, Outputs
+from asyncrl.engine.sglang.worker import tree_drawing
+from asyncrl.engine.sglang.worker.outbox import Outbox
+from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch
+from asyncrl.engine.sglang.worker.steps import Reporting
+from asyncrl.engine.sglang.worker.tree_drawing import Accepted, TreeDrawing
+from asyncrl.engine.sglang.worker.verify_step import Feed, lay_out
+from asyncrl.rollout.trajectory import IntArray
 
 VOCAB, LENGTH, PROMPT = 6, 12, (1, 2)
 CLAIMS = Claims(__file__)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cache.tree import Drafts
-from engine.drafting.trees import TokenTrees, no_trees, plant
-from engine.sglang.worker.segments import segments_of, visible
-from engine.sglang.worker.verify_step import (
+from asyncrl.cache.tree import Drafts
+from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
+from asyncrl.engine.sglang.worker.segments import segments_of, visible
+from asyncrl.engine.sglang.worker.verify_step import (
     Feed,
     accepted_nodes,
     full_mask,
@@ -26,8 +26,8 @@ from engine.sglang.worker.verify_step import (
     paths_of,
     walk_on_device,
 )
-from rollout.acceptance import accept_tree
-from rollout.trajectory import IntArray
+from asyncrl.rollout.acceptance import accept_tree
+from asyncrl.rollout.trajectory import IntArray
 
 VOCAB = 5
 

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from engine.errors import EngineError
-from engine.protocol import TokenChunk
-from engine.torch.decode_thread import DecodeThread
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import TokenChunk
+from asyncrl.engine.torch.decode_thread import DecodeThread
 
 
 def breaks() -> list[TokenChunk]:

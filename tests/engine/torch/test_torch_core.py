@@ -21,9 +21,9 @@ from torch_cores import (
     tokens_of,
 )
 
-from cache.config import CacheConfig
-from cache.tree import RolloutCache
-from rollout.trajectory import Provenance
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.rollout.trajectory import Provenance
 
 NONE = np.empty(0, np.int32)
 

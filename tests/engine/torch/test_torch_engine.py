@@ -14,13 +14,19 @@ import torch
 from new_weights import give_weights
 from tiny_models import STOP, make_llama, make_qwen3, save
 
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.errors import EngineError, EngineStartError, RequestError, WeightsError
-from engine.factory import create_engine
-from engine.protocol import Engine, GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
-from engine.torch.engine import TorchEngine
-from wire.weights.writer import published
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError, EngineStartError, RequestError, WeightsError
+from asyncrl.engine.factory import create_engine
+from asyncrl.engine.protocol import (
+    Engine,
+    GenerateRequest,
+    SamplingParams,
+    ScoreRequest,
+    TokenChunk,
+)
+from asyncrl.engine.torch.engine import TorchEngine
+from asyncrl.wire.weights.writer import published
 
 PROMPT = np.array([1, 2, 3], np.int32)
 DEADLINE = 60.0
@@ -364,7 +370,7 @@ def test_a_recurrent_model_is_refused(tmp_path: Any) -> None:
 
 def test_another_attention_is_caught_by_the_self_check(tmp_path: Any) -> None:
     """A model whose attention is not plain causal is found, whatever its configuration says."""
-    from engine.torch import model as module
+    from asyncrl.engine.torch import model as module
 
     path = save(make_llama(), tmp_path)
     loaded = module.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -26,8 +26,8 @@ from false_alarms import Claims, is_caught
 from tiny_models import VOCAB
 from tree_sources import CorruptTrees, RandomTrees
 
-from cache.config import CacheConfig
-from cache.tree import RolloutCache
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 

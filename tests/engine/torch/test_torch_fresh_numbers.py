@@ -26,8 +26,8 @@ from new_weights import swap_weights
 from tiny_models import VOCAB
 from torch_cores import joined, kept_of, run
 
-from engine.protocol import TokenChunk
-from rollout.trajectory import KeptTokens, Provenance
+from asyncrl.engine.protocol import TokenChunk
+from asyncrl.rollout.trajectory import KeptTokens, Provenance
 
 SAMPLES, NEW_SEEDS = 1200, 10**7
 CLAIMS = Claims(__file__)

@@ -14,11 +14,11 @@ from tiny_models import VOCAB, save, sizes, with_random_weights
 from torch_cores import check_against_hf, core_of, mixed_requests, run, texts_of
 from tree_sources import RandomTrees
 
-from engine.errors import EngineStartError
-from engine.torch import fused
-from engine.torch.model import SlotModel, load_model
-from engine.torch.slots import SlotCache
-from rollout.fused import why_not_fused
+from asyncrl.engine.errors import EngineStartError
+from asyncrl.engine.torch import fused
+from asyncrl.engine.torch.model import SlotModel, load_model
+from asyncrl.engine.torch.slots import SlotCache
+from asyncrl.rollout.fused import why_not_fused
 
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
            "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
@@ -84,7 +84,7 @@ def test_other_models_run_through_transformers(
 ) -> None:
     family, changes, reason = PLAIN[case]
     path = save(make(family, changes), tmp_path)
-    with caplog.at_level("INFO", "engine.torch.model"):
+    with caplog.at_level("INFO", "asyncrl.engine.torch.model"):
         model = load(path)
     assert not model.is_fused
     assert reason in caplog.text

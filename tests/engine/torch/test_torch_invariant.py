@@ -13,12 +13,12 @@ from tiny_models import VOCAB
 from torch_cores import core_of, joined, kept_of, load, mixed_requests, run, tokens_of
 from tree_sources import RandomTrees
 
-from cache.config import CacheConfig
-from cache.tree import RolloutCache
-from engine.errors import EngineStartError
-from engine.protocol import GenerateRequest, ScoreRequest, TokenChunk
-from engine.torch.core import DecodeCore
-from engine.torch.model import SlotModel, load_model
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.engine.errors import EngineStartError
+from asyncrl.engine.protocol import GenerateRequest, ScoreRequest, TokenChunk
+from asyncrl.engine.torch.core import DecodeCore
+from asyncrl.engine.torch.model import SlotModel, load_model
 
 FIELDS = ("tokens", "logprobs", "topk_ids", "topk_logprobs")
 Numbers = dict[str, dict[str, bytes]]
@@ -151,6 +151,6 @@ def test_a_machine_on_which_the_batch_matters_is_refused(
     tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without padding, a single token goes through another kernel of the matrix library."""
-    monkeypatch.setattr("engine.torch.invariant.TOKENS", 1)
+    monkeypatch.setattr("asyncrl.engine.torch.invariant.TOKENS", 1)
     with pytest.raises(EngineStartError, match=r"run\.repeatable: true does not work"):
         load(tiny_qwen3, batch_invariant=True)

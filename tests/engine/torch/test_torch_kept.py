@@ -15,15 +15,15 @@ from tiny_models import STOP, VOCAB, make_qwen3
 from torch_cores import check_against_hf, first, joined, kept_of, run
 from tree_sources import RandomTrees
 
-from cache.config import CacheConfig
-from cache.tree import RolloutCache
-from engine.config import EngineConfig
-from engine.drafting.source import DraftSource
-from engine.errors import EngineError, RequestError
-from engine.protocol import GenerateRequest, SamplingParams
-from engine.torch.core import DecodeCore
-from engine.torch.model import SlotModel
-from rollout.trajectory import KeptTokens, Provenance
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.drafting.source import DraftSource
+from asyncrl.engine.errors import EngineError, RequestError
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.torch.core import DecodeCore
+from asyncrl.engine.torch.model import SlotModel
+from asyncrl.rollout.trajectory import KeptTokens, Provenance
 
 MAX_TOKENS = 40
 NEW_SEED = 10**6

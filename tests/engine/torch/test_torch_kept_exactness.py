@@ -33,11 +33,11 @@ from tiny_models import VOCAB
 from torch_cores import first, kept_of, run
 from tree_sources import RandomTrees
 
-from cache.config import CacheConfig
-from cache.tree import RolloutCache
-from engine.torch.core import DecodeCore
-from engine.torch.model import SlotModel
-from rollout.trajectory import KeptTokens, Provenance
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.engine.torch.core import DecodeCore
+from asyncrl.engine.torch.model import SlotModel
+from asyncrl.rollout.trajectory import KeptTokens, Provenance
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 

@@ -18,9 +18,9 @@ from new_weights import swap_weights
 from tiny_models import VOCAB, make_qwen3
 from torch_cores import kept_of
 
-from engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
-from engine.torch.admission import Admission
-from engine.torch.core import CoreSettings, DecodeCore
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, ScoreRequest, TokenChunk
+from asyncrl.engine.torch.admission import Admission
+from asyncrl.engine.torch.core import CoreSettings, DecodeCore
 
 PROMPT = np.array([4, 0, 7, 3], np.int32)
 LENGTH = 10

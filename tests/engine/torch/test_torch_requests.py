@@ -7,7 +7,7 @@ import pytest
 from tiny_models import VOCAB
 from torch_cores import core_of, load, request
 
-from engine.errors import RequestError
+from asyncrl.engine.errors import RequestError
 
 NONE = np.empty(0, np.int32)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torch_cores import PROMPT, core_of, joined, load, mixed_requests, run, tokens_of
 
-from engine.protocol import SamplingParams, ScoreRequest
+from asyncrl.engine.protocol import SamplingParams, ScoreRequest
 
 NONE = np.empty(0, np.int32)
 

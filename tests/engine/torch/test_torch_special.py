@@ -25,11 +25,11 @@ from torch_cores import (
 )
 from tree_sources import OracleTrees, RandomTrees
 
-from engine.protocol import GenerateRequest, ScoreRequest
-from engine.torch import attention
-from engine.torch.blocks import Decoding
-from engine.torch.reach import Reach
-from rollout.trajectory import Provenance
+from asyncrl.engine.protocol import GenerateRequest, ScoreRequest
+from asyncrl.engine.torch import attention
+from asyncrl.engine.torch.blocks import Decoding
+from asyncrl.engine.torch.reach import Reach
+from asyncrl.rollout.trajectory import Provenance
 
 Special = tuple[str, torch.nn.Module]
 WINDOW = 5
@@ -101,7 +101,7 @@ def test_without_the_special_attention_they_are_others(
     path, plain = special
     model = load(path)
     rule = attention.ScoreRule
-    monkeypatch.setattr("engine.torch.slots.ScoreRule", lambda scaling, *_: rule(scaling))
+    monkeypatch.setattr("asyncrl.engine.torch.slots.ScoreRule", lambda scaling, *_: rule(scaling))
     (asked,) = requests(1)
     chunks = run(core_of(model, max_draft_tokens=0), [asked])[asked.request_id]
     with pytest.raises(AssertionError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.torch.step_kernels import (
+from asyncrl.engine.torch.step_kernels import (
     GeneratedTokens,
     advance_rows,
     append_draws,
@@ -14,7 +14,7 @@ from engine.torch.step_kernels import (
     pick_tokens,
     place_draws,
 )
-from rollout.trajectory import Provenance
+from asyncrl.rollout.trajectory import Provenance
 
 SEEDS = range(30)
 

@@ -18,13 +18,13 @@ from stop_strings import end_by_looking
 from tiny_models import VOCAB
 from torch_cores import joined, kept_of, run, tokens_of
 
-from cache.config import CacheConfig
-from cache.tree import RolloutCache
-from engine.errors import RequestError
-from engine.protocol import GenerateRequest, TokenChunk
-from engine.torch.core import DecodeCore
-from engine.torch.model import SlotModel
-from rollout.trajectory import Provenance
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.engine.errors import RequestError
+from asyncrl.engine.protocol import GenerateRequest, TokenChunk
+from asyncrl.engine.torch.core import DecodeCore
+from asyncrl.engine.torch.model import SlotModel
+from asyncrl.rollout.trajectory import Provenance
 
 COUNT, MAX_TOKENS = 60, 24
 RULE = rule_of(STRINGS)

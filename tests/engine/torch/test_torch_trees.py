@@ -15,14 +15,14 @@ from tiny_models import STOP, VOCAB
 from torch_cores import check_against_hf, joined, run, texts_of
 from tree_sources import CorruptTrees, OracleTrees, RandomTrees
 
-from cache.config import CacheConfig
-from cache.tree import Drafts, RolloutCache
-from engine.drafting.source import DraftSource
-from engine.drafting.trees import TokenTrees, no_trees, plant
-from engine.protocol import GenerateRequest, SamplingParams
-from engine.torch.core import DecodeCore
-from engine.torch.model import SlotModel
-from rollout.trajectory import IntArray, Provenance
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import Drafts, RolloutCache
+from asyncrl.engine.drafting.source import DraftSource
+from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.torch.core import DecodeCore
+from asyncrl.engine.torch.model import SlotModel
+from asyncrl.rollout.trajectory import IntArray, Provenance
 
 LONG = 90
 """Tokens of a response in these tests."""

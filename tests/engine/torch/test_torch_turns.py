@@ -13,16 +13,15 @@ from new_weights import swap_weights
 from tiny_models import STOP
 from torch_cores import core_of, joined, load, request, run, tokens_of
 
-import engine.torch.drafting
-import engine.torch.verification
-from cache.config import CacheConfig
-from cache.tree import Drafts, RolloutCache
-from engine.drafting.trees import TokenTrees, plant
-from engine.errors import RequestError
-from engine.protocol import GenerateRequest, TokenChunk
-from engine.stopping import StopRule
-from engine.torch.core import DecodeCore
-from rollout.trajectory import KeptTokens, Provenance, SampleId, TrajectoryBuilder
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import Drafts, RolloutCache
+from asyncrl.engine.drafting.trees import TokenTrees, plant
+from asyncrl.engine.errors import RequestError
+from asyncrl.engine.protocol import GenerateRequest, TokenChunk
+from asyncrl.engine.stopping import StopRule
+from asyncrl.engine.torch import drafting, verification
+from asyncrl.engine.torch.core import DecodeCore
+from asyncrl.rollout.trajectory import KeptTokens, Provenance, SampleId, TrajectoryBuilder
 
 TURNS, LONGEST = 4, 48
 STOPS = (STOP, 3, 5)
@@ -86,7 +85,7 @@ def test_stops_of_earlier_turns_are_seen_by_a_mutant(
 ) -> None:
     model = load(tiny_qwen3)
     kept = played(core_of(model), 0).kept()
-    monkeypatch.setattr(engine.torch.verification, "turn_start", lambda *_: 0)
+    monkeypatch.setattr(verification, "turn_start", lambda *_: 0)
     chunks = verdict(core_of(model), kept)
     assert len(tokens_of(chunks)) < len(kept)
 
@@ -192,7 +191,7 @@ def test_later_turns_are_drafted_and_nothing_past_a_stop(
         core = core_of(model, cache)
         for text in texts:
             verdict(core, text.kept())
-    monkeypatch.setattr(engine.torch.drafting, "plant", watched)
+    monkeypatch.setattr(drafting, "plant", watched)
     before = core.stats().tokens.accepted
     again = [played(core, 10 * i) for i in range(6)]
     assert [one.tokens().tolist() for one in again] == [one.tokens().tolist() for one in texts]

@@ -29,12 +29,12 @@ from two_turns import (
     texts_of,
 )
 
-from cache.config import CacheConfig
-from cache.tree import RolloutCache
-from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from engine.torch.core import DecodeCore
-from engine.verification import Reading
-from rollout.trajectory import Provenance
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.engine.torch.core import DecodeCore
+from asyncrl.engine.verification import Reading
+from asyncrl.rollout.trajectory import Provenance
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 

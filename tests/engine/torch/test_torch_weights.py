@@ -11,10 +11,10 @@ from new_weights import swap_weights
 from tiny_models import make_qwen3
 from torch_cores import PROMPT, core_of, hf_logprobs, load, request, run, tokens_of
 
-from engine.errors import EngineError, WeightsError, WeightsSupersededError
-from engine.torch import weights as weights_module
-from engine.torch.weights import ModuleWeights
-from wire.weights.writer import WeightPublisher, published
+from asyncrl.engine.errors import EngineError, WeightsError, WeightsSupersededError
+from asyncrl.engine.torch import weights as weights_module
+from asyncrl.engine.torch.weights import ModuleWeights
+from asyncrl.wire.weights.writer import WeightPublisher, published
 
 
 def test_a_swap_in_flight_keeps_kv_and_never_mixes_versions(tiny_qwen3: str) -> None:

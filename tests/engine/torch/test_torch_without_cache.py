@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.factory import create_engine
-from engine.protocol import GenerateRequest, SamplingParams
-from rollout.trajectory import IntArray
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.factory import create_engine
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.rollout.trajectory import IntArray
 
 
 def test_without_a_cache_a_response_is_drafted_from_its_earlier_text(tiny_qwen3: str) -> None:

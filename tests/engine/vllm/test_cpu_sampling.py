@@ -16,7 +16,7 @@ import torch
 from vllm.platforms import current_platform
 if current_platform.is_cpu():
     from vllm.utils import cpu_triton_utils as kernels
-    from engine.vllm.cpu_sampling import apply_if_affected, expand, writes_its_output
+    from asyncrl.engine.vllm.cpu_sampling import apply_if_affected, expand, writes_its_output
     current_platform.import_kernels()
     original = kernels._expand_kernel_impl
     print("original writes:", writes_its_output(original))

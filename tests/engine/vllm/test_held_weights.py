@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from engine.errors import WeightsError
-from engine.vllm.worker.held_weights import VllmHeldWeights
-from engine.vllm.worker.weights import check_reloadable
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import Fingerprint
-from wire.wrong_policy import compare_weights, not_compared
+from asyncrl.engine.errors import WeightsError
+from asyncrl.engine.vllm.worker.held_weights import VllmHeldWeights
+from asyncrl.engine.vllm.worker.weights import check_reloadable
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import Fingerprint
+from asyncrl.wire.wrong_policy import compare_weights, not_compared
 
 EXPERTS, INTERMEDIATE, HIDDEN = 4, 6, 5
 GATE_UP, DOWN, ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"

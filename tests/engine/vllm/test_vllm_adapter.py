@@ -16,12 +16,12 @@ import torch
 from served_engine import PROMPT, VOCAB, Served, ask, collect, drawn, logprobs_of, tokens_of
 from served_vllm import REAL_VLLM, serving
 
-from engine.errors import WeightsError
-from wire.weights.adapter import Pair, merge, names_of, served_apart
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import LoraSpec
-from wire.weights.writer import WeightPublisher
-from wire.wrong_policy import compare_weights, not_compared
+from asyncrl.engine.errors import WeightsError
+from asyncrl.wire.weights.adapter import Pair, merge, names_of, served_apart
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import LoraSpec
+from asyncrl.wire.weights.writer import WeightPublisher
+from asyncrl.wire.wrong_policy import compare_weights, not_compared
 
 pytestmark = REAL_VLLM
 

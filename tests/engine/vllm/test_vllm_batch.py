@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.remote.extras import RequestExtra
-from engine.vllm.extras import from_extra_args, to_extra_args
-from engine.vllm.worker.batch import RunnerBatch
+from asyncrl.engine.remote.extras import RequestExtra
+from asyncrl.engine.vllm.extras import from_extra_args, to_extra_args
+from asyncrl.engine.vllm.worker.batch import RunnerBatch
 
 
 def request(rng: np.random.Generator) -> Any:

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from fake_drafting import STOP, FakeSource, FixedPlanner
 
-from cache.config import CacheConfig
-from cache.place import CachePlace, to_json
-from engine.remote.extras import DrafterSettings, RequestExtra
-from engine.remote.worker.ranks import Ranks
-from engine.vllm.extras import drafter_to_config, to_extra_args
-from engine.vllm.worker.batch import RunnerBatch
-from engine.vllm.worker.drafter import CacheDrafter
-from engine.vllm.worker.plain_steps import prepare_plainly
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.place import CachePlace, to_json
+from asyncrl.engine.remote.extras import DrafterSettings, RequestExtra
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.vllm.extras import drafter_to_config, to_extra_args
+from asyncrl.engine.vllm.worker.batch import RunnerBatch
+from asyncrl.engine.vllm.worker.drafter import CacheDrafter
+from asyncrl.engine.vllm.worker.plain_steps import prepare_plainly
 
 
 class Clockless:
@@ -79,7 +79,7 @@ def vllm_config_of(settings: DrafterSettings, vocabulary: int = 10) -> Any:
 
 @pytest.fixture
 def adapter() -> tuple[CacheDrafter, Clockless, FixedPlanner]:
-    from engine.vllm.worker.sampling import CoreSampler
+    from asyncrl.engine.vllm.worker.sampling import CoreSampler
 
     settings = DrafterSettings(
         cache=CacheConfig(min_match=1, min_probability=0.0).model_dump(mode="json"),

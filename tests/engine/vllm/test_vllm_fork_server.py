@@ -12,9 +12,9 @@ import pytest
 from served_engine import Served
 from served_vllm import REAL_VLLM
 
-from engine.config import EngineConfig
-from engine.vllm.client.fork_server import ForkContext, forks, start_server
-from engine.vllm.config import VllmConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.vllm.client.fork_server import ForkContext, forks, start_server
+from asyncrl.engine.vllm.config import VllmConfig
 
 pytestmark = REAL_VLLM
 SECONDS = 120.0

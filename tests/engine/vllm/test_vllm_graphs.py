@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.vllm.client.advice import advice_on_drafting
-from engine.vllm.client.graphs import capture_sizes, graph_config
-from wire.records import EngineStats, TokenCounts
+from asyncrl.engine.vllm.client.advice import advice_on_drafting
+from asyncrl.engine.vllm.client.graphs import capture_sizes, graph_config
+from asyncrl.wire.records import EngineStats, TokenCounts
 
 ENGINE = Path(__file__).parents[3] / "engine"
 CONTACT = {

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from served_vllm import REAL_VLLM
 
-from engine.protocol import GenerateRequest, SamplingParams
-from engine.remote.client.meter import Meter
-from engine.remote.client.responses import Response, Responses
-from engine.remote.client.streams import Reader, Streams
-from engine.vllm.extras import MessageSettings
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.remote.client.meter import Meter
+from asyncrl.engine.remote.client.responses import Response, Responses
+from asyncrl.engine.remote.client.streams import Reader, Streams
+from asyncrl.engine.vllm.extras import MessageSettings
 
 pytestmark = REAL_VLLM
 
@@ -32,8 +32,8 @@ class Core:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, steps_per_message: int) -> None:
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        from engine.vllm.client.outputs import StepProcessor
-        from engine.vllm.worker.scheduler import make_scheduler
+        from asyncrl.engine.vllm.client.outputs import StepProcessor
+        from asyncrl.engine.vllm.worker.scheduler import make_scheduler
 
         monkeypatch.setattr(Scheduler, "__init__", lambda *_, **__: None)
         monkeypatch.setattr(Scheduler, "has_requests", lambda _: False)
@@ -278,9 +278,9 @@ def test_a_copy_of_checked_parameters_is_what_vllm_would_construct() -> None:
     """Also after vLLM has changed the ones before it, as it does with every request."""
     from vllm.sampling_params import SamplingParams as VllmParams
 
-    from engine.remote.client.core import CoreRequest
-    from engine.remote.extras import RequestExtra
-    from engine.vllm.client.core import VllmCore
+    from asyncrl.engine.remote.client.core import CoreRequest
+    from asyncrl.engine.remote.extras import RequestExtra
+    from asyncrl.engine.vllm.client.core import VllmCore
 
     core = VllmCore(SimpleNamespace())  # type: ignore[arg-type]
     common = {"temperature": 0.7, "top_p": 0.9, "ignore_eos": True, "detokenize": False}

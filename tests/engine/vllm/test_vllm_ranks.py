@@ -17,20 +17,20 @@ import pytest
 import torch
 from torch import nn
 
-from engine.drawing import noise_seeds, top_k
-from engine.logits import BYTES_PER_LOGIT
-from engine.remote.calls import StagingReport
-from engine.remote.extras import Outcome, RequestExtra, ScoreColumns
-from engine.remote.worker.ranks import Ranks
-from engine.remote.worker.shards import shard_of
-from engine.vllm.extras import to_extra_args
-from engine.vllm.worker import scoring
-from engine.vllm.worker.batch import RunnerBatch
-from engine.vllm.worker.held_weights import VllmHeldWeights
-from engine.vllm.worker.sampling import CoreSampler
-from engine.vllm.worker.scoring import CoreScorer
-from rollout.trajectory import KeptTokens
-from wire.weights.fingerprint import fingerprint
+from asyncrl.engine.drawing import noise_seeds, top_k
+from asyncrl.engine.logits import BYTES_PER_LOGIT
+from asyncrl.engine.remote.calls import StagingReport
+from asyncrl.engine.remote.extras import Outcome, RequestExtra, ScoreColumns
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.remote.worker.shards import shard_of
+from asyncrl.engine.vllm.extras import to_extra_args
+from asyncrl.engine.vllm.worker import scoring
+from asyncrl.engine.vllm.worker.batch import RunnerBatch
+from asyncrl.engine.vllm.worker.held_weights import VllmHeldWeights
+from asyncrl.engine.vllm.worker.sampling import CoreSampler
+from asyncrl.engine.vllm.worker.scoring import CoreScorer
+from asyncrl.rollout.trajectory import KeptTokens
+from asyncrl.wire.weights.fingerprint import fingerprint
 
 T = TypeVar("T")
 VOCAB, WIDTH, DEADLINE = 12, 6, 20.0

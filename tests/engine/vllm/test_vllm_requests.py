@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cache.config import CacheConfig
-from engine.config import EngineConfig
-from engine.errors import EngineError
-from engine.protocol import GenerateRequest, SamplingParams
-from engine.remote.client.requests import generation
-from engine.vllm.client.engine import VllmEngine
-from engine.vllm.extras import from_extra_args, to_extra_args
-from engine.vllm.worker.batch import entry_of
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.remote.client.requests import generation
+from asyncrl.engine.vllm.client.engine import VllmEngine
+from asyncrl.engine.vllm.extras import from_extra_args, to_extra_args
+from asyncrl.engine.vllm.worker.batch import entry_of
 
 
 def test_the_worker_reads_what_the_client_sends() -> None:

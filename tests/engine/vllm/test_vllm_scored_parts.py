@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.logits import BYTES_PER_LOGIT
-from engine.remote.extras import RequestExtra
-from engine.remote.worker.ranks import Ranks
-from engine.remote.worker.scored import ScoredRequest
-from engine.vllm.extras import to_extra_args
-from engine.vllm.worker.batch import RunnerBatch
-from engine.vllm.worker.scoring import CoreScorer
+from asyncrl.engine.logits import BYTES_PER_LOGIT
+from asyncrl.engine.remote.extras import RequestExtra
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.remote.worker.scored import ScoredRequest
+from asyncrl.engine.vllm.extras import to_extra_args
+from asyncrl.engine.vllm.worker.batch import RunnerBatch
+from asyncrl.engine.vllm.worker.scoring import CoreScorer
 
 VOCAB, WIDTH = 11, 5
 

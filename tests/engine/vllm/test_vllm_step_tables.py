@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from served_vllm import REAL_VLLM
 
-from engine.errors import EngineError
-from engine.protocol import GenerateRequest, SamplingParams
-from engine.remote.client.responses import Response, Responses
-from engine.remote.extras import StepTable
-from engine.vllm.extras import MessageSettings
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.remote.client.responses import Response, Responses
+from asyncrl.engine.remote.extras import StepTable
+from asyncrl.engine.vllm.extras import MessageSettings
 
 pytestmark = REAL_VLLM
 
@@ -55,7 +55,7 @@ def carried(outputs: list[Any]) -> list[Any]:
 
 
 def sent(step: tuple[Any, dict[str, int]], outputs: list[Any]) -> list[Any]:
-    from engine.vllm.worker.scheduler import outputs_of
+    from asyncrl.engine.vllm.worker.scheduler import outputs_of
 
     return carried(outputs_of(*step, outputs))
 
@@ -101,7 +101,7 @@ def test_accepted_drafts_after_the_end_are_nobodys() -> None:
 
 
 def processor_with(names: list[str]) -> tuple[Any, dict[str, Response]]:
-    from engine.vllm.client.outputs import StepProcessor
+    from asyncrl.engine.vllm.client.outputs import StepProcessor
 
     responses = Responses(chunk_tokens=100)
     processor = StepProcessor(responses)
@@ -186,7 +186,7 @@ def test_the_scheduler_is_the_one_that_vllm_would_choose(monkeypatch: pytest.Mon
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from engine.vllm.worker import scheduler
+    from asyncrl.engine.vllm.worker import scheduler
 
     monkeypatch.setattr(Scheduler, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(AsyncScheduler, "__init__", lambda *_, **__: None)

@@ -14,19 +14,19 @@ from served_engine import PROMPT as SHORT
 from served_engine import TOP_K, VOCAB, Served, ask, collect_all
 from served_vllm import REAL_VLLM
 
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.vllm.client.core import VllmCore
 from asyncrl.processes.generator.rescoring import Rescoring
 from asyncrl.processes.trainer.group_queue import WholeGroup
 from asyncrl.processes.trainer.policy_check import PolicyCheck
+from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
 from asyncrl.run.rescored import conclusion
-from engine.protocol import SamplingParams
-from engine.vllm.client.core import VllmCore
-from rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
-from trainer.config import TrainerConfig
-from trainer.disagreement import FLOAT32_CPU
-from trainer.learner import Learner
-from wire.messages.to_generator import Rescore, ToRescore
-from wire.weights.writer import WeightPublisher
-from wire.wrong_policy import WrongPolicy
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.disagreement import FLOAT32_CPU
+from asyncrl.trainer.learner import Learner
+from asyncrl.wire.messages.to_generator import Rescore, ToRescore
+from asyncrl.wire.weights.writer import WeightPublisher
+from asyncrl.wire.wrong_policy import WrongPolicy
 
 pytestmark = REAL_VLLM
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitoring.report.lanes import clock_label, slice_shares
-from monitoring.report.markup import Markup, element, escape
-from monitoring.report.plots import MAX_POINTS, Series, bar_plot, compact, line_plot
-from monitoring.report.series import (
+from asyncrl.monitoring.report.lanes import clock_label, slice_shares
+from asyncrl.monitoring.report.markup import Markup, element, escape
+from asyncrl.monitoring.report.plots import MAX_POINTS, Series, bar_plot, compact, line_plot
+from asyncrl.monitoring.report.series import (
     difference_interval,
     growth,
     independent_trials,
@@ -18,8 +18,8 @@ from monitoring.report.series import (
     ticks,
     wilson,
 )
-from monitoring.spans import Span
-from monitoring.wording import UNKNOWN, count, duration, number, percent, sparkline
+from asyncrl.monitoring.spans import Span
+from asyncrl.monitoring.wording import UNKNOWN, count, duration, number, percent, sparkline
 
 values = st.lists(
     st.none() | st.floats(-1e9, 1e9, allow_nan=False, allow_subnormal=False),

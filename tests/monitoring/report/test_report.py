@@ -8,16 +8,16 @@ import msgspec
 import pytest
 from synthetic_run import make_run
 
-from monitoring.errors import ReportError
-from monitoring.metrics_log import MetricsLog, read_metrics
-from monitoring.report import write
-from monitoring.report.write import write_report
-from monitoring.samples import SampleLog, SampleRecord, SampleSegment
-from monitoring.spans import Span
-from monitoring.timeline import Timeline
-from wire.environments import EnvironmentCounts
-from wire.evaluations import EvaluationRecord, SetEvaluation
-from wire.records import RunResult, StalenessMetrics, StepMetrics, TokenCounts, TrainerTimes
+from asyncrl.monitoring.errors import ReportError
+from asyncrl.monitoring.metrics_log import MetricsLog, read_metrics
+from asyncrl.monitoring.report import write
+from asyncrl.monitoring.report.write import write_report
+from asyncrl.monitoring.samples import SampleLog, SampleRecord, SampleSegment
+from asyncrl.monitoring.spans import Span
+from asyncrl.monitoring.timeline import Timeline
+from asyncrl.wire.environments import EnvironmentCounts
+from asyncrl.wire.evaluations import EvaluationRecord, SetEvaluation
+from asyncrl.wire.records import RunResult, StalenessMetrics, StepMetrics, TokenCounts, TrainerTimes
 
 HOSTILE = [
     "<script>alert(1)</script>",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monitoring.sinks.kinds.mlflow import taken_names
+from asyncrl.monitoring.sinks.kinds.mlflow import taken_names
 
 NAMES = [
     "judge#2",

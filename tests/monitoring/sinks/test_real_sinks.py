@@ -19,8 +19,8 @@ import msgspec
 import pytest
 from step_records import full_step
 
-from monitoring.samples import SampleRecord
-from wire.evaluations import EvaluationRecord, SetEvaluation
+from asyncrl.monitoring.samples import SampleRecord
+from asyncrl.wire.evaluations import EvaluationRecord, SetEvaluation
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ def send(run: Path, kind: str) -> None:
         "HOME": str(run),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "monitoring.sinks", str(run), kind, "--once"],
+        [sys.executable, "-m", "asyncrl.monitoring.sinks", str(run), kind, "--once"],
         env=environment,
         capture_output=True,
         text=True,

@@ -1,7 +1,7 @@
 """A checksum of a chunk, computed on the device where it lies, at some gigabytes a second on a CPU.
 
 Engines compare the fingerprint of all weights after each installation. But one that holds packed
-copies can compare some columns only (`wire.weights.fingerprint`), and NCCL checks nothing.
+copies can compare some columns only (`asyncrl.wire.weights.fingerprint`), and NCCL checks nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wire.weights.fingerprint import pseudo_random
+from asyncrl.wire.weights.fingerprint import pseudo_random
 
 _BLOCK = 1 << 15
 """64-bit words; as many numbers stay in a core's cache."""

@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from wire.errors import GroupBroken
-from wire.weights.broadcast.groups import Backend
-from wire.weights.broadcast.meeting import CheckIn
-from wire.weights.layout import BroadcastPlace
+from asyncrl.wire.errors import GroupBroken
+from asyncrl.wire.weights.broadcast.groups import Backend
+from asyncrl.wire.weights.broadcast.meeting import CheckIn
+from asyncrl.wire.weights.layout import BroadcastPlace
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from wire.errors import GroupBroken
+from asyncrl.wire.errors import GroupBroken
 
 Backend = Literal["gloo", "nccl"]
 

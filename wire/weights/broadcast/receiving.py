@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from wire.errors import GroupBroken, WeightsNotReceivedError, WeightsSupersededError
-from wire.weights.broadcast.checksum import checksum
-from wire.weights.broadcast.desk import Invitation, Refusal, Visitor
-from wire.weights.broadcast.groups import (
+from asyncrl.wire.errors import GroupBroken, WeightsNotReceivedError, WeightsSupersededError
+from asyncrl.wire.weights.broadcast.checksum import checksum
+from asyncrl.wire.weights.broadcast.desk import Invitation, Refusal, Visitor
+from asyncrl.wire.weights.broadcast.groups import (
     Deadline,
     GlooGroup,
     Group,
@@ -19,10 +19,10 @@ from wire.weights.broadcast.groups import (
     NcclGroup,
     name_of_device,
 )
-from wire.weights.broadcast.meeting import CheckIn
-from wire.weights.broadcast.words import Word
-from wire.weights.chunks import Grid
-from wire.weights.layout import BroadcastPlace, WeightManifest
+from asyncrl.wire.weights.broadcast.meeting import CheckIn
+from asyncrl.wire.weights.broadcast.words import Word
+from asyncrl.wire.weights.chunks import Grid
+from asyncrl.wire.weights.layout import BroadcastPlace, WeightManifest
 
 
 class Landing(Protocol):

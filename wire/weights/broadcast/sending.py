@@ -11,10 +11,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from wire.errors import GroupBroken, WeightsReadError
-from wire.weights.broadcast.checksum import checksum
-from wire.weights.broadcast.desk import Desk, Invitation, Refusal
-from wire.weights.broadcast.groups import (
+from asyncrl.wire.errors import GroupBroken, WeightsReadError
+from asyncrl.wire.weights.broadcast.checksum import checksum
+from asyncrl.wire.weights.broadcast.desk import Desk, Invitation, Refusal
+from asyncrl.wire.weights.broadcast.groups import (
     Backend,
     Deadline,
     GlooGroup,
@@ -24,11 +24,11 @@ from wire.weights.broadcast.groups import (
     backend_of,
     name_of_device,
 )
-from wire.weights.broadcast.meeting import CheckIn, Meeting
-from wire.weights.broadcast.words import Outcome, Word
-from wire.weights.chunks import Grid
-from wire.weights.files import check_version, fill, held_version
-from wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.broadcast.meeting import CheckIn, Meeting
+from asyncrl.wire.weights.broadcast.words import Outcome, Word
+from asyncrl.wire.weights.chunks import Grid
+from asyncrl.wire.weights.files import check_version, fill, held_version
+from asyncrl.wire.weights.layout import WeightManifest
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from wire.decoding import FrameRefused, Reason
-from wire.errors import WeightsSupersededError
-from wire.messages.chain import Chunk
-from wire.parts import PART_BYTES, split
-from wire.weights import delta
-from wire.weights.chunks import Grid, checksum, name_of, word_bytes
-from wire.weights.layout import WeightManifest
+from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.errors import WeightsSupersededError
+from asyncrl.wire.messages.chain import Chunk
+from asyncrl.wire.parts import PART_BYTES, split
+from asyncrl.wire.weights import delta
+from asyncrl.wire.weights.chunks import Grid, checksum, name_of, word_bytes
+from asyncrl.wire.weights.layout import WeightManifest
 
 Part = bytes | memoryview
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import zmq
 
-from wire.decoding import FrameRefused
-from wire.messages.chain import Ask, Chunk, Gone, Parent, Waiting
-from wire.refusals import Refusals
-from wire.weights.chain.held import Held, Part
-from wire.weights.chain.receiving import Leave, Order, Receiving, Timing
-from wire.weights.chain.sockets import ChildSocket
+from asyncrl.wire.decoding import FrameRefused
+from asyncrl.wire.messages.chain import Ask, Chunk, Gone, Parent, Waiting
+from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.weights.chain.held import Held, Part
+from asyncrl.wire.weights.chain.receiving import Leave, Order, Receiving, Timing
+from asyncrl.wire.weights.chain.sockets import ChildSocket
 
 _MESSAGES = 8
 """That are read from a parent before something else gets a turn."""

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import zmq
 
-from wire.errors import WeightsNotReceivedError, WeightsSupersededError, WireError
-from wire.keys import HubKeys
-from wire.messages.chain import Parent
-from wire.weights.chain.inlet import Inlet
-from wire.weights.chain.node_files import NodeFiles
-from wire.weights.chain.receiving import Timing
-from wire.weights.chain.thread import ServingThread
-from wire.weights.chunks import CHUNK_BYTES, name_of
-from wire.weights.layout import WeightManifest
+from asyncrl.wire.errors import WeightsNotReceivedError, WeightsSupersededError, WireError
+from asyncrl.wire.keys import HubKeys
+from asyncrl.wire.messages.chain import Parent
+from asyncrl.wire.weights.chain.inlet import Inlet
+from asyncrl.wire.weights.chain.node_files import NodeFiles
+from asyncrl.wire.weights.chain.receiving import Timing
+from asyncrl.wire.weights.chain.thread import ServingThread
+from asyncrl.wire.weights.chunks import CHUNK_BYTES, name_of
+from asyncrl.wire.weights.layout import WeightManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class WeightNode(ServingThread[NodeFiles]):
 
         - WeightsSupersededError: another version was asked for, or nobody has this one any longer;
         - WeightsNotReceivedError: it did not arrive in time;
-        - PublishError: there is no memory for it; or another error of `wire.errors`.
+        - PublishError: there is no memory for it; or another error of `asyncrl.wire.errors`.
         """
         future: Future[Received] = Future()
         begun = self._call(lambda: self._begin(manifest, parents, future, deltas=deltas))

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from wire.messages.chain import Ask
-from wire.weights.chain.held import Held
-from wire.weights.chain.serving import State
-from wire.weights.chunks import CHUNK_BYTES, Grid, alike, trainer_of
-from wire.weights.files import mark, reserve
-from wire.weights.layout import WRITING, WeightManifest
+from asyncrl.wire.messages.chain import Ask
+from asyncrl.wire.weights.chain.held import Held
+from asyncrl.wire.weights.chain.serving import State
+from asyncrl.wire.weights.chunks import CHUNK_BYTES, Grid, alike, trainer_of
+from asyncrl.wire.weights.files import mark, reserve
+from asyncrl.wire.weights.layout import WRITING, WeightManifest
 
 _PAST = 64
 """Versions that are remembered as gone."""

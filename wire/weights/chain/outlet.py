@@ -7,14 +7,14 @@ from typing import Protocol
 
 import zmq
 
-from wire.decoding import FrameRefused, Reason
-from wire.errors import WeightsSupersededError
-from wire.messages.chain import Ask, Gone, Waiting
-from wire.refusals import Refusals
-from wire.weights.chain.held import Held
-from wire.weights.chain.pace import Pace
-from wire.weights.chain.serving import Serving, State, Turn
-from wire.weights.chain.sockets import ParentSocket
+from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.errors import WeightsSupersededError
+from asyncrl.wire.messages.chain import Ask, Gone, Waiting
+from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.weights.chain.held import Held
+from asyncrl.wire.weights.chain.pace import Pace
+from asyncrl.wire.weights.chain.serving import Serving, State, Turn
+from asyncrl.wire.weights.chain.sockets import ParentSocket
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ import os
 
 import numpy as np
 
-from wire.messages.chain import Ask
-from wire.weights.chain.held import Held
-from wire.weights.chain.serving import State
-from wire.weights.chunks import CHUNK_BYTES, Grid, alike, name_of
-from wire.weights.files import check_version, marked, open_published
-from wire.weights.layout import WeightManifest
+from asyncrl.wire.messages.chain import Ask
+from asyncrl.wire.weights.chain.held import Held
+from asyncrl.wire.weights.chain.serving import State
+from asyncrl.wire.weights.chunks import CHUNK_BYTES, Grid, alike, name_of
+from asyncrl.wire.weights.files import check_version, marked, open_published
+from asyncrl.wire.weights.layout import WeightManifest
 
 _FILES = 2
 """Versions that the trainer keeps."""

@@ -26,7 +26,7 @@ from itertools import islice
 
 import msgspec
 
-from wire.weights.chain.serving import WAITING_SECONDS
+from asyncrl.wire.weights.chain.serving import WAITING_SECONDS
 
 _BURST = 4
 """Chunks of a probe."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
-from wire.messages.chain import Ask
+from asyncrl.wire.messages.chain import Ask
 
 MAX_ASKS = 64
 """Chunks that a child may have outstanding: several times `Timing.window`."""

@@ -1,7 +1,7 @@
 """ZeroMQ sockets for chunks. Used by one thread each, without an event loop.
 
-Every connection is encrypted and authenticated by the run's keys (`wire.keys`). Without keys a
-socket stays on this machine.
+Every connection is encrypted and authenticated by the run's keys (`asyncrl.wire.keys`). Without
+keys a socket stays on this machine.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 import zmq
 
-from wire.decoding import FrameDecoder, FrameRefused, Reason
-from wire.errors import KeyUnusable
-from wire.keys import HubKeys
-from wire.messages.chain import FromParent, Parent, ToParent
-from wire.parts import PART_BYTES
-from wire.refusals import Refusals
-from wire.sockets import identify
-from wire.weights.chain.held import Part
-from wire.weights.chain.serving import MAX_ASKS
+from asyncrl.wire.decoding import FrameDecoder, FrameRefused, Reason
+from asyncrl.wire.errors import KeyUnusable
+from asyncrl.wire.keys import HubKeys
+from asyncrl.wire.messages.chain import FromParent, Parent, ToParent
+from asyncrl.wire.parts import PART_BYTES
+from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.sockets import identify
+from asyncrl.wire.weights.chain.held import Part
+from asyncrl.wire.weights.chain.serving import MAX_ASKS
 
 MESSAGE_BYTES = 4096
 """Longest message, without the chunk's bytes."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from wire.keys import HubKeys
-from wire.weights.chain.published import PublishedVersions
-from wire.weights.chain.thread import ServingThread
-from wire.weights.chunks import CHUNK_BYTES
-from wire.weights.layout import WeightManifest
+from asyncrl.wire.keys import HubKeys
+from asyncrl.wire.weights.chain.published import PublishedVersions
+from asyncrl.wire.weights.chain.thread import ServingThread
+from asyncrl.wire.weights.chunks import CHUNK_BYTES
+from asyncrl.wire.weights.layout import WeightManifest
 
 
 class WeightSource(ServingThread[PublishedVersions]):

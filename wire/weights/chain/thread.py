@@ -13,13 +13,13 @@ from typing import Any, Generic, TypeVar
 
 import zmq
 
-from wire.errors import NoReply, WireError
-from wire.keys import HubKeys
-from wire.refusals import Refusals
-from wire.weights import delta
-from wire.weights.chain.outlet import Outlet, Versions
-from wire.weights.chain.pace import Pace
-from wire.weights.chain.sockets import ParentSocket
+from asyncrl.wire.errors import NoReply, WireError
+from asyncrl.wire.keys import HubKeys
+from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.weights import delta
+from asyncrl.wire.weights.chain.outlet import Outlet, Versions
+from asyncrl.wire.weights.chain.pace import Pace
+from asyncrl.wire.weights.chain.sockets import ParentSocket
 
 T = TypeVar("T")
 V = TypeVar("V", bound=Versions)

@@ -5,6 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
+from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
+from asyncrl.monitoring.occupancy import read_slots, slot_shares
+from asyncrl.monitoring.spans import SpanKind, read_spans
+from asyncrl.monitoring.timeline import Clock, Timeline
 from asyncrl.processes.generator.activity import (
     Activity,
     GeneratorState,
@@ -12,10 +16,6 @@ from asyncrl.processes.generator.activity import (
     kind_of,
     slots_of,
 )
-from monitoring.metrics import GeneratorMetrics, new_registry
-from monitoring.occupancy import read_slots, slot_shares
-from monitoring.spans import SpanKind, read_spans
-from monitoring.timeline import Clock, Timeline
 
 COUNTS = st.integers(0, 9)
 

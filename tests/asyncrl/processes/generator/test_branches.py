@@ -22,9 +22,9 @@ from asyncrl.environments.translation import Translation
 from asyncrl.processes.generator.episodes import Episodes
 from asyncrl.processes.generator.exchange import exchange_of
 from asyncrl.processes.generator.generation import SampleGeneration
-from rollout.contexts import contexts_of
-from rollout.trajectory import Provenance, Trajectory
-from wire.messages import to_generator as tg
+from asyncrl.rollout.contexts import contexts_of
+from asyncrl.rollout.trajectory import Provenance, Trajectory
+from asyncrl.wire.messages import to_generator as tg
 
 QUESTION = {"role": "user", "content": "what is 1 + 1?"}
 OTHER = {"role": "user", "content": "hello there\n"}

@@ -11,14 +11,14 @@ import pytest
 from chat_models import chat_tokenizer, stop_ids
 from generator_harness import PROMPT, SAMPLE
 
+from asyncrl.engine.protocol import SamplingParams
 from asyncrl.environments.protocol import Action, StepResult, Traits
 from asyncrl.environments.rendering import TurnRenderer
 from asyncrl.environments.translation import Translation
 from asyncrl.processes.generator.episodes import Episodes
 from asyncrl.processes.generator.generation import SampleGeneration
-from engine.protocol import SamplingParams
-from rollout.contexts import contexts_of
-from rollout.trajectory import KeptTokens, Provenance
+from asyncrl.rollout.contexts import contexts_of
+from asyncrl.rollout.trajectory import KeptTokens, Provenance
 
 SAMPLING = SamplingParams(max_tokens=20)
 

@@ -9,7 +9,7 @@ from counting_environments import Counting, run, until
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
 from asyncrl.processes.generator.generation import SampleGeneration
-from wire.messages import to_generator as tg
+from asyncrl.wire.messages import to_generator as tg
 
 
 def test_a_sample_past_its_deadline_ends_with_the_tokens_that_it_has():

@@ -6,11 +6,11 @@ from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, ve
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.processes.generator import deliveries
-from rollout.trajectory import SampleId
-from wire.frames import digest_of
-from wire.messages import data
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.frames import digest_of
+from asyncrl.wire.messages import data
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
 
 
 def test_a_delivery_waits_for_the_reward_and_a_slot_does_not():

@@ -9,7 +9,7 @@ from counting_environments import Counting, Plain, first_turn, run, until
 from generator_harness import SAMPLE, GeneratorHarness, verify
 from local_environments import LocalPool
 
-from wire.messages import to_generator as tg
+from asyncrl.wire.messages import to_generator as tg
 
 SESSION = f"train-{SAMPLE}"
 

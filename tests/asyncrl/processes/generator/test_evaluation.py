@@ -15,9 +15,9 @@ from reward_pools import running
 
 from asyncrl.evaluation.plan import EvaluationPlan, PlannedSet
 from asyncrl.evaluation.round import EvaluationRound
-from monitoring.evaluation_text import evaluation_lines
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
+from asyncrl.monitoring.evaluation_text import evaluation_lines
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
 
 KILLED_ONCE = """
 import os, pathlib, signal

@@ -8,9 +8,9 @@ import pytest
 import torch
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
-from wire.weights.writer import WeightPublisher
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.weights.writer import WeightPublisher
 
 
 def evaluate(

@@ -17,9 +17,9 @@ from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.translation import Translation
 from asyncrl.processes.generator.episodes import Episodes
 from asyncrl.rewards.config import RewardConfig
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
-from wire.weights.layout import WeightManifest
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.weights.layout import WeightManifest
 
 
 def is_alive(pid: int) -> bool:

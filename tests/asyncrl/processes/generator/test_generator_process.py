@@ -9,12 +9,12 @@ import pytest
 import torch
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
-from engine.errors import EngineError, RequestError
-from engine.weights import StagedWeights
-from rollout.trajectory import KeptTokens
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
-from wire.weights.writer import WeightPublisher
+from asyncrl.engine.errors import EngineError, RequestError
+from asyncrl.engine.weights import StagedWeights
+from asyncrl.rollout.trajectory import KeptTokens
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.weights.writer import WeightPublisher
 
 
 def test_recompute_resumes_every_sample_from_its_tokens_under_the_new_weights(tmp_path):

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from new_weights import swap_weights
 from tiny_models import STOP, make_qwen3
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.torch.core import CoreSettings, DecodeCore
+from asyncrl.engine.torch.model import load_model
 from asyncrl.processes.generator.lenient_reuse import (
     ENTRY_BYTES,
     TOKEN_BYTES,
     LenientReuse,
     lenient_warning,
 )
-from cache.config import CacheConfig
-from engine.protocol import GenerateRequest, SamplingParams
-from engine.torch.core import CoreSettings, DecodeCore
-from engine.torch.model import load_model
-from rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
+from asyncrl.rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
 
 
 def trajectory(prompt="p", sample=0, *, length=10, group=0, first=1, reason="stop"):

@@ -11,18 +11,18 @@ import pytest
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, verify
 from tiny_models import STOP
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.engine.torch.engine import TorchEngine
 from asyncrl.processes.generator.background import BackgroundTasks
 from asyncrl.processes.generator.noise_floor import EVERY, NoiseFloorProbe, _compared
-from cache.config import CacheConfig
-from cache.tree import RolloutCache
-from engine.config import EngineConfig
-from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from engine.torch.engine import TorchEngine
-from rollout.trajectory import KeptTokens, Provenance, SampleId, TrajectoryBuilder
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
-from wire.noise_floor import NoiseFloor
-from wire.weights.layout import WeightManifest
+from asyncrl.rollout.trajectory import KeptTokens, Provenance, SampleId, TrajectoryBuilder
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.weights.layout import WeightManifest
 
 AGAIN = "noise-floor-5.1-v0"
 

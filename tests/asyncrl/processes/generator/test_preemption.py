@@ -8,8 +8,8 @@ from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
 from asyncrl.processes.generator.generation import SampleGeneration
 from asyncrl.processes.generator.preemption import choose_preemptions
-from rollout.trajectory import SampleId
-from wire.messages import to_generator as tg
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.messages import to_generator as tg
 
 
 def test_due_samples_take_the_slots_of_run_ahead_which_resumes_from_its_tokens():

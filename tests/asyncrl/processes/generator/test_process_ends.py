@@ -21,9 +21,9 @@ from asyncrl.processes.generator.episodes import Episodes, StartOver
 from asyncrl.processes.generator.generation import SampleGeneration
 from asyncrl.processes.generator.process_ends import MAX_UNEXPLAINED, ProcessEnds
 from asyncrl.rewards.config import RewardConfig
-from rollout.trajectory import Provenance, SampleId
-from wire.frames import encode_tokens
-from wire.messages.to_generator import PromptPayload
+from asyncrl.rollout.trajectory import Provenance, SampleId
+from asyncrl.wire.frames import encode_tokens
+from asyncrl.wire.messages.to_generator import PromptPayload
 
 
 def lost(end: ProcessEnd, suspects: int = 0) -> SessionLost:

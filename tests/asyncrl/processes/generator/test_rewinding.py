@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
-from rollout.trajectory import UNKNOWN_VERSION, SampleId
-from wire.messages import data
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
-from wire.weights.layout import WeightManifest
+from asyncrl.rollout.trajectory import UNKNOWN_VERSION, SampleId
+from asyncrl.wire.messages import data
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.weights.layout import WeightManifest
 
 OTHER = SampleId(group=5, sample=2)
 

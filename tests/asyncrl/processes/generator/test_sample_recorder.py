@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import RunConfig, parse_config
+from asyncrl.monitoring.samples import read_samples, trained_on
 from asyncrl.processes.generator.episode import Episode
 from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.sample_recorder import SampleRecorder
 from asyncrl.rewards.calls import Reward
-from monitoring.samples import read_samples, trained_on
-from rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
-from wire.messages.to_generator import PromptPayload
+from asyncrl.rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
+from asyncrl.wire.messages.to_generator import PromptPayload
 
 GROUP_SIZE, GROUPS, STEPS = 4, 3, 48
 TOKENIZER: Any = SimpleNamespace(decode=lambda tokens: f"<{tokens[0]}>")

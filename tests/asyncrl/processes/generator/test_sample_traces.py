@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, verify
 
+from asyncrl.monitoring.tracing.ids import TraceIds
+from asyncrl.monitoring.tracing.records import TraceSpan
+from asyncrl.monitoring.tracing.tracer import Tracer
 from asyncrl.processes.generator.sample_traces import SampleTraces
-from monitoring.tracing.ids import TraceIds
-from monitoring.tracing.records import TraceSpan
-from monitoring.tracing.tracer import Tracer
-from rollout.trajectory import SampleId
-from wire.messages import data
-from wire.messages import to_generator as tg
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.messages import data
+from asyncrl.wire.messages import to_generator as tg
 
 
 class Kept(list[TraceSpan]):

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.processes.generator import episode as episodes
 from asyncrl.processes.generator.episode import Episode, Spoken, Turn, actions_of, common
-from rollout.trajectory import IntArray, SampleId, TrajectoryBuilder
+from asyncrl.rollout.trajectory import IntArray, SampleId, TrajectoryBuilder
 
 
 def draw(builder: TrajectoryBuilder, tokens: IntArray) -> None:

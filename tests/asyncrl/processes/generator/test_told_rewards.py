@@ -5,8 +5,8 @@ from __future__ import annotations
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, verify
 
 from asyncrl.errors import UserError
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
 
 
 async def finished_sample(harness: GeneratorHarness) -> None:

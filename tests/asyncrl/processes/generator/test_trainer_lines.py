@@ -7,8 +7,8 @@ import asyncio
 from generator_harness import FakeLine
 
 from asyncrl.processes.generator.trainer_lines import TrainerLines
-from rollout.trajectory import SampleId
-from wire.messages.data import Received
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.messages.data import Received
 
 
 def test_what_any_rank_says_is_heard_once_also_after_a_call_was_cancelled() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.engine.protocol import SamplingParams
 from asyncrl.environments.protocol import BadAnswerError, Traits, max_turn_tokens_of
 from asyncrl.processes.generator.episode import Episode
 from asyncrl.processes.generator.generation import SampleGeneration
-from engine.protocol import SamplingParams
-from rollout.trajectory import SampleId
-from wire.frames import encode_tokens
-from wire.messages.to_generator import PromptPayload
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.frames import encode_tokens
+from asyncrl.wire.messages.to_generator import PromptPayload
 
 SAMPLING = SamplingParams(max_tokens=20)
 

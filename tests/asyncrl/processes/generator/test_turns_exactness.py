@@ -46,20 +46,20 @@ from two_turns import (
     summed,
 )
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree import RolloutCache
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.environments.session_calls import Session
 from asyncrl.processes.generator.episode import Episode
 from asyncrl.processes.generator.episodes import Episodes, StartOver
 from asyncrl.processes.generator.generation import SampleGeneration
 from asyncrl.processes.generator.held_sample import HeldSample
 from asyncrl.processes.generator.sample_generator import SampleGenerator
-from cache.config import CacheConfig
-from cache.tree import RolloutCache
-from engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from engine.torch.core import DecodeCore
-from rollout.contexts import Verification
-from rollout.trajectory import Provenance, SampleId, Trajectory
-from wire.frames import encode_tokens
-from wire.messages.to_generator import PromptPayload
+from asyncrl.rollout.contexts import Verification
+from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory
+from asyncrl.wire.frames import encode_tokens
+from asyncrl.wire.messages.to_generator import PromptPayload
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 

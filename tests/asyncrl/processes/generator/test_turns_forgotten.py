@@ -22,9 +22,9 @@ from generator_harness import PROMPT, SAMPLE, GeneratorHarness, verify
 from local_environments import LocalPool
 
 from asyncrl.environments.protocol import Action
-from rollout.trajectory import KeptTokens
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
+from asyncrl.rollout.trajectory import KeptTokens
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
 
 ZERO = {"on_error": "zero"}
 

@@ -25,10 +25,10 @@ from counting_environments import (
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, settle, verify
 from local_environments import LocalPool
 
-from rollout.trajectory import KeptTokens
-from wire.environments import EnvironmentCounts
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
+from asyncrl.rollout.trajectory import KeptTokens
+from asyncrl.wire.environments import EnvironmentCounts
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
 
 
 @pytest.mark.parametrize(

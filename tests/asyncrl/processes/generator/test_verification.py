@@ -7,8 +7,8 @@ import time
 import pytest
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, verify
 
-from rollout.trajectory import SampleId
-from wire.messages import to_generator as tg
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.messages import to_generator as tg
 
 
 def test_a_held_sample_keeps_its_reward_if_verification_accepts_every_token():

@@ -13,15 +13,15 @@ import pytest
 import torch
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
+from asyncrl.engine.errors import EngineError, WeightsSupersededError
+from asyncrl.engine.protocol import ScoreRequest
 from asyncrl.errors import WrongPolicyError
-from engine.errors import EngineError, WeightsSupersededError
-from engine.protocol import ScoreRequest
-from rollout.trajectory import SampleId
-from wire.frames import decode_floats, encode_tokens
-from wire.messages import from_generator as fg
-from wire.messages import to_generator as tg
-from wire.weights.fingerprint import fingerprint
-from wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.frames import decode_floats, encode_tokens
+from asyncrl.wire.messages import from_generator as fg
+from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 
 def held(value: float) -> Fingerprint:

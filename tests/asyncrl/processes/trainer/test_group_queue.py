@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.processes.trainer.group_queue import GroupQueue
-from rollout.trajectory import SampleId
-from wire.frames import decode_trajectory
-from wire.messages.data import TrajectoryDelivery
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.frames import decode_trajectory
+from asyncrl.wire.messages.data import TrajectoryDelivery
 
 
 def delivery(group: int, sample: int, *, step: int = 0, reward: float = 0.0) -> TrajectoryDelivery:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.intake import EARLY_BYTES, DeliveryNotKept, Intake, _bytes_of
-from rollout.trajectory import SampleId, Segment
-from trainer.group_check import check_trajectory
-from wire.messages.data import TrajectoryDelivery
-from wire.messages.to_trainer import Expect
+from asyncrl.rollout.trajectory import SampleId, Segment
+from asyncrl.trainer.group_check import check_trajectory
+from asyncrl.wire.messages.data import TrajectoryDelivery
+from asyncrl.wire.messages.to_trainer import Expect
 
 ORDERED = delivery_of(SampleId(0, 1))
 

@@ -14,10 +14,10 @@ from trainer_harness import TrainerHarness
 from trainer_harness import play as play_one
 
 from asyncrl.processes.trainer.rank_parts import RankPart, lost_to_imbalance, mean_terms, part_of
-from trainer.sharding.lockstep import Lockstep
-from wire.messages.from_trainer import CheckpointWritten, StepFinished, TrainerReady
-from wire.messages.to_trainer import Shutdown, StepPlan, WriteCheckpoint
-from wire.weights.writer import WeightPublisher
+from asyncrl.trainer.sharding.lockstep import Lockstep
+from asyncrl.wire.messages.from_trainer import CheckpointWritten, StepFinished, TrainerReady
+from asyncrl.wire.messages.to_trainer import Shutdown, StepPlan, WriteCheckpoint
+from asyncrl.wire.weights.writer import WeightPublisher
 
 Scenario = Callable[[TrainerHarness, TrainerHarness], Awaitable[None]]
 

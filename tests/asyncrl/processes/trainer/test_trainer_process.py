@@ -16,18 +16,18 @@ from trainer_harness import GROUP_SIZE, FakeLearner, FakeTokenizer, TrainerHarne
 from turns_of import Row, trajectory_of
 
 from asyncrl.errors import AsyncrlError, first_error
+from asyncrl.monitoring.metrics import TrainerMetrics, new_registry
+from asyncrl.monitoring.trained_samples import read_trained_samples
 from asyncrl.processes.trainer.group_queue import WholeGroup
 from asyncrl.processes.trainer.intake import EARLY_BYTES
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run_section import RunSection
-from monitoring.metrics import TrainerMetrics, new_registry
-from monitoring.trained_samples import read_trained_samples
-from rollout.trajectory import SampleId
-from trainer.disagreement import SUMS
-from wire.messages import from_trainer, to_trainer
-from wire.refusals import Limit, Refusals
-from wire.weights.fingerprint import fingerprint
-from wire.wrong_policy import WrongPolicy
+from asyncrl.trainer.disagreement import SUMS
+from asyncrl.wire.messages import from_trainer, to_trainer
+from asyncrl.wire.refusals import Limit, Refusals
+from asyncrl.wire.weights.fingerprint import fingerprint
+from asyncrl.wire.wrong_policy import WrongPolicy
 
 
 def test_a_step_is_taken_when_the_groups_of_its_plan_are_accumulated(tmp_path: Path) -> None:

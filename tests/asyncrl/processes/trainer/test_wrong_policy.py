@@ -19,14 +19,14 @@ from tiny_models import make_llama, make_qwen3, save
 from torch_cores import request
 
 from asyncrl.config import RunConfig
+from asyncrl.engine.torch.weights import ModuleWeights
 from asyncrl.processes.trainer import policy_check
 from asyncrl.processes.trainer.group_queue import WholeGroup
 from asyncrl.processes.trainer.setup import rounding_limits
-from engine.torch.weights import ModuleWeights
-from trainer.diagnosis import logprobs_of, rescored
-from trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
-from trainer.packed_batch import PackedBatch
-from wire.messages.from_trainer import WrongPolicyFound
+from asyncrl.trainer.diagnosis import logprobs_of, rescored
+from asyncrl.trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
+from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.wire.messages.from_trainer import WrongPolicyFound
 
 Make = Callable[..., PolicyLoop]
 HEALTHY = 3
