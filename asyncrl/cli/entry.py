@@ -6,7 +6,6 @@ import errno
 import io
 import logging
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -52,7 +51,6 @@ def _main() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal or log that is not UTF-8
         sys.stdout.reconfigure(errors="replace")
-    sys.path.insert(0, str(Path.cwd()))  # so that `my_rewards:function` is found
     from asyncrl.engine.errors import EngineError
     from asyncrl.monitoring.errors import MonitoringError
     from asyncrl.scheduler.errors import SchedulerError

@@ -34,7 +34,7 @@ def command(module: str, python: str | None) -> tuple[str, ...]:
         python: None: this interpreter.
     """
     if python is None:
-        return sys.executable, "-m", module
+        return sys.executable, "-P", "-m", module
     return python, "-P", _STARTER, module
 
 

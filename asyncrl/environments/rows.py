@@ -15,6 +15,7 @@ from pathlib import Path
 from asyncrl.environments.interpreter import check_interpreter, command
 from asyncrl.environments.registry import load_factory
 from asyncrl.errors import RewardError
+from asyncrl.user_functions import search
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
         sys.exit(
             "usage: python -m asyncrl.environments.rows [--python PATH] NAME [ARGS_AS_JSON] > FILE"
         )
-    sys.path.insert(0, str(Path.cwd()))
+    search(str(Path.cwd()))
     try:
         if python is not None:
             check_interpreter(python)

@@ -10,7 +10,6 @@ process once several hang. Import-light: no torch, no pydantic.
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -37,6 +36,7 @@ from asyncrl.rewards.error_text import last_lines
 from asyncrl.rewards.protocol import Refused
 from asyncrl.rewards.streams import Streams
 from asyncrl.rewards.worker_start import begin
+from asyncrl.user_functions import search
 
 _LOOK_SECONDS = 1.0
 """Time between two looks at the threads that were left behind."""
@@ -56,7 +56,7 @@ def main() -> None:
     setup = read()
     if not isinstance(setup, Setup):
         return
-    sys.path.insert(0, setup.search_path)
+    search(setup.search_path)
     try:
         factory = load_factory(setup.name, setup.args)
     except RewardError as error:

@@ -166,6 +166,7 @@ class LocalLauncher:
             process = subprocess.Popen(
                 [
                     sys.executable,
+                    "-P",
                     "-m",
                     CHILD_MODULE,
                     msgspec.json.encode(spec).decode(),

@@ -176,7 +176,13 @@ class NodeChild:
         try:
             with _opened(self._log) as output:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-m", CHILD_MODULE, json.dumps(spec, separators=(",", ":"))],
+                    [
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        CHILD_MODULE,
+                        json.dumps(spec, separators=(",", ":")),
+                    ],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -185,7 +191,7 @@ class NodeChild:
                     start_new_session=True,
                 )
             command = [
-                sys.executable, "-m", KEEPER_MODULE, str(os.getpid()), str(self._child.pid),
+                sys.executable, "-P", "-m", KEEPER_MODULE, str(os.getpid()), str(self._child.pid),
                 mark, environment[RUN_MARK], spec["weights_directory"], spec["run_id"],
                 spec["name"], str(GRACE_SECONDS),
             ]  # fmt: skip

@@ -274,7 +274,7 @@ class WorkerProcess(UserProcess[FromWorker]):
         names = ", ".join(function.name for function in config.functions)
         super().__init__(
             Program(
-                (sys.executable, "-m", "asyncrl.rewards.worker"),
+                (sys.executable, "-P", "-m", "asyncrl.rewards.worker"),
                 "reward",
                 f"the rewards ({names})",
                 "were",

@@ -10,8 +10,6 @@ replaced in a fraction of a second.
 
 from __future__ import annotations
 
-import sys
-
 import msgspec
 
 from asyncrl.errors import RewardError
@@ -19,6 +17,7 @@ from asyncrl.rewards import protocol
 from asyncrl.rewards.error_text import last_lines
 from asyncrl.rewards.scoring import LoadedTerm, finish, score
 from asyncrl.rewards.worker_start import begin
+from asyncrl.user_functions import search
 
 
 def main() -> None:
@@ -33,7 +32,7 @@ def main() -> None:
     setup = read()
     if not isinstance(setup, protocol.Setup):
         return
-    sys.path.insert(0, setup.search_path)
+    search(setup.search_path)
     try:
         terms = [LoadedTerm.load(term) for term in setup.terms]
     except RewardError as error:

@@ -25,7 +25,7 @@ def check_algorithm(config: RunConfig) -> None:
         return
     try:
         done = subprocess.run(
-            (sys.executable, "-m", "asyncrl.processes.trainer.own_algorithm"),
+            (sys.executable, "-P", "-m", "asyncrl.processes.trainer.own_algorithm"),
             input=config.model_dump_json(),
             capture_output=True,
             text=True,

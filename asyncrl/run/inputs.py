@@ -108,7 +108,7 @@ def _file_of(name: str) -> Path | None:
     if source.endswith(".py"):
         return Path(source) if Path(source).is_file() else None
     inner = Path(*source.split("."))
-    for place in sys.path:
+    for place in (*sys.path, str(Path.cwd())):  # as in the process that imports it
         for file in (Path(place) / inner.with_suffix(".py"), Path(place) / inner / "__init__.py"):
             if file.is_file():
                 return file

@@ -180,7 +180,7 @@ def _loaded(model: Path) -> Loaded:
 
 
 def _tried(model: Path) -> Loaded:
-    command = [sys.executable, "-m", "asyncrl.run.loading_trial", str(model)]
+    command = [sys.executable, "-P", "-m", "asyncrl.run.loading_trial", str(model)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=False

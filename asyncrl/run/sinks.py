@@ -56,7 +56,7 @@ class Sinks:
         run: Path,
         records: ProcessRecords,
         say: Callable[[str], None],
-        program: Sequence[str] = (sys.executable, "-m", "asyncrl.monitoring.sinks"),
+        program: Sequence[str] = (sys.executable, "-P", "-m", "asyncrl.monitoring.sinks"),
     ) -> None:
         self._program = program
         self._seconds = config.monitoring.sink_seconds

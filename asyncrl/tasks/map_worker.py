@@ -17,7 +17,7 @@ from asyncrl.rewards.error_text import last_lines
 from asyncrl.rewards.streams import MAX_FRAME, Streams
 from asyncrl.rewards.supervisor import supervise
 from asyncrl.tasks.map_messages import MAP, Failed, Load, Loaded, Mapped, Refused
-from asyncrl.user_functions import load_function
+from asyncrl.user_functions import load_function, search
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     supervise(parent, status, max_processes)
     streams = Streams()
     load = msgspec.msgpack.decode(streams.read() or b"", type=Load)
-    sys.path.insert(0, load.search_path)
+    search(load.search_path)
     try:
         function = load_function(MAP, load.name, {})
     except DataError as error:

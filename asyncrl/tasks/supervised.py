@@ -46,7 +46,13 @@ class SupervisedProcess:
         self._status, status = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, (os.getpid(), status, max_processes))],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    module,
+                    *map(str, (os.getpid(), status, max_processes)),
+                ],
                 stdin=subprocess.PIPE if input_file is None else input_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # its end is in the supervisor's report

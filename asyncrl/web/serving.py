@@ -168,6 +168,7 @@ class WebPage:
             self._process = process = subprocess.Popen(
                 [
                     sys.executable,
+                    "-P",
                     "-m",
                     "asyncrl.web.process",
                     str(self._run),

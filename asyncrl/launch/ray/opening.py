@@ -144,7 +144,7 @@ def _in_thread(work: Callable[[], None]) -> None:
 def _start(log: Path) -> BrokerProcess:
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", BROKER_MODULE],
+            [sys.executable, "-P", "-m", BROKER_MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=output,

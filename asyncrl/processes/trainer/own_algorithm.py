@@ -23,7 +23,7 @@ from asyncrl.rewards.error_text import last_lines
 from asyncrl.trainer.algorithms.base import Algorithm, TokenBatch, compares_samples
 from asyncrl.trainer.algorithms.factory import make
 from asyncrl.trainer.algorithms.registry import is_own, provide
-from asyncrl.user_functions import FunctionKind, load_object
+from asyncrl.user_functions import FunctionKind, load_object, search
 
 KIND = FunctionKind(
     noun="trainer.algorithm", signature="Class(settings)", arguments=(), error=UserError
@@ -40,8 +40,7 @@ def load_own_algorithm(name: str) -> None:
     """
     if not is_own(name):
         return
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    search(str(Path.cwd()))
     try:
         found = load_object(KIND, name)
     except UserError:

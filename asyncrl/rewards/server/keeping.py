@@ -120,7 +120,7 @@ class RewardServers:
             with (self.logs / f"{name}.log").open("ab") as output:
                 process = subprocess.Popen(
                     [
-                        *(sys.executable, "-m", "asyncrl.rewards.server.process"),
+                        *(sys.executable, "-P", "-m", "asyncrl.rewards.server.process"),
                         msgspec.json.encode(settings).decode(),
                         *("--socket", str(listening.fileno()), "--ready", str(writing)),
                         *("--parent", str(os.getpid())),
