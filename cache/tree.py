@@ -4,7 +4,7 @@ There is one tree of earlier rollouts per prompt.
 
 Example:
     >>> import numpy as np
-    >>> from config import CacheConfig
+    >>> from asyncrl.cache.config import CacheConfig
     >>> cache = RolloutCache(CacheConfig(max_bytes=1 << 20))
     >>> prompt = np.array([11, 12, 13], np.int32)
     >>> first = cache.open("add-17", prompt)

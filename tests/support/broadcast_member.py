@@ -60,7 +60,7 @@ def main() -> None:
     torch.set_num_threads(1)
     buffer, kept = WeightBuffer(), _Kept()
     buffer._receiver = BroadcastReceiver(torch.device("cpu"), Limits(chunk=600.0))
-    logging.getLogger("wire").addHandler(kept)
+    logging.getLogger("asyncrl.wire").addHandler(kept)
     print("ready", flush=True)
     for line in sys.stdin:
         command = msgspec.json.decode(line, type=Command)
