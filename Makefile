@@ -129,7 +129,7 @@ BENCHMARKS := cache scheduler delivery vllm_host torch_host engines exactness ro
   hostile trainer turns vocabulary weights web_watchers alerts checkpoints context_parallel controller \
   evaluation exactness_loop judge_servers live_audit mutants node_files noise_floor policies ranks \
   rewards_audit routing scaling simulation slow_environments step_audit two_machines warm_start \
-  watchers
+  watchers model_folders soak
 bench: $(VENV)/.vllm $(VENV)/.bench prometheus ## quick version of every benchmark (hours), JSON into benchmarks/results/local/ (BENCHMARKS="cache turns": some)
 	@mkdir -p benchmarks/results/local
 	failed=; for name in $(BENCHMARKS); do \

@@ -29,7 +29,7 @@ from asyncrl.rewards.server.keeping import served
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.directory import find_run
 from asyncrl.run.exporting import model_of
-from asyncrl.run.model_check import check_files
+from asyncrl.run.model_check import check_files, check_numbers
 from asyncrl.run.positions_check import check_positions
 from asyncrl.run.sample_requests import payload_of, sample_seed
 from asyncrl.run.template_date import with_date
@@ -96,6 +96,7 @@ def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Eval
     """
     config = with_date(config)
     check_files(Path(model_path))
+    check_numbers(Path(model_path))
     check_positions(config, Path(model_path))
     task = load_task(
         config.task,

@@ -22,13 +22,22 @@ import msgspec
 
 from asyncrl.errors import ModelError
 from asyncrl.run.loading_trial import Loaded
-from asyncrl.run.model_files import DAMAGED, INDEX, WHOLE, header_of, headers_of, weight_files
+from asyncrl.run.model_files import (
+    DAMAGED,
+    INDEX,
+    WHOLE,
+    header_of,
+    headers_of,
+    weight_files,
+    why_no_tensor,
+)
 from asyncrl.run.positions_check import description_of
 from asyncrl.tasks.model import default_cache_dir
+from asyncrl.tasks.model_tokenizer import POINTER_ADVICE, is_pointer
 from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.wire.atomic_files import write_atomically
 
-_POINTER = b"version https://git-lfs"
+_ADAPTER = "adapter_config.json"
 _AGAIN = "; download or save the model again"
 _SHOWN = 5
 """Names of tensors in an error."""
@@ -53,22 +62,12 @@ def check_files(model: Path, setting: str = "model.path", *, needs_head: bool = 
     if not (model / "config.json").is_file():
         return Loaded()  # an id of the hub, or what `check_directory` refuses
     _check_description(model, setting)
-    try:
-        files = weight_files(model)
-    except ValueError as error:
-        raise ModelError(f"{setting}: {error}{_AGAIN}") from error
-    if not files:
-        raise ModelError(f"{setting}: {model} has neither {WHOLE} nor {INDEX}{_instead_of(model)}")
-    for file in files:
-        if not file.is_file():
-            raise ModelError(
-                f"{setting}: {model / INDEX} names {file.name}, which is not there{_AGAIN}"
-            )
-        if (why := why_not_whole(file)) is not None:
-            raise ModelError(f"{setting}: {file} {why}{_AGAIN}")
+    _check_weight_files(model, setting)
     found = _loaded(model)
     if found.error:
-        raise ModelError(f"{setting}: {model} cannot be loaded: {found.error}")
+        raise ModelError(
+            f"{setting}: {model} cannot be loaded as its config.json describes it: {found.error}"
+        )
     missing = [name for name in found.missing if needs_head or name not in found.head]
     if missing:
         raise ModelError(
@@ -80,7 +79,36 @@ def check_files(model: Path, setting: str = "model.path", *, needs_head: bool = 
             f"{setting}: {model} has weights that do not fit its config.json: "
             f"{_listed(found.mismatched)}"
         )
+    if found.not_numbers:
+        raise ModelError(
+            f"{setting}: {model} has weights that are no floating-point numbers: "
+            f"{_listed(found.not_numbers)}; take the model that it was made from"
+        )
     return found
+
+
+def check_numbers(model: Path) -> None:
+    """Refuse weights that are not finite, by reading them all. (A trainer does so when it loads.)
+
+    Raises:
+        ModelError: names the file and tensors.
+    """
+    import torch
+    from safetensors import safe_open
+
+    for file in weight_files(model):
+        with safe_open(file, framework="pt") as opened:
+            tensors = ((name, opened.get_tensor(name)) for name in sorted(opened.keys()))
+            wrong = [
+                name
+                for name, tensor in tensors
+                if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all())
+            ]
+        if wrong:
+            raise ModelError(
+                f"model.path: {file} has weights that are not finite numbers (NaN or infinity): "
+                f"{_listed(wrong)}{_AGAIN}"
+            )
 
 
 def unexpected_line(model: Path, found: Loaded) -> str | None:
@@ -100,11 +128,34 @@ def check_vocabulary(model: Path, task: Task) -> None:
     for prompt in itertools.chain(task.train, *held_out_sets(task).values()):
         if (highest := int(prompt.tokens.max())) >= size:
             raise ModelError(
-                f"model.path: prompt {prompt.prompt_id} has the token id {highest:,}, and the "
-                f"model knows {size:,} (vocab_size in config.json): its tokenizer is larger than "
-                "the model. Give the model the tokenizer that it was trained with, or call "
+                f"model.path: {model}: prompt {prompt.prompt_id} has the token id {highest:,}, and "
+                f"the model knows {size:,} (vocab_size in config.json): its tokenizer is larger "
+                "than the model. Give the model the tokenizer that it was trained with, or call "
                 "model.resize_token_embeddings(len(tokenizer)) and save both"
             )
+
+
+def _check_weight_files(model: Path, setting: str) -> None:
+    """Refuse weights that are not there or not whole, and a second source of them."""
+    if (model / _ADAPTER).is_file():
+        raise ModelError(
+            f"{setting}: {model} holds a PEFT adapter next to the model ({_ADAPTER}), and "
+            "transformers would load both; move the adapter to a folder of its own, and give that "
+            "as trainer.lora.adapter to train on from it"
+        )
+    try:
+        files = weight_files(model)
+    except ValueError as error:
+        raise ModelError(f"{setting}: {error}{_AGAIN}") from error
+    if not files:
+        raise ModelError(f"{setting}: {model} has neither {WHOLE} nor {INDEX}{_instead_of(model)}")
+    for file in files:
+        if not file.is_file():
+            raise ModelError(
+                f"{setting}: {model / INDEX} names {file.name}, which is not there{_AGAIN}"
+            )
+        if (why := why_not_whole(file)) is not None:
+            raise ModelError(f"{setting}: {file} {why}{_AGAIN}")
 
 
 def _check_description(model: Path, setting: str) -> None:
@@ -170,16 +221,17 @@ def _loaded(model: Path) -> Loaded:
         kept = default_cache_dir() / "loading-trials" / f"{seen.hexdigest()}.json"
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             return msgspec.json.decode(kept.read_bytes(), type=Loaded)
-        found = _tried(model)
+        found = tried(model)
         if not found.error:
             with contextlib.suppress(OSError):
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(kept, msgspec.json.encode(found).decode())
         return found
-    return _tried(model)
+    return tried(model)
 
 
-def _tried(model: Path) -> Loaded:
+def tried(model: Path) -> Loaded:
+    """What `loading_trial` says, in a process of its own."""
     command = [sys.executable, "-P", "-m", "asyncrl.run.loading_trial", str(model)]
     try:
         done = subprocess.run(
@@ -196,15 +248,17 @@ def _tried(model: Path) -> Loaded:
 
 def why_not_whole(file: Path) -> str | None:
     """What is wrong with a safetensors file, by its size; None: nothing. Raises OSError."""
-    with file.open("rb") as opened:
-        if opened.read(len(_POINTER)) == _POINTER:
-            return "is a pointer of Git LFS, not the weights: run git lfs pull there"
+    if is_pointer(file):
+        return POINTER_ADVICE
     try:
         header = header_of(file)
         with file.open("rb") as opened:
             begin = 8 + int.from_bytes(opened.read(8), "little")
-        needed = begin + max((one["data_offsets"][1] for one in header.values()), default=0)
+        wrong = next((why for one in header.items() if (why := why_no_tensor(*one))), None)
     except DAMAGED:
         return "is no safetensors file, or damaged"
+    if wrong is not None:
+        return f"is damaged: its header says {wrong}"
+    needed = begin + max((one["data_offsets"][1] for one in header.values()), default=0)
     has = file.stat().st_size
     return None if has >= needed else f"has {has:,} of {needed:,} bytes: it was cut off"

@@ -20,6 +20,15 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError,
 """What reading a damaged file raises."""
 
 
+BYTES = {
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "F32"), 4),
+    **dict.fromkeys(("I64", "F64"), 8),
+}
+"""Of a number, by the type's name in a header. Others are not loaded."""
+
+
 def weight_files(model: Path) -> list[Path]:
     """The files of a model directory that are loaded; whether they exist is not checked.
 
@@ -40,6 +49,26 @@ def weight_files(model: Path) -> list[Path]:
     if outside:
         raise ValueError(f"{index} names a file of another folder: {outside[0]}")
     return files
+
+
+def why_no_tensor(name: str, entry: dict[str, Any]) -> str | None:
+    """What is wrong with an entry of a header; None: nothing. Raises one of `DAMAGED`."""
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry.get("data_offsets")
+    if dtype not in BYTES:
+        return f"that {name} has the type {dtype!r}, which is not supported"
+    whole = all(isinstance(one, int) and one >= 0 for one in shape)
+    if not isinstance(shape, list) or not whole:
+        return f"that {name} has the shape {shape!r}"
+    size = math.prod(shape) * BYTES[dtype]
+    if not (
+        isinstance(offsets, list)
+        and len(offsets) == 2
+        and all(isinstance(one, int) for one in offsets)
+        and offsets[0] >= 0
+        and offsets[1] - offsets[0] == size
+    ):
+        return f"that {name}, of {size:,} bytes, has the place {offsets!r}"
+    return None
 
 
 def header_of(file: Path) -> dict[str, Any]:

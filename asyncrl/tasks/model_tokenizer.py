@@ -30,6 +30,8 @@ _CLASSES: dict[str, dict[str, str]] = {
 """By `model_type` of config.json and `tokenizer_class` of tokenizer_config.json: the class that
 AutoTokenizer chooses. A test compares the two."""
 
+_POINTER = b"version https://git-lfs"
+POINTER_ADVICE = "is a pointer of Git LFS, not the file itself: run git lfs pull there"
 _BY_THE_CALL = frozenset({"padding", "truncation"})
 """Parts of a fast tokenizer that each of its calls sets as it needs."""
 
@@ -49,11 +51,20 @@ def load_tokenizer(model_path: str) -> Any:
                 f"the tokenizer of {model_path!r} has code of its own (auto_map in "
                 "tokenizer_config.json); models with code of their own are not supported"
             ) from error
+        for file in sorted(Path(model_path).glob("*.json")):
+            if is_pointer(file):
+                raise ModelError(f"{file} {POINTER_ADVICE}") from error
         raise ModelError(
             f"no tokenizer could be loaded from {model_path!r}: {_first_line(error)}. A model "
             "directory needs tokenizer.json (or its older forms) and tokenizer_config.json next to "
             "config.json; save both with tokenizer.save_pretrained(directory)."
         ) from error
+
+
+def is_pointer(file: Path) -> bool:
+    """Whether Git LFS has left this file for another one that was not fetched. Raises OSError."""
+    with file.open("rb") as opened:
+        return opened.read(len(_POINTER)) == _POINTER
 
 
 def wants_own_code(error: Exception) -> bool:

@@ -158,14 +158,23 @@ class LiveRun:
 
     def last_step_at(self) -> float:
         """Unix time of the last recorded step; 0 before the first."""
+        return self._last().time
+
+    def last_step(self) -> int:
+        """The last recorded step; -1 before the first."""
+        return self._last().step
+
+    def _last(self) -> _Moment:
         try:
             with (self.path / "metrics.jsonl").open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - _LAST_LINE_BYTES))
                 lines = file.read().split(b"\n")
         except FileNotFoundError:
-            return 0.0
+            return _Moment(0.0, -1)
         # What follows the last newline is empty, or a line that is being written.
-        return msgspec.json.decode(lines[-2], type=_Time).time if len(lines) > 1 else 0.0
+        if len(lines) < 2:
+            return _Moment(0.0, -1)
+        return msgspec.json.decode(lines[-2], type=_Moment)
 
     def records(self) -> list[StepMetrics]:
         """The records of all steps."""
@@ -218,10 +227,11 @@ class LiveRun:
         return ChaosError(f"{self.name} {what}. The end of its output:\n" + "\n".join(lines))
 
 
-class _Time(msgspec.Struct):
-    """The one field of a step's record that is read often."""
+class _Moment(msgspec.Struct):
+    """The fields of a step's record that are read often."""
 
     time: float
+    step: int
 
 
 def carry_out(setup: Setup, name: str, steps: int) -> LiveRun:

@@ -26,6 +26,7 @@ from asyncrl.run.directory import read_state
 from asyncrl.wire import RunKey
 from asyncrl.wire.messages import control
 from benchmarks.hostile.victim import CONTROLLER, Order
+from benchmarks.watched_run import own_bytes
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 300.0
@@ -124,7 +125,7 @@ class Run:
         found: dict[str, float] = {}
         for pid in sorted(self.processes()):
             name = _name(pid)
-            found[name] = found.get(name, 0.0) + _own_bytes(pid) / 1e6
+            found[name] = found.get(name, 0.0) + own_bytes(pid) / 1e6
         return found
 
     def answers(self) -> bool:
@@ -186,11 +187,3 @@ def _name(pid: int) -> str:
         if (found := re.search(r'"name":"([\w.-]+)"', command)) is not None:
             return found[1]
     return "other"
-
-
-def _own_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Anonymous:"):
-                return int(line.split()[1]) * 1024
-    return 0

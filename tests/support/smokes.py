@@ -28,6 +28,7 @@ LIGHT = (
     "delivery",
     "exactness",
     "exactness_loop",
+    "model_folders",
     "node_files",
     "scaling",
     "scheduler",
@@ -47,6 +48,7 @@ ELSEWHERE = {
     "engines": "engine starts: tests/engine/remote runs both real engines",
     "judge_servers": "a start of vLLM's server",
     "vllm_host": "two starts of vLLM",
+    "soak": "a run of several processes; tests/benchmarks/test_soak.py has its arithmetic",
     "two_machines": "Ray on two machines of namespaces: tests/asyncrl/run/test_two_machines.py",
 }
 """Not run, with the reason; each has its `--smoke`."""

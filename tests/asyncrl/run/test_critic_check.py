@@ -20,7 +20,7 @@ from asyncrl.tasks.model import builtin_tokenizer
 @pytest.fixture(autouse=True)
 def _loadable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folders here have no weights; `test_model_check` is about those."""
-    monkeypatch.setattr(model_check, "_tried", lambda _: Loaded())
+    monkeypatch.setattr(model_check, "tried", lambda _: Loaded())
 
 
 def _model(folder: Path, tokenizer: Any, **described: Any) -> Path:

@@ -20,8 +20,13 @@ from asyncrl.errors import ModelError
 from asyncrl.run import model_check
 from asyncrl.run.loading_trial import load
 from asyncrl.run.memory import shape_of
-from asyncrl.run.model_check import check_files, check_vocabulary, unexpected_line
-from asyncrl.run.model_files import parameters, weight_files
+from asyncrl.run.model_check import (
+    check_files,
+    check_numbers,
+    check_vocabulary,
+    unexpected_line,
+)
+from asyncrl.run.model_files import WHOLE, parameters, weight_files
 from asyncrl.tasks.model import builtin_tokenizer
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 
@@ -31,7 +36,7 @@ NORM = "model.norm.weight"
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each trial in a process of its own would cost five seconds; one test has that."""
-    monkeypatch.setattr(model_check, "_tried", load)
+    monkeypatch.setattr(model_check, "tried", load)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -140,6 +145,51 @@ def test_other_copies_of_the_weights_do_not_count(model: Path, copies: list[str]
     assert "has neither model.safetensors nor model.safetensors.index.json" in said
 
 
+def test_an_adapter_next_to_the_model_is_refused(model: Path) -> None:
+    """transformers loads it with the model, other engines do not."""
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert "holds a PEFT adapter next to the model (adapter_config.json)" in refused(model)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"dtype": "F99"}, f"that {NORM} has the type 'F99'"),
+        ({"shape": "x"}, f"that {NORM} has the shape 'x'"),
+        ({"shape": [-32]}, f"that {NORM} has the shape [-32]"),
+        ({"data_offsets": [0, 4]}, f"that {NORM}, of 128 bytes, has the place [0, 4]"),
+        ({"data_offsets": None}, f"that {NORM}, of 128 bytes, has the place None"),
+    ],
+)
+def test_a_wrong_entry_of_a_header_is_named_with_its_tensor(
+    model: Path, entry: dict[str, Any], said: str
+) -> None:
+    file = model / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header[NORM] |= entry
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    assert f"model.path: {file} is damaged: its header says {said}" in refused(model)
+
+
+def test_weights_that_are_integers_are_named(model: Path) -> None:
+    change(model, lambda tensors: tensors.update({NORM: tensors[NORM].char()}))
+    assert f"no floating-point numbers: {NORM} (I8)" in refused(model)
+    change(model, lambda tensors: tensors.update({NORM: tensors[NORM].bfloat16()}))
+    change(model, lambda tensors: tensors.update(position_ids=torch.arange(4)))
+    assert check_files(model).unexpected == ["position_ids"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_an_evaluation_refuses_weights_that_are_not_finite(model: Path, value: float) -> None:
+    check_numbers(model)
+    change(model, lambda tensors: tensors[NORM][3:4].fill_(value))
+    with pytest.raises(ModelError, match=rf"{WHOLE} has weights .* \(NaN or infinity\): {NORM}"):
+        check_numbers(model)
+
+
 def test_weights_in_other_formats_are_refused_with_what_to_do(model: Path) -> None:
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     said = refused(model)
@@ -153,10 +203,13 @@ def test_weights_in_other_formats_are_refused_with_what_to_do(model: Path) -> No
         ({"auto_map": {"AutoConfig": "x.C"}, "model_type": "mine"}, "code of its own (auto_map"),
         ({"model_type": "of_nobody"}, "cannot be loaded"),
         ({"model_type": "vit"}, "is not that of a causal language model"),
-        ({"num_attention_heads": 0}, "cannot be loaded"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, and must be at least 1"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1,000,000, and the files have 21"),
+        ({"pad_token_id": 10}, "pad_token_id is 10, and the ids are 0 to 9 (vocab_size)"),
+        ({"rope_parameters": {"rope_type": "x"}}, "rope_parameters.rope_type is 'x', which is not"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1, and must be at least 1"),
         ({"vocab_size": 0}, "vocab_size is 0"),
-        ({"hidden_size": "many"}, "cannot be loaded"),
+        ({"hidden_size": "many"}, "cannot be loaded as its config.json describes it"),
     ],
 )
 def test_what_config_json_says_is_checked(model: Path, settings: dict[str, Any], said: str) -> None:
@@ -194,7 +247,7 @@ def test_a_trial_has_its_own_process_and_is_kept(
     def never(_: Path) -> Any:
         raise AssertionError("it was tried before")
 
-    monkeypatch.setattr(model_check, "_tried", never)
+    monkeypatch.setattr(model_check, "tried", never)
     assert check_files(model) == first
     change(model, lambda tensors: tensors.pop(NORM))
     with pytest.raises(AssertionError, match="tried before"):
