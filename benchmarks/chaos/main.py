@@ -25,6 +25,12 @@ The learning rate is a tenth of the example's, so that the policies of two runs 
 for their lengths to be compared; verification still rejects tokens. Exit code 1 if a kill was not
 survived, a group was lost or trained on twice, or anything else that must hold does not.
 
+--stalls: nothing is killed. In one run with two ranks, two generators and the web page, and in
+one with environments, each kind of process is stopped (SIGSTOP, SIGCONT) and a random connection
+of each socket is held by a proxy, for 3, 8 and 15 s, ten times each (--quick: once), in a random
+order. Then two steps have to be finished, no process may have ended, and no group be lost, trained
+on twice or failed. `honest_killed`, `groups_lost`, `groups_twice` are the ratios.
+
 --quick: 20 kills of each type, about 20 minutes on two quiet cores. In full 60, and vLLM's engine
 core where vLLM is installed.
 """
@@ -46,6 +52,7 @@ from benchmarks.chaos.cluster_faults import FAULTS
 from benchmarks.chaos.findings import Findings
 from benchmarks.chaos.live_run import Setup, carry_out
 from benchmarks.chaos.on_cluster import measure_cluster
+from benchmarks.chaos.stalls import KINDS, LENGTHS, Stalled, measure_stalls
 from benchmarks.chaos.victims import (
     CONTROLLER,
     ENGINE_CORE,
@@ -114,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.cluster:
             for findings in measure_cluster(setup, options.types, options.kills, options.seed):
                 _write(options, findings, load)  # it takes long: what is known is kept
+        elif options.stalls:
+            return _stalls(options, setup, console, load)
         elif options.smoke:
             findings = measure(setup, SMOKE, len(SMOKE["each"]), options.seed, SMOKE_STEPS_ALONE)
         else:
@@ -124,7 +133,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if findings.failed else 0
 
 
-def _write(options: argparse.Namespace, findings: Findings, load: float) -> None:
+def _stalls(options: argparse.Namespace, setup: Setup, console: Console, load: float) -> int:
+    kinds, lengths, times = KINDS, LENGTHS, 1 if options.quick else 10
+    if options.smoke:
+        kinds, lengths, times = {"arithmetic": ("generator", "connection:control")}, (1.0,), 1
+    found = measure_stalls(setup, kinds, times, lengths, options.seed)
+    console.print(found.table(), *found.failures)
+    _write(options, found, load)
+    return 1 if found.failed else 0
+
+
+def _write(options: argparse.Namespace, findings: Findings | Stalled, load: float) -> None:
     if options.json:
         raw = {"load_before": load, "load_after": os.getloadavg()[0], **findings.raw()}
         write_json(options.json, "chaos", raw, findings.ratios(), smoke=options.smoke)
@@ -137,6 +156,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="20 kills of each type, no vLLM")
     parser.add_argument("--cluster", action="store_true", help="on a Ray cluster; needs root")
+    parser.add_argument(
+        "--stalls", action="store_true", help="stop processes and hold connections, kill nothing"
+    )
     parser.add_argument("--kills", type=int, help="of each type, instead of 20 or 60")
     parser.add_argument(
         "--types",

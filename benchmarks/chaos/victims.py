@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -110,10 +110,10 @@ def find(run: LiveRun, victim: Victim) -> ProcessIdentity | None:
     if victim.ends_the_run:
         return identity_of(run.controller)
     if victim is REWARD:
-        return _with_command(run.descendants(), b"asyncrl.rewards.worker")
+        return next(with_command(run.descendants(), b"asyncrl.rewards.worker"), None)
     if victim is ENGINE_CORE:  # it overwrites its environment, but is in its generator's session
         leaders = {record.process.pid for record in run.children()}
-        return _with_command(session_members(leaders), b"EngineCore")
+        return next(with_command(session_members(leaders), b"EngineCore"), None)
     alive = [
         record.process
         for record in run.children()
@@ -122,10 +122,9 @@ def find(run: LiveRun, victim: Victim) -> ProcessIdentity | None:
     return alive[-1] if alive else None
 
 
-def _with_command(processes: Iterable[ProcessIdentity], text: bytes) -> ProcessIdentity | None:
-    """The first of these whose command line, or the title it has given itself, has this text."""
+def with_command(processes: Iterable[ProcessIdentity], text: bytes) -> Iterator[ProcessIdentity]:
+    """Those whose command line, or the title that they have given themselves, has this text."""
     for process in processes:
         with contextlib.suppress(OSError):  # it has ended
             if text in Path(f"/proc/{process.pid}/cmdline").read_bytes():
-                return process
-    return None
+                yield process
