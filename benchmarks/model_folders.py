@@ -17,11 +17,11 @@ silent        harmful folders that were trained or evaluated, and harmless ones 
               another model
 unnamed       sentences that lack a word, or are more than one
 not_trained   harmless folders that were refused
-late          refused only after processes had been started, or after ten seconds of CPU time
+late          refused only after processes had been started, or after thirty seconds of CPU time
 
 Refusals are made in a fork of this process, whose libraries are imported; some, and all that
-train, have a process of their own. Exit code 1 unless all of these are 0. --quick gives four
-folders to processes of their own, two of which are trained.
+train, have a process of their own. Exit code 1 unless all of these are 0. With --quick only one
+folder has a process of its own: a harmless one, which is trained.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from benchmarks.run_command import run_command
 OWN = Path(__file__).parents[1] / "examples" / "your_own"
 SECONDS = 300.0
 """Longest wait for a command."""
-CPU_SECONDS = 10.0
+CPU_SECONDS = 30.0
 """Of a refusal."""
 ENTROPY = 0.02
 """Largest difference of two steps that trained one model: bfloat16 weights are rounded."""
@@ -61,8 +61,8 @@ MISMATCH = 0.01
 """Largest difference of engine and trainer, in nats; the embedded engine rounds alike."""
 SOUND = Damage("sound", lambda _: None, trains=True)
 SMOKE = ("no output head", "pointer of Git LFS", "zero heads")
-QUICK = ("no norm", "NaN", "consolidated beside", "layers too many")
-"""Those that have processes of their own with `--quick`."""
+QUICK = ("consolidated beside",)
+"""What is trained with `--quick`."""
 _WORDS = 900
 """Characters of a sentence, its paths included."""
 
@@ -301,9 +301,7 @@ def _table(verdicts: Sequence[Verdict], ratios: Mapping[str, float]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Damage, judge, print, write the file. Returns 1 if a folder was not dealt with rightly."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="four folders in processes of their own"
-    )
+    parser.add_argument("--quick", action="store_true", help="train one folder, refuse in forks")
     parser.add_argument("--only", metavar="NAME,NAME", help="only these damages")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     add_smoke(parser)

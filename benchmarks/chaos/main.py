@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _stalls(options: argparse.Namespace, setup: Setup, console: Console, load: float) -> int:
     kinds, lengths, times = KINDS, LENGTHS, 1 if options.quick else 10
     if options.smoke:
-        kinds, lengths, times = {"arithmetic": ("generator", "connection:control")}, (1.0,), 1
+        kinds, lengths, times = {"arithmetic": ("generator", "connection:data")}, (1.0,), 1
     found = measure_stalls(setup, kinds, times, lengths, options.seed)
     console.print(found.table(), *found.failures)
     _write(options, found, load)

@@ -44,7 +44,7 @@ RUNS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 KINDS: Mapping[str, Sequence[str]] = {
     "arithmetic": (
         *("generator", "trainer", "trainer-1", "reward", "web", "controller"),
-        *("connection:control", "connection:trainer", "connection:user"),
+        *("connection:control", "connection:data", "connection:user"),
     ),
     "environments": ("environment", "generator"),
 }
@@ -54,6 +54,8 @@ _COMMANDS = {
     "environment": b"asyncrl.environments.worker",
     "web": b"asyncrl.web.process",
 }
+_USER = "user"
+"""The socket of orders, to which nobody is connected for long."""
 _CHUNK = 1 << 16
 
 
@@ -67,6 +69,7 @@ class Proxy:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._held: set[tuple[str, int]] = set()
+        self._held_users = False
         self._changed = threading.Condition()
         self.connections: dict[str, list[int]] = {}
         """Numbers of the open connections, by the socket's name."""
@@ -80,8 +83,15 @@ class Proxy:
         self.let_go()
 
     def hold(self, name: str, moments: random.Random) -> None:
-        """Hold one of the connections of this socket. Raises ChaosError: there is none."""
+        """Hold one of the connections of this socket; all that come of that of users.
+
+        Raises:
+            ChaosError: there is none.
+        """
         with self._changed:
+            if name == _USER:
+                self._held_users = True
+                return
             numbers = self.connections.get(name)
             if not numbers:
                 raise ChaosError(f"no connection to the socket {name} passes the proxy")
@@ -91,12 +101,12 @@ class Proxy:
         """Hold none."""
         with self._changed:
             self._held.clear()
+            self._held_users = False
             self._changed.notify_all()
 
     def _watch(self) -> None:
         while not self._done.wait(0.002):
             for path in self._folder.glob("asyncrl-*/*"):
-                # A link of another name keeps the socket; the proxy's own is one file deeper.
                 if path.suffix == ".held" or path.with_suffix(".held").exists():
                     continue
                 with contextlib.suppress(OSError):
@@ -104,11 +114,12 @@ class Proxy:
                         self._stand_before(path)
 
     def _stand_before(self, path: Path) -> None:
-        behind = path.with_suffix(".held")
-        path.rename(behind)
+        behind, made = path.with_suffix(".held"), path.with_suffix(".new")
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(path))
+        listener.bind(str(made))
         listener.listen(256)
+        path.rename(behind)
+        made.rename(path)
         threading.Thread(
             target=self._accept, args=(listener, path.name, behind), daemon=True
         ).start()
@@ -131,13 +142,16 @@ class Proxy:
                     target=self._pass_on, args=(one, other, name, number), daemon=True
                 ).start()
 
+    def _is_held(self, name: str, number: int) -> bool:
+        return (name, number) in self._held or (name == _USER and self._held_users)
+
     def _pass_on(
         self, source: socket.socket, target: socket.socket, name: str, number: int
     ) -> None:
         with contextlib.suppress(OSError):
             while content := source.recv(_CHUNK):
                 with self._changed:
-                    self._changed.wait_for(lambda: (name, number) not in self._held)
+                    self._changed.wait_for(lambda: not self._is_held(name, number))
                 target.sendall(content)
         for one in (source, target):
             with contextlib.suppress(OSError):
@@ -295,11 +309,9 @@ def _stall(run: LiveRun, proxy: Proxy, kind: str, seconds: float, moments: rando
 
 
 def _hold_for(run: LiveRun, kind: str, seconds: float) -> None:
-    """Wait; a held user's connection needs one that is used."""
-    asking = None
+    """Wait; of users there is no connection unless one asks."""
     if kind == "connection:user":
-        asking = threading.Thread(target=_ask, args=(run,), daemon=True)
-        asking.start()
+        threading.Thread(target=_ask, args=(run,), daemon=True).start()
     time.sleep(seconds)
 
 

@@ -263,6 +263,7 @@ NOT_RUN: dict[str, str] = {
         python -m benchmarks.chaos
         python -m benchmarks.chaos --cluster
         python -m benchmarks.chaos --quick
+        python -m benchmarks.chaos --stalls
         python -m benchmarks.controller
         python -m benchmarks.controller --part samples
         python -m benchmarks.controller --part samples --quick
@@ -274,6 +275,7 @@ NOT_RUN: dict[str, str] = {
         python -m benchmarks.hostile --quick
         python -m benchmarks.judge_servers
         python -m benchmarks.live_audit --quick --json FILE
+        python -m benchmarks.model_folders
         python -m benchmarks.mutants
         python -m benchmarks.node_files
         python -m benchmarks.noise_floor --quick
@@ -293,6 +295,7 @@ NOT_RUN: dict[str, str] = {
         python -m benchmarks.scheduler
         python -m benchmarks.scheduler --quick
         python -m benchmarks.simulation --quick --json FILE
+        python -m benchmarks.soak --minutes 60
         python -m benchmarks.step_audit
         python -m benchmarks.step_audit --quick
         python -m benchmarks.torch_host --quick
