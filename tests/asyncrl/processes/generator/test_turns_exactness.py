@@ -272,8 +272,8 @@ def answering(environment: type[Tool]) -> type[Tool]:
 def view(
     policy: int, environment: type[Tool], part: Callable[[tuple[int, ...]], tuple[int, ...]]
 ) -> Probabilities:
-    """Of a part of each response."""
-    whole = wanted(policy, answering(environment))
+    """Of a part of each response. Takes what `wanted` takes."""
+    whole = wanted(policy, environment)
     return whole if part is tuple else summed(whole, part)
 
 
@@ -320,9 +320,8 @@ def is_seen(
     found: list[tuple[int, ...]], environment: type[Tool] = Recorded, policy: int = LAST
 ) -> bool:
     """As a difference from a policy, by one of two parts of responses."""
-    views = [
-        (list(map(part, found)), view(policy, environment, part)) for part in parts_of(environment)
-    ]
+    kind = answering(environment)
+    views = [(list(map(part, found)), view(policy, kind, part)) for part in parts_of(environment)]
     print(*(f"p = {p_value(*view):.3g}" for view in views))
     return any(is_detected(*view) for view in views)
 
@@ -335,7 +334,7 @@ def test_turns_through_the_generator_follow_the_last_policy(
     trajectories = generated(tiny_qwen3, environment, changing(), count=count, steps=25)
     found = texts(trajectories)
     for part in (*parts_of(environment), tuple):
-        p = p_value(list(map(part, found)), view(LAST, environment, part))
+        p = p_value(list(map(part, found)), view(LAST, answering(environment), part))
         print(f"p = {p:.3g}")
         assert CLAIMS.fit(p)
     assert is_seen(found, environment, FIRST)
@@ -355,7 +354,7 @@ def test_asking_again_whoever_has_not_answered_yet_is_detected(
     models = policies(0.5)
     found = generated(tiny_qwen3, Slow, [models[0], *models], count=SAMPLES, steps=6)
     answers = list(map(answer_and_chance, texts(found)))
-    assert is_detected(answers, view(LAST, Slow, answer_and_chance))
+    assert is_detected(answers, view(LAST, answering(Slow), answer_and_chance))
 
 
 def test_an_answer_that_is_kept_for_another_turn_is_detected(
