@@ -93,7 +93,10 @@ def test_socket_folders_of_killed_processes_are_removed(
     tmp_path = Path(tempfile.mkdtemp())  # pytest's own folders have paths too long for sockets
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     living = RuntimeDirectory()
-    program = "import os; from asyncrl import wire; print(wire.RuntimeDirectory().path, flush=True); os.kill(0, 9)"
+    program = (
+        "import os; from asyncrl.wire import RuntimeDirectory\n"
+        "print(RuntimeDirectory().path, flush=True); os.kill(0, 9)"
+    )
     made = subprocess.run(
         [sys.executable, "-c", program],
         start_new_session=True,
