@@ -15,9 +15,11 @@ from tiny_models import make_llama, make_qwen3, save
 
 pytest_plugins = ["suite_outcome", "bounded_tests"]
 
-hypothesis.settings.register_profile("no deadline", deadline=None)
-hypothesis.settings.load_profile("no deadline")
-"""How long an example takes says nothing on a machine that others use too."""
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("others", deadline=None)
+hypothesis.settings.load_profile("suite")
+"""How long an example takes says nothing on a machine that others use too. Every run of the suite
+tries the same examples; `--hypothesis-profile others` tries others."""
 
 _ENDS_THE_ENGINE = "test_remote_process_death"
 """The module that kills the engine of `served`."""

@@ -35,6 +35,9 @@ from asyncrl.engine.drafting.step_time_kernels import (
     seen_near,
 )
 
+_SHORTEST, _LONGEST = 1e-9, 1e6
+"""Seconds of a step, bounded so that sums of squares are numbers whatever a clock says."""
+
 
 class StepTimes:
     """The fitted cost of a step. Fed by `observe`, read by `curve`."""
@@ -63,6 +66,7 @@ class StepTimes:
         if not (tokens > 0 and 0.0 < seconds < math.inf):
             return
         kind = ASKED if asked else PLAIN
+        seconds = min(max(seconds, _SHORTEST), _LONGEST)
         if observe(self._cells, self._common, kind, tokens, rows, context, seconds):
             self._curves.clear()
 

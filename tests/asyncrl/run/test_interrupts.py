@@ -132,7 +132,7 @@ def test_ctrl_c_before_a_run_begins_ends_the_command_without_a_traceback() -> No
         # A shell starts background jobs with this signal ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def prepare(): os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
-        "cli.refuse_foreign_packages = prepare\n"
+        "cli.app = prepare\n"
         "cli.main()\n"
     )
     done = subprocess.run(

@@ -160,7 +160,7 @@ def test_the_environment_has_our_source_tree_and_the_number_of_threads(
         environment = environment_of(EngineConfig(threads=3), folder)
     finally:
         folder.remove()
-    here = str(Path(sys.modules["engine"].__file__ or "").parents[1])
+    here = str(Path(sys.modules["asyncrl"].__file__ or "").parents[1])
     assert environment["PYTHONPATH"] == os.pathsep.join([here, "/elsewhere"])
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["SGLANG_LOGGING_CONFIG_PATH"].startswith(str(folder.path))
