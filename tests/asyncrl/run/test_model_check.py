@@ -21,7 +21,7 @@ from asyncrl.run import model_check
 from asyncrl.run.loading_trial import load
 from asyncrl.run.memory import shape_of
 from asyncrl.run.model_check import check_files, check_vocabulary, unexpected_line
-from asyncrl.run.model_files import parameters, weight_files
+from asyncrl.run.model_files import only_what_counts, parameters, weight_files
 from asyncrl.tasks.model import builtin_tokenizer
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 
@@ -138,6 +138,20 @@ def test_other_copies_of_the_weights_do_not_count(model: Path, copies: list[str]
     (model / "model.safetensors").unlink()
     said = refused(model)
     assert "has neither model.safetensors nor model.safetensors.index.json" in said
+
+
+def test_engines_that_choose_files_themselves_see_one_copy(model: Path) -> None:
+    with only_what_counts(model) as seen:
+        assert seen == model
+    names = {one.name for one in model.iterdir()}
+    for other in ("consolidated.safetensors", "model.fp16.safetensors", "pytorch_model.bin"):
+        (model / other).write_bytes(b"")
+    for index in ("model.safetensors.index.json", "consolidated.safetensors.index.json"):
+        (model / index).write_text("{}")
+    with only_what_counts(model) as seen:
+        assert {one.name for one in seen.iterdir()} == names
+        assert load_file(seen / "model.safetensors").keys()
+    assert not seen.exists()
 
 
 def test_weights_in_other_formats_are_refused_with_what_to_do(model: Path) -> None:
