@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     raw: dict[str, Any] = {}
     ratios: dict[str, float] = {}
     if not args.no_runs:
-        steps = 5 if args.smoke else 20 if args.quick else 60
+        steps = 8 if args.smoke else 20 if args.quick else 60
         load = os.getloadavg()[0]
         with TemporaryDirectory(prefix="asyncrl-simulation-") as temporary:
             directory = args.runs or Path(temporary)

@@ -109,7 +109,7 @@ def _measure(
             periods.append(_period(run, controller, audience, count, seconds))
             if audience is not None:
                 audience.kill()
-                audience.wait()
+                audience.communicate()
             one = periods[-1]
             print(
                 f"{one.watchers:4} watchers: {one.steps} steps, {one.step_seconds:.4f} s each; "

@@ -148,7 +148,7 @@ class Audience:
     def leave(self) -> None:
         """Close all pages."""
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
 
 
 def watch(url: str, count: int) -> None:

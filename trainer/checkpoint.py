@@ -198,8 +198,9 @@ class Pending:
                     self._write_part(temporary)
             except CheckpointUnwritable as error:
                 said = msgspec.json.encode((error.cause, str(error)))
-                with contextlib.suppress(OSError):
-                    _failed_path(temporary, self._place.rank).write_bytes(said)
+                failed = _failed_path(temporary, self._place.rank)
+                with contextlib.suppress(OSError), replacing(failed) as file:
+                    file.write(said)
                 raise
             return
         with unwritable(directory, needed):

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +102,32 @@ def parameters(model: Path) -> int | None:
     except DAMAGED:
         return None
     return sum(sizes) if sizes else None
+
+
+@contextmanager
+def only_what_counts(model: Path) -> Iterator[Path]:
+    """The model directory without other copies of the weights; itself if it has none.
+
+    For engines that choose files themselves: vLLM takes `consolidated.safetensors` before
+    `model.safetensors`, SGLang everything that ends in .safetensors. The other directory has links.
+
+    Raises:
+        ValueError: the index is damaged.
+    """
+    counted = {file.name for file in weight_files(model)}
+    kept = [one for one in model.iterdir() if one.name in counted or not _holds_weights(one)]
+    if WHOLE in counted:
+        kept = [one for one in kept if one.name != INDEX]
+    if not counted or len(kept) == len(list(model.iterdir())):
+        yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as folder:
+        for one in kept:
+            Path(folder, one.name).symlink_to(one.resolve())
+        yield Path(folder)
+
+
+def _holds_weights(file: Path) -> bool:
+    return file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or (
+        file.name.startswith("consolidated") and file.suffix == ".json"
+    )

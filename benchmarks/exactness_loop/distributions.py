@@ -61,6 +61,7 @@ class ResponseDistributions:
         self.space = space
         self._next_token: dict[tuple[int, int], dict[Text, Doubles]] = {}
         self._on_old_kv: dict[tuple[int, int, int], dict[Text, Doubles]] = {}
+        self._responses: dict[tuple[int, int], dict[Text, float]] = {}
 
     def next_token(self, policy: int, prompt: int) -> dict[Text, Doubles]:
         """`[V]` distribution of the next token after each unfinished text."""
@@ -91,6 +92,12 @@ class ResponseDistributions:
 
     def responses(self, policy: int, prompt: int) -> dict[Text, float]:
         """Probability of every response."""
+        key = (policy, prompt)
+        if key not in self._responses:
+            self._responses[key] = self._enumerate(policy, prompt)
+        return self._responses[key]
+
+    def _enumerate(self, policy: int, prompt: int) -> dict[Text, float]:
         finished: dict[Text, float] = {}
         mass: dict[Text, float] = {(): 1.0}
         for text, row in self.next_token(policy, prompt).items():  # shorter texts come first

@@ -73,7 +73,7 @@ def _targets(findings: Findings) -> Table:
     ratios = findings.ratios()
     for workload in findings.workloads:
         name = f"peers_{workload.name}"
-        found, target = ratios.get(name), TARGETS[name]
+        found, target = ratios.get(name), TARGETS.get(name, 0.0)
         colour = "green" if found is not None and found >= target else "bold red"
         others = (ratios.get(f"{name}_steps"), ratios.get(f"{name}_median_step"))
         table.add_row(

@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-import runpy
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
-from asyncrl_runs import OWN, UNHURRIED
 
 from asyncrl.monitoring.group_account import account_of
 from asyncrl.wire.records import BatchMetrics, StalenessMetrics, StepGroups, StepMetrics
-from benchmarks.chaos.campaign import Kill, Outcome, kill_one_after_the_other
+from benchmarks.chaos.campaign import Kill, Outcome
 from benchmarks.chaos.findings import Findings, compare
 from benchmarks.chaos.lengths import p_value
-from benchmarks.chaos.live_run import Setup
-from benchmarks.chaos.main import SETTINGS
-from benchmarks.chaos.victims import CONTROLLER, GENERATOR, REWARD
-
-
-@pytest.mark.slow
-def test_a_run_survives_generator_reward_worker_and_controller(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    runpy.run_path(str(OWN / "make_model.py"))["make"](model)
-    own = (f"model.path={model}", "engine.slots=16", f"rewards.functions={UNHURRIED}")
-    setup = Setup(OWN / "run.yaml", tmp_path, (*SETTINGS, *own))
-    outcome = kill_one_after_the_other(setup, "run", [GENERATOR, REWARD, CONTROLLER], seed=1)
-    assert outcome.failure is None
-    assert [kill.victim for kill in outcome.kills] == ["generator", "reward", "controller"]
-    assert outcome.exit_code == 0
-    assert outcome.account.is_exact
-    assert not outcome.account.failed
-    assert outcome.account.trained == 4 * len(outcome.steps)
-    assert [step.step for step in outcome.steps] == list(range(len(outcome.steps)))
-    assert outcome.staleness_max == 0
-    assert outcome.leftovers == {"processes": 0, "sockets": 0, "shared_memory": 0}
-    assert outcome.kills[0].engine_start_seconds > 0
 
 
 def counted(lengths: np.ndarray) -> Counter[int]:

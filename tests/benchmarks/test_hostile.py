@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,7 +17,6 @@ from asyncrl.wire.messages import (
     to_trainer,
 )
 from benchmarks.hostile.frames import Frames
-from benchmarks.hostile.main import measure
 
 
 def test_frames_repeat_and_nonsense_is_no_message() -> None:
@@ -35,13 +33,3 @@ def test_frames_repeat_and_nonsense_is_no_message() -> None:
                 decoder.decode(frames.nonsense())
             found[refused.value.reason] += 1
     assert len(found) >= 4, found
-
-
-@pytest.mark.slow
-def test_a_run_under_attack_trains_on_the_same_bits(tmp_path: Path) -> None:
-    """The run that is left alone has one generator instead of two, so other batches."""
-    found = measure(2000, tmp_path, warm=5, alone=["launcher.generators=1"])
-    assert found.difference == ""
-    assert (found.processes_ended, found.status_failed) == (0, 0)
-    assert sum(found.sent.values()) == 2000
-    assert {"unauthenticated", "unknown_peer", "malformed", "cut_off"} <= found.refused.keys()

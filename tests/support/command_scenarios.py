@@ -45,12 +45,14 @@ RUN_BY: dict[str, str] = {
         asyncrl scale --generators N
         asyncrl drain arithmetic
     """,
-    f"{HERE}::test_an_example_trains": """
+    f"{HERE}::test_an_example_trains_in_its_own_processes": """
         asyncrl run examples/calculator.yaml
+        asyncrl samples calculator -n 1
+    """,
+    f"{HERE}::test_an_example_trains": """
         asyncrl run examples/guessing.yaml
         asyncrl run examples/code_repair.yaml
         asyncrl run examples/lora.yaml
-        asyncrl samples calculator -n 1
         asyncrl export lora
         asyncrl export lora --merge
     """,

@@ -30,19 +30,28 @@ LIGHT = (
     "exactness_loop",
     "model_folders",
     "node_files",
+    "noise_floor",
+    "ranks",
+    "routing",
     "scaling",
     "scheduler",
     "slow_environments",
+    "torch_host",
+    "trainer",
+    "turns",
     "warm_start",
+    "weights",
 )
 """Without a run."""
-NOT_YET = (
-    *("noise_floor", "ranks", "routing", "torch_host", "trainer", "turns", "weights"),
-    *("pipeline", "policies", "rewards_audit", "rollout", "simulation", "step_audit"),
-    *("vocabulary", "watchers", "web_watchers", "alerts", "chaos", "evaluation", "hostile"),
-    *("live_audit", "paced", "peers"),
+IN_THREADS = (
+    "pipeline",
+    "policies",
+    "rewards_audit",
+    "rollout",
+    "simulation",
+    "step_audit",
+    "vocabulary",
 )
-"""They have a smoke that has not passed on a quiet machine yet (branch smoke-runs)."""
 ELSEWHERE = {
     "mutants": "tests/benchmarks/test_mutants.py runs it on a tree of its own",
     "engines": "engine starts: tests/engine/remote runs both real engines",
@@ -52,6 +61,8 @@ ELSEWHERE = {
     "two_machines": "Ray on two machines of namespaces: tests/asyncrl/run/test_two_machines.py",
 }
 """Not run, with the reason; each has its `--smoke`."""
+WATCHERS = ("watchers", "web_watchers")
+PROCESSES = ("alerts", "chaos", "evaluation", "hostile", "live_audit", "paced", "peers")
 
 
 def benchmark_names() -> list[str]:

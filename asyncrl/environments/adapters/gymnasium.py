@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from asyncrl.environments.adapters.tool_turns import refuse_unknown
+from asyncrl.environments.adapters.tool_turns import passed_on, refuse_unknown
 from asyncrl.environments.protocol import Action, Replay, StepResult
 from asyncrl.errors import RewardError
 
@@ -185,7 +185,8 @@ def adapt(rest: str, args: dict[str, Any]) -> Callable[[], GymnasiumText]:
         raise RewardError(f"{name} needs Gymnasium: pip install gymnasium ({error})") from error
     for module in args.get("imports", ()):  # modules that register environments
         importlib.import_module(module)
-    make = partial(gymnasium.make, rest, **args.get("make", {}))
+    options = passed_on(args, "make", f"gymnasium:{rest}", "id")
+    make = partial(gymnasium.make, rest, **options)
     try:
         tried = make()
     except (gymnasium.error.Error, TypeError) as error:

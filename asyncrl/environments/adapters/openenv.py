@@ -34,6 +34,7 @@ from asyncrl import user_functions
 from asyncrl.environments.adapters.openenv_tools import OpenEnvTools
 from asyncrl.environments.adapters.tool_turns import (
     longest_result,
+    passed_on,
     refuse_unknown,
     replay_of,
     shortened,
@@ -131,7 +132,7 @@ def adapt(rest: str, args: dict[str, Any]) -> Callable[[], OpenEnvEnvironment | 
         ) from error
     own = {"generic": GenericEnvClient, "tools": MCPToolClient}
     client = own[rest] if rest in own else user_functions.load_object(_CLIENT, rest)
-    connect = partial(client, base_url=url, **args.get("client", {}))
+    connect = partial(client, base_url=url, **passed_on(args, "client", name, "base_url"))
     settings: dict[str, Any] = {
         "observation": args.get("observation"),
         "reset": dict(args.get("reset", {})),

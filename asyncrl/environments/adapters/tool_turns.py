@@ -138,6 +138,21 @@ def longest_result(args: dict[str, Any], name: str) -> int:
     return most
 
 
+def passed_on(args: dict[str, Any], key: str, name: str, given: str) -> dict[str, Any]:
+    """The arguments under `key`, which a library gets, without the one that is given elsewhere.
+
+    Raises:
+        RewardError: they are no mapping, or have `given`.
+    """
+    found = args.get(key, {})
+    if not isinstance(found, dict) or given in found:
+        raise RewardError(
+            f"environment {name}: `{key}` must be a mapping without {given!r}, which is given "
+            f"already, got {found!r:.200}"
+        )
+    return found
+
+
 def refuse_unknown(args: dict[str, Any], name: str, known: Sequence[str]) -> None:
     """Refuse arguments that an adapter does not take. Raises RewardError."""
     unknown = sorted(set(args) - set(known))

@@ -41,6 +41,7 @@ from asyncrl.processes.shared_memory import exchange_directory
 from asyncrl.processes.spec import ChildSpec, GeneratorKeys
 from asyncrl.rewards.addresses import with_servers
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.run.model_files import only_what_counts
 from asyncrl.tasks.token_bytes import stop_rule
 from asyncrl.wire import Line
 from asyncrl.wire.errors import WireError
@@ -63,11 +64,15 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
             def decode(tokens: list[int]) -> str:
                 return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
+            settings = _engine_config(config, spec.generator).started_within(
+                config.launcher.startup_seconds
+            )
+            model = spec.model_path
+            if settings.kind != "torch":  # which loads as transformers does
+                model = str(closing.enter_context(only_what_counts(Path(model))))
             engine = create_engine(
-                _engine_config(config, spec.generator)
-                .started_within(config.launcher.startup_seconds)
-                .model_copy(update={"threads": spec.threads}),
-                spec.model_path,
+                settings.model_copy(update={"threads": spec.threads}),
+                model,
                 cache_config=config.cache,
                 seed=config.run.seed,
                 place=_cache_place(spec, config, tokenizer),

@@ -128,7 +128,8 @@ class Mirror:
             os.close(file)
         self._notes.mkdir(mode=0o700, exist_ok=True)
         with (self._notes / f"{self._folder}.jsonl").open("ab") as notes:
-            notes.write(msgspec.json.encode(_Base(path, base)) + b"\n")
+            # A crash may have cut off the line before.
+            notes.write(b"\n" + msgspec.json.encode(_Base(path, base)) + b"\n")
             notes.flush()
             os.fsync(notes.fileno())
         self._bases = None

@@ -311,6 +311,17 @@ def test_copies_are_exact_however_often_they_are_interrupted(
     assert (root / path).read_bytes() == before + whole
 
 
+def test_a_note_that_a_crash_has_cut_off_costs_its_file_alone(tmp_path: Path) -> None:
+    write(tmp_path, "logs/g.log", b"")
+    Mirror(tmp_path, "f").add("logs/g.log", 0, b"one")
+    (notes,) = tmp_path.rglob("f.jsonl")
+    notes.write_bytes(notes.read_bytes()[:-5])
+    mirror = Mirror(tmp_path, "f")
+    assert mirror.held("logs/h.log") == 0
+    mirror.add("logs/h.log", 0, b"two")
+    assert Mirror(tmp_path, "f").held("logs/h.log") == 3
+
+
 CHILD = """
 import asyncio, sys
 from pathlib import Path

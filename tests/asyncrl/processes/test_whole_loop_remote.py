@@ -63,7 +63,10 @@ class Running:
                     kinds or [self.kind], remote, mode, settings, policies, self.path, outcome
                 )
             )
-        print(f"{outcome.verified} verified, {outcome.rejected} rejected, {outcome.cut} cut")
+        print(
+            f"part {part}: {outcome.verified} verified, {outcome.rejected} rejected, "
+            f"{outcome.accepted} drafted and accepted, {outcome.cut} cut"
+        )
         return outcome
 
 

@@ -26,7 +26,7 @@ from asyncrl.run.model_check import (
     check_vocabulary,
     unexpected_line,
 )
-from asyncrl.run.model_files import WHOLE, parameters, weight_files
+from asyncrl.run.model_files import WHOLE, only_what_counts, parameters, weight_files
 from asyncrl.tasks.model import builtin_tokenizer
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 
@@ -188,6 +188,20 @@ def test_an_evaluation_refuses_weights_that_are_not_finite(model: Path, value: f
     change(model, lambda tensors: tensors[NORM][3:4].fill_(value))
     with pytest.raises(ModelError, match=rf"{WHOLE} has weights .* \(NaN or infinity\): {NORM}"):
         check_numbers(model)
+
+
+def test_engines_that_choose_files_themselves_see_one_copy(model: Path) -> None:
+    with only_what_counts(model) as seen:
+        assert seen == model
+    names = {one.name for one in model.iterdir()}
+    for other in ("consolidated.safetensors", "model.fp16.safetensors", "pytorch_model.bin"):
+        (model / other).write_bytes(b"")
+    for index in ("model.safetensors.index.json", "consolidated.safetensors.index.json"):
+        (model / index).write_text("{}")
+    with only_what_counts(model) as seen:
+        assert {one.name for one in seen.iterdir()} == names
+        assert load_file(seen / "model.safetensors").keys()
+    assert not seen.exists()
 
 
 def test_weights_in_other_formats_are_refused_with_what_to_do(model: Path) -> None:

@@ -169,28 +169,35 @@ def _begin(command: str, *settings: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["calculator", "guessing", "code_repair", "lora"])
-def test_an_example_trains(name: str, elsewhere: CommandLine) -> None:
-    """Two steps, in processes as a user starts them. The first one is started in the checkout."""
+def test_an_example_trains_in_its_own_processes(elsewhere: CommandLine) -> None:
+    """Two steps, started in the checkout as a user does. The examples below are in threads."""
+    run, samples = commands_of("test_an_example_trains_in_its_own_processes")
+    settings = ["run.steps=2", f"run.directory={elsewhere.runs}", *FEW, *ALL_GROUPS]
+    done = subprocess.run(
+        of_shell(run, *settings), cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    elsewhere.name = "calculator"
+    trained_two_steps(elsewhere.folder)
+    assert typed(samples).strip()
+
+
+@pytest.mark.parametrize("name", ["guessing", "code_repair", "lora"])
+def test_an_example_trains(name: str, in_threads: CommandLine) -> None:
+    """Two steps, started in another folder; environments have their processes."""
     listed = commands_of("test_an_example_trains")
     command = f"asyncrl run examples/{name}.yaml"
     assert command in listed
-    settings = ["run.steps=2", f"run.directory={elsewhere.runs}", *FEW, *ALL_GROUPS]
-    in_checkout = name == "calculator"
-    words = of_shell(command if in_checkout else command.replace("examples", f"{ROOT}/examples"))
-    pairs = [f"--set={one}" for one in settings]
-    done = subprocess.run(
-        [*words, *pairs], cwd=ROOT if in_checkout else None, capture_output=True, text=True,
-        timeout=900, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    elsewhere.name = name.replace("_", "-")
-    trained_two_steps(elsewhere.folder)
+    settings = ("run.steps=2", *FEW, *ALL_GROUPS)
+    said = typed(command.replace("examples", f"{ROOT}/examples"), *settings)
+    assert "Traceback" not in said
+    in_threads.name = name.replace("_", "-")
+    trained_two_steps(in_threads.folder)
     for more in listed:
         if f" {name}" in more and more != command:
             assert typed(more).strip()
-    exports = sorted(path.name for path in (elsewhere.folder / "exports").glob("*"))
+    exports = sorted(path.name for path in (in_threads.folder / "exports").glob("*"))
     assert len(exports) == (2 if name == "lora" else 0), exports
 
 

@@ -15,6 +15,7 @@ from false_alarms import Claims, is_caught
 from new_weights import give_weights
 from served_engine import (
     PROMPT,
+    SAMPLES,
     SLOTS,
     TOP_K,
     WAYS,
@@ -30,6 +31,7 @@ from served_engine import (
     logprobs_of,
     provenance_of,
     tokens_of,
+    verified,
 )
 
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk
@@ -41,16 +43,15 @@ CLAIMS = Claims(__file__)
 @pytest.mark.parametrize("how", WAYS)
 def test_verified_responses_follow_the_new_policy(served: Served, how: dict[str, float]) -> None:
     """Lists of 2 of a vocabulary of 8: 30% of what is drawn lies outside; drafts are on."""
-    n = 1200
-    responses = served.call(collect_all(served.engine, drift(served, n, **how)))
+    _, responses = verified(served, **how)
     p = chi_square(
         np.array([tokens_of(chunks) for chunks in responses]), enumerated(served.new, 4, **how)
     )
     provenance = np.stack([provenance_of(chunks) for chunks in responses])
-    verified = (provenance == Provenance.VERIFIED).sum()
-    print(f"{how}: p = {p:.3g}, verified {verified} of {2.5 * n:.0f}")
+    stay, kept = (provenance == Provenance.VERIFIED).sum(), 2.5 * SAMPLES
+    print(f"{how}: p = {p:.3g}, verified {stay} of {kept:.0f}")
     assert CLAIMS.fit(p)
-    assert 0.1 * 2.5 * n < verified < 0.9 * 2.5 * n
+    assert 0.1 * kept < stay < 0.9 * kept
     # Verified tokens lead; their log-probabilities are the new policy's.
     assert (np.diff((provenance == Provenance.VERIFIED).astype(int), axis=1) <= 0).all()
     for chunks in responses[:100]:
@@ -63,12 +64,15 @@ def test_the_statistic_sees_the_published_lenient_rule(served: Served) -> None:
     """At lenience 1 nothing but the residual is missing; that is far outside of what passes."""
     requests = [
         replace(request, kept=replace(request.kept, lenience=1.0))
-        for request in drift(served, 1000, **WAYS[0])
+        for request in verified(served, **WAYS[0])[0]
         if request.kept is not None
     ]
+    served.install(served.new)
     responses = served.call(collect_all(served.engine, requests))
     got = np.array([tokens_of(chunks) for chunks in responses])
-    assert is_caught(chi_square(got, enumerated(served.new, 4, **WAYS[0])))
+    p = chi_square(got, enumerated(served.new, 4, **WAYS[0]))
+    print(f"p = {p:.3g}")
+    assert is_caught(p)
 
 
 def test_what_the_same_policy_drew_is_accepted_to_its_end(served: Served) -> None:

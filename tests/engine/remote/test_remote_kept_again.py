@@ -34,6 +34,7 @@ from served_engine import (
     noise_seeds_of,
     provenance_of,
     tokens_of,
+    verified,
 )
 from torch_cores import core_of, load, run
 
@@ -41,6 +42,7 @@ from asyncrl.engine.protocol import GenerateRequest, SamplingParams, ScoreReques
 from asyncrl.rollout.trajectory import KeptTokens, Provenance
 
 CLAIMS = Claims(__file__)
+AGAIN = {"temperature": 1.3, "top_p": 0.9}
 TORCH_TOO = {"temperature": 1.2, "top_p": 0.95}
 
 
@@ -96,21 +98,21 @@ def with_old_noise(
     return out
 
 
-@pytest.mark.parametrize("how", [WAYS[0], {"temperature": 1.3, "top_p": 0.9}])
+@pytest.mark.parametrize("how", [WAYS[0], AGAIN])
 def test_what_was_verified_follows_the_next_policy_too(
     served: Served, how: dict[str, float]
 ) -> None:
     """Three policies in a row."""
-    responses = served.call(collect_all(served.engine, drift(served, 1200, **how)))
+    _, responses = verified(served, **how)
     kept = [kept_of(chunks, slice(4 - i // 4 % 2)) for i, chunks in enumerate(responses)]
     third = near(served.new, 0.3)
     served.install(third)
     done = served.call(collect_all(served.engine, again(kept, 1, **how)))
     p = chi_square(np.array([tokens_of(chunks) for chunks in done]), enumerated(third, 4, **how))
-    verified = sum(int((provenance_of(c) == Provenance.VERIFIED).sum()) for c in done)
-    print(f"{how}: p = {p:.3g}, verified {verified} of {sum(map(len, kept))}")
+    stay = sum(int((provenance_of(c) == Provenance.VERIFIED).sum()) for c in done)
+    print(f"{how}: p = {p:.3g}, verified {stay} of {sum(map(len, kept))}")
     assert CLAIMS.fit(p)
-    assert verified > 0.2 * sum(map(len, kept))
+    assert stay > 0.2 * sum(map(len, kept))
 
 
 def test_what_was_verified_is_accepted_by_the_same_weights(served: Served) -> None:
@@ -118,16 +120,14 @@ def test_what_was_verified_is_accepted_by_the_same_weights(served: Served) -> No
 
     Rounding rejects one token in a million.
     """
-    how = {"temperature": 1.3, "top_p": 0.9}
-    before = drift(served, 600, **how)
-    responses = served.call(collect_all(served.engine, before))
-    kept = [kept_of(chunks) for chunks in responses]
-    lists = with_current_lists(served, kept, **how)
-    noise = with_old_noise(kept, before, responses)
+    before, responses = verified(served, **AGAIN)
     served.install(served.new)
+    kept = [kept_of(chunks) for chunks in responses]
+    lists = with_current_lists(served, kept, **AGAIN)
+    noise = with_old_noise(kept, before, responses)
     for chunks in responses:
         assert chunks[0].policy_version < served.engine.stats().policy_version
-    lost = [rejected(served, again(one, i, **how)) for i, one in enumerate((kept, lists, noise))]
+    lost = [rejected(served, again(one, i, **AGAIN)) for i, one in enumerate((kept, lists, noise))]
     print(f"rejected of {4 * len(kept)}: {lost}")
     assert lost[0] == 0
     assert min(lost[1:]) > 20

@@ -22,7 +22,7 @@ from asyncrl.engine.protocol import TokenChunk
 
 
 def test_a_response_is_the_same_however_it_is_served(served: Served) -> None:
-    """Alone and without drafts, or drafted, preempted for want of KV, and out of its turn.
+    """Alone or with a few, without drafts; or drafted, preempted for want of KV, out of its turn.
 
     A draw is a function of seed and place. Logits differ in their last bits with the batch, which
     moves a draw about once in 10^6: one response may differ.
@@ -30,7 +30,9 @@ def test_a_response_is_the_same_however_it_is_served(served: Served) -> None:
     served.install(served.old)
     how = {"max_tokens": 390, "temperature": 0.7}
     alone = [ask(f"a{i}", seed=100 + i % 4, **how) for i in range(4)]
-    want = [tokens_of(served.call(collect(served.engine, request))) for request in alone]
+    responses = [served.call(collect(served.engine, alone[0]))]
+    responses += served.call(collect_all(served.engine, alone[1:]))
+    want = [tokens_of(chunks) for chunks in responses]
     before = served.engine.stats()
     crowd = [
         ask(f"c{i}", seed=100 + i % 4, cache_key="crowd", priority=i % 2, **how)
@@ -49,7 +51,7 @@ def test_weights_change_under_preempted_and_drafted_responses(served: Served) ->
     version = engine.stats().policy_version
     requests = [
         ask(f"p{i}", cache_key=f"swap{i % 3}", max_tokens=390, priority=i % 3)
-        for i in range(2 * SLOTS)
+        for i in range(SLOTS + 8)
     ]
 
     async def swaps() -> list[list[TokenChunk]]:

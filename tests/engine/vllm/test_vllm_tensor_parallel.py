@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 from served_engine import (
+    WAYS,
     Served,
     ask,
     chi_square,
     collect_all,
     drawn,
-    drift,
     enumerated,
     logprobs_of,
     tokens_of,
+    verified,
 )
 from served_vllm import REAL_VLLM, serving
 
@@ -80,7 +81,8 @@ def test_two_ranks_sample_and_draft_exactly(two_ranks: Served) -> None:
 
 def test_two_ranks_verify_exactly(two_ranks: Served) -> None:
     """Kept tokens of the old policy, judged and continued: the new policy's distribution."""
-    responses = responses_of(two_ranks, drift(two_ranks, RESPONSES))
-    p = chi_square(responses, enumerated(two_ranks.new, responses.shape[1]))
+    _, done = verified(two_ranks, **WAYS[0])
+    responses = np.array([tokens_of(chunks) for chunks in done])
+    p = chi_square(responses, enumerated(two_ranks.new, responses.shape[1], **WAYS[0]))
     print(f"verified: p = {p:.3g}")
     assert p > ALPHA

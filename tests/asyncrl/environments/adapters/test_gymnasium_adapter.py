@@ -131,6 +131,7 @@ def test_how_it_goes_back_is_found_by_trying(
         ("Pendulum-v1", {}, "actions of Box"),
         ("FrozenLake-v1", {"actions": ["left"]}, "names 1 actions"),
         ("FrozenLake-v1", {"action": "text"}, "takes no action"),
+        ("FrozenLake-v1", {"make": {"id": "Taxi-v4"}}, "`make` must be a mapping without 'id'"),
     ],
 )
 def test_what_cannot_be_played_in_text_is_refused(

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 SAMPLES = 1000
 """Of a kind of environment there are as many as its mutants need."""
 CLAIMS = Claims(__file__)
+FIRST, LAST = 0, -1
+"""Policies of `changing()`."""
 KEPT = ("tokens", "logprobs", "topk_ids", "topk_logprobs", "noise_seeds")
 SAMPLING = SamplingParams(LENGTH, top_k_logprobs=3, stop_tokens=STOPS)
 
@@ -192,6 +195,14 @@ async def whole_loop(
     return [task.result().trajectory for task in tasks.values()]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tables() -> Iterator[None]:
+    """Responses are enumerated once for all tests, and are not kept for those of other files."""
+    yield
+    wanted.cache_clear()
+    view.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions call environments at once, so that a run is the same every time."""
@@ -219,17 +230,21 @@ def changing() -> list[torch.nn.Module]:
     return [first, policies(0.3)[1], last]
 
 
-def wrong(
-    path: str, environment: type[Tool], count: int
-) -> tuple[list[tuple[int, ...]], torch.nn.Module]:
-    """Finished samples of one policy that another one has verified, and that one."""
+def wrong(path: str, environment: type[Tool], count: int) -> list[tuple[int, ...]]:
+    """Finished samples of the first policy that the last one has verified."""
     models = policies(0.5)
-    found = generated(path, environment, list(models), count=count, steps=250)
-    return texts(found), models[-1]
+    return texts(generated(path, environment, list(models), count=count, steps=250))
 
 
-def wanted(model: torch.nn.Module, environment: type[Tool] = Recorded) -> Probabilities:
-    """Of whole responses."""
+@cache
+def wanted(policy: int, environment: type[Tool] = Recorded) -> Probabilities:
+    """Of whole responses of the first policy or of the last one.
+
+    Args:
+        policy: its place in `changing()`.
+        environment: environments that answer alike share a table (`answering`).
+    """
+    model = changing()[policy]
 
     def chances(contexts: np.ndarray) -> np.ndarray:
         with torch.no_grad():
@@ -246,6 +261,20 @@ def wanted(model: torch.nn.Module, environment: type[Tool] = Recorded) -> Probab
     if environment is Failing:
         return enumerate_responses(after_the_prompt, answered_at, fails)
     return enumerate_responses(after_the_prompt, answered_at)
+
+
+def answering(environment: type[Tool]) -> type[Tool]:
+    """An environment whose answers have the same chances."""
+    return environment if environment in (Rewriting, Failing) else Recorded
+
+
+@cache
+def view(
+    policy: int, environment: type[Tool], part: Callable[[tuple[int, ...]], tuple[int, ...]]
+) -> Probabilities:
+    """Of a part of each response. Takes what `wanted` takes."""
+    whole = wanted(policy, environment)
+    return whole if part is tuple else summed(whole, part)
 
 
 def answered_at(length: int) -> bool:
@@ -288,11 +317,11 @@ def parts_of(environment: type[Tool]) -> list[Callable[[tuple[int, ...]], tuple[
 
 
 def is_seen(
-    found: list[tuple[int, ...]], model: torch.nn.Module, environment: type[Tool] = Recorded
+    found: list[tuple[int, ...]], environment: type[Tool] = Recorded, policy: int = LAST
 ) -> bool:
     """As a difference from a policy, by one of two parts of responses."""
-    whole = wanted(model, environment)
-    views = [(list(map(part, found)), summed(whole, part)) for part in parts_of(environment)]
+    kind = answering(environment)
+    views = [(list(map(part, found)), view(policy, kind, part)) for part in parts_of(environment)]
     print(*(f"p = {p_value(*view):.3g}" for view in views))
     return any(is_detected(*view) for view in views)
 
@@ -302,16 +331,13 @@ def test_turns_through_the_generator_follow_the_last_policy(
     tiny_qwen3: str, environment: type[Tool]
 ) -> None:
     count = 2 * SAMPLES if environment is Failing else SAMPLES
-    trajectories, last = (
-        generated(tiny_qwen3, environment, changing(), count=count, steps=25),
-        wanted(changing()[-1], environment),
-    )
+    trajectories = generated(tiny_qwen3, environment, changing(), count=count, steps=25)
     found = texts(trajectories)
     for part in (*parts_of(environment), tuple):
-        p = p_value(list(map(part, found)), summed(last, part))
+        p = p_value(list(map(part, found)), view(LAST, answering(environment), part))
         print(f"p = {p:.3g}")
         assert CLAIMS.fit(p)
-    assert is_seen(found, changing()[0], environment)
+    assert is_seen(found, environment, FIRST)
     # Otherwise the assertions above show little.
     provenance = np.concatenate([one.provenance for one in trajectories])
     assert ((provenance == Provenance.VERIFIED).sum() > count / 3) == (environment is not Tool)
@@ -328,7 +354,7 @@ def test_asking_again_whoever_has_not_answered_yet_is_detected(
     models = policies(0.5)
     found = generated(tiny_qwen3, Slow, [models[0], *models], count=SAMPLES, steps=6)
     answers = list(map(answer_and_chance, texts(found)))
-    assert is_detected(answers, summed(wanted(models[-1]), answer_and_chance))
+    assert is_detected(answers, view(LAST, answering(Slow), answer_and_chance))
 
 
 def test_an_answer_that_is_kept_for_another_turn_is_detected(
@@ -342,7 +368,7 @@ def test_an_answer_that_is_kept_for_another_turn_is_detected(
         return keep_answered(self, actions)
 
     monkeypatch.setattr(Episode, "keep_answered", forgetful)
-    assert is_seen(*wrong(tiny_qwen3, Recorded, count=2 * SAMPLES))
+    assert is_seen(wrong(tiny_qwen3, Recorded, count=2 * SAMPLES))
 
 
 def test_starting_over_only_after_a_rejection_is_detected(
@@ -352,14 +378,14 @@ def test_starting_over_only_after_a_rejection_is_detected(
         raise StartOver
 
     monkeypatch.setattr(Episodes, "_go_back", starts_over)
-    assert is_seen(*wrong(tiny_qwen3, Restoring, count=4 * SAMPLES))
+    assert is_seen(wrong(tiny_qwen3, Restoring, count=4 * SAMPLES))
 
 
 def test_starting_over_where_a_failed_tool_must_go_back_is_detected(
     tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Session, "_continues", lambda *_: False)
-    assert is_seen(*wrong(tiny_qwen3, Failing, count=2 * SAMPLES), Failing)
+    assert is_seen(wrong(tiny_qwen3, Failing, count=2 * SAMPLES), Failing)
 
 
 def test_a_second_context_that_is_not_verified_is_detected(
@@ -379,4 +405,4 @@ def test_a_second_context_that_is_not_verified_is_detected(
         return False
 
     monkeypatch.setattr(Verification, "begin_next", trusting)
-    assert is_seen(*wrong(tiny_qwen3, Rewriting, count=SAMPLES), Rewriting)
+    assert is_seen(wrong(tiny_qwen3, Rewriting, count=SAMPLES), Rewriting)

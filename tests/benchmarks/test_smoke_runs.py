@@ -1,0 +1,117 @@
+"""Benchmarks that make real runs go their whole way.
+
+What only waits for a run's end gets one in threads of this process, which spares three imports of
+torch; what watches, kills or attacks processes gets real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from needed_programs import needs, path_of
+from run_in_threads import ThreadLauncher, as_command
+from smokes import IN_THREADS, ROOT, WATCHERS, smoke
+
+from benchmarks import watched_run, watchers, web_watchers
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def _runs_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of `run_command` that are waited for are carried out in this process."""
+    run = subprocess.run
+
+    def carry_out(command: Sequence[str], **options: Any) -> Any:
+        if list(command[1:4]) == ["-m", "asyncrl", "run"]:
+            return as_command(command)
+        return run(command, **options)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("asyncrl.run.launching.LocalLauncher", ThreadLauncher)
+    monkeypatch.setattr(subprocess, "run", carry_out)
+
+
+@pytest.mark.usefixtures("_runs_in_threads")
+@pytest.mark.parametrize("name", IN_THREADS)
+def test_with_runs_in_threads(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert smoke(name, tmp_path / "out.json", capsys)["ratios"]
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[tuple[Path, int]]:
+    """A run that trains on, for both benchmarks of watchers."""
+    with watched_run.watched_run(2) as run:
+        yield run
+
+
+@pytest.mark.parametrize("name", WATCHERS)
+def test_watchers_of_one_run(
+    name: str,
+    watched: tuple[Path, int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (watchers, web_watchers):
+        monkeypatch.setattr(module, "watched_run", lambda *_: contextlib.nullcontext(watched))
+    written = smoke(name, tmp_path / "out.json", capsys)
+    assert {period["watchers"] for period in written["raw"]["periods"]} == {0, 2}
+    assert all(period["steps"] >= 2 for period in written["raw"]["periods"])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("alerts", marks=needs("prometheus")), "evaluation", "live_audit", "peers"]
+)
+def test_with_runs_in_processes(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "alerts":
+        assert path_of("prometheus")
+    written = smoke(name, tmp_path / "out.json", capsys)
+    # A smoke installs no TRL, which the peers are compared with.
+    assert written["raw"]["runs"] if name == "peers" else written["ratios"]
+
+
+def test_a_paced_run_trains_on_nothing_stale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = smoke("paced", tmp_path / "out.json", capsys)
+    (run,) = written["raw"]["runs"]
+    assert run["numbers"]["staleness_max"] == 0
+    assert run["numbers"]["generator_busy"].keys() >= {"step", "install"}
+
+
+def test_a_run_survives_generator_reward_worker_and_controller(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No group is lost or trained on twice, nothing is stale, nothing is left."""
+    written = smoke("chaos", tmp_path / "out.json", capsys)
+    (run,) = written["raw"]["by_type"].values()
+    assert [kill["victim"] for kill in run["kills"]] == ["generator", "reward", "controller"]
+    assert run["kills"][0]["engine_start_seconds"] > 0
+    assert (run["failure"], run["exit_code"]) == (None, 0)
+    assert (run["groups_lost"], run["groups_twice"], run["groups_failed"]) == (0, 0, 0)
+    assert run["groups_trained"] == 4 * run["steps"]
+    assert run["steps_in_order"]
+    assert run["staleness_max"] == 0
+    assert run["leftovers"] == {"processes": 0, "sockets": 0, "shared_memory": 0}
+    assert run["same_groups"]
+
+
+def test_a_run_under_attack_trains_on_the_same_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run that is left alone has one generator instead of two, so other batches."""
+    found = smoke("hostile", tmp_path / "out.json", capsys)["raw"]
+    assert found["difference"] == ""
+    assert (found["processes_ended"], found["status_failed"]) == (0, 0)
+    assert sum(found["sent"].values()) == 2000
+    assert {"unauthenticated", "unknown_peer", "malformed", "cut_off"} <= found["refused"].keys()
