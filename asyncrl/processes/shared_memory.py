@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from asyncrl.errors import UserError
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 
-_KINDS = r"(?:(?:trainer|relay-\d+)(?:\.\d+)?-weights-\d+|exchange)"
+_LOOKED_AT_SECONDS = 2.0
+
+_KINDS = r"(?:(?:trainer|relay-\d+)(?:\.\d+)?-weights-\d+|exchange|owner)"
 
 
 def local_run_id(run_name: str, parent: int) -> str:
@@ -43,15 +50,83 @@ def exchange_directory(run_id: str, folder: Path) -> Path:
     return folder / f"asyncrl-{run_id}-exchange"
 
 
+@contextmanager
+def owned(run_id: str) -> Iterator[None]:
+    """Say that a run's files in memory have an owner: this process, until it ends.
+
+    Containers may share memory and not see each other's processes, so a process id does not say
+    it. Where no file can be written nothing is said.
+
+    Raises:
+        UserError: a process of another container owns files of the same names.
+    """
+    path = SHARED_MEMORY / f"asyncrl-{run_id}-owner"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        if not _locked(descriptor):
+            raise UserError(
+                f"another run has the files {SHARED_MEMORY}/asyncrl-{run_id}-*: two containers "
+                "share this memory. Give another run.name"
+            )
+        try:
+            yield
+        finally:
+            _remove(path)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether the lock is this process's now. One that looks for stale files has it for moments."""
+    until = time.monotonic() + _LOOKED_AT_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
+        except OSError:
+            return True  # a file system without locks
+        else:
+            return True
+
+
 def remove_stale_files() -> None:
     """Remove shared files of runs that this process started or whose process no longer exists."""
     for path in SHARED_MEMORY.glob("asyncrl-*"):
-        match = re.fullmatch(rf"asyncrl-.+-(\d+)-{_KINDS}", path.name)
-        if match is None:
+        match = re.fullmatch(rf"asyncrl-(.+-(\d+))-{_KINDS}", path.name)
+        if match is None or path.name.endswith("-owner"):
             continue
-        owner = int(match[1])
-        if owner == os.getpid() or not Path(f"/proc/{owner}").exists():
+        owner = int(match[2])
+        if owner == os.getpid() or not (Path(f"/proc/{owner}").exists() or _is_owned(match[1])):
             _remove(path)
+    for path in SHARED_MEMORY.glob("asyncrl-*-owner"):
+        if not _is_owned(path.name.removeprefix("asyncrl-").removesuffix("-owner")):
+            _remove(path)
+
+
+def _is_owned(run_id: str) -> bool:
+    """Whether a process that may be in another container holds the lock of a run's files."""
+    try:
+        descriptor = os.open(SHARED_MEMORY / f"asyncrl-{run_id}-owner", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # another user's
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def remove_files_of(run_name: str, parent: int) -> None:

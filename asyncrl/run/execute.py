@@ -34,7 +34,7 @@ from asyncrl.monitoring.live import LiveView
 from asyncrl.monitoring.metrics import ControllerMetrics, new_registry
 from asyncrl.monitoring.metrics_log import MetricsLog, read_metrics
 from asyncrl.monitoring.report.write import write_report
-from asyncrl.processes.shared_memory import local_run_id, remove_stale_files
+from asyncrl.processes.shared_memory import local_run_id, owned, remove_stale_files
 from asyncrl.processes.spec import ChildSpec, is_relay
 from asyncrl.rewards.server.keeping import open_reward_servers
 from asyncrl.run.control import control_key_file, serve_control, user_hub
@@ -207,6 +207,7 @@ async def _run(
             runtime = RuntimeDirectory()
         except AddressTooLong as error:
             raise UserError(str(error)) from error
+        closing.enter_context(owned(local_run_id(config.run.name, os.getpid())))
         closing.callback(_clean_up, runtime, targets)
         records = ProcessRecords(directory.path)
         directory.write_state()  # it is starting
