@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +45,17 @@ def test_with_runs_in_threads(
     assert smoke(name, tmp_path / "out.json", capsys)["ratios"]
 
 
-@pytest.fixture(scope="module")
-def watched() -> Iterator[tuple[Path, int]]:
-    """A run that trains on, for both benchmarks of watchers."""
-    with watched_run.watched_run(2) as run:
-        yield run
-
-
-@pytest.mark.parametrize("name", WATCHERS)
 def test_watchers_of_one_run(
-    name: str,
-    watched: tuple[Path, int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (watchers, web_watchers):
-        monkeypatch.setattr(module, "watched_run", lambda *_: contextlib.nullcontext(watched))
-    written = smoke(name, tmp_path / "out.json", capsys)
-    assert {period["watchers"] for period in written["raw"]["periods"]} == {0, 2}
-    assert all(period["steps"] >= 2 for period in written["raw"]["periods"])
+    """Both benchmarks of watchers watch a run that trains on until they are done."""
+    with watched_run.watched_run(2) as run:
+        for module in (watchers, web_watchers):
+            monkeypatch.setattr(module, "watched_run", lambda *_: contextlib.nullcontext(run))
+        for name in WATCHERS:
+            written = smoke(name, tmp_path / f"{name}.json", capsys)
+            assert {period["watchers"] for period in written["raw"]["periods"]} == {0, 2}
+            assert all(period["steps"] >= 2 for period in written["raw"]["periods"])
 
 
 @pytest.mark.parametrize(
