@@ -37,6 +37,8 @@ SECONDS = 30.0
 @pytest.fixture(autouse=True)
 def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "MODULE", "fake_sglang")
+    # The engine of a session that this worker may have puts `forked_sglang` there.
+    monkeypatch.setattr(process, "subprocess", subprocess)
     paths = [str(Path(fake_sglang.__file__).parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
