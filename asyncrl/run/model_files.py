@@ -115,10 +115,13 @@ def only_what_counts(model: Path) -> Iterator[Path]:
         ValueError: the index is damaged.
     """
     counted = {file.name for file in weight_files(model)}
+    if not counted:  # an id of the hub, or what engines refuse themselves
+        yield model
+        return
     kept = [one for one in model.iterdir() if one.name in counted or not _holds_weights(one)]
     if WHOLE in counted:
         kept = [one for one in kept if one.name != INDEX]
-    if not counted or len(kept) == len(list(model.iterdir())):
+    if len(kept) == len(list(model.iterdir())):
         yield model
         return
     with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as folder:

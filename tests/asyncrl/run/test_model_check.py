@@ -193,6 +193,8 @@ def test_an_evaluation_refuses_weights_that_are_not_finite(model: Path, value: f
 def test_engines_that_choose_files_themselves_see_one_copy(model: Path) -> None:
     with only_what_counts(model) as seen:
         assert seen == model
+    with only_what_counts(Path("some-org/some-model")) as seen:
+        assert seen == Path("some-org/some-model")
     names = {one.name for one in model.iterdir()}
     for other in ("consolidated.safetensors", "model.fp16.safetensors", "pytorch_model.bin"):
         (model / other).write_bytes(b"")
