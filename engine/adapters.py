@@ -20,6 +20,7 @@ from torch import Tensor
 from asyncrl.wire.errors import WeightsReadError
 from asyncrl.wire.weights.adapter import merge, pairs_of
 from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.pretrained import load_causal_lm
 from asyncrl.wire.weights.reader import WeightBuffer
 
 Base = Callable[[Collection[str]], Mapping[str, Tensor]]
@@ -33,12 +34,8 @@ def weights_of_model(model_path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     Raises:
         WeightsReadError: transformers cannot load it.
     """
-    from transformers import AutoModelForCausalLM
-
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=dtype, trust_remote_code=False
-        )
+        model = load_causal_lm(model_path, dtype)
     except (OSError, ValueError, KeyError) as error:
         raise WeightsReadError(f"the model {model_path}: {error}") from error
     found: dict[str, Tensor] = {}

@@ -14,6 +14,7 @@ from asyncrl.engine.errors import EngineStartError, WeightsError, WeightsSuperse
 from asyncrl.wire import errors as wire
 from asyncrl.wire.weights.adapter import adapter_mistakes
 from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.pretrained import causal_lm_without_weights
 from asyncrl.wire.weights.reader import WeightBuffer
 
 NamedTensors = list[tuple[str, torch.Tensor]]
@@ -53,12 +54,11 @@ class ModelShapes:
         Raises:
             EngineStartError: there is no such model, or transformers cannot build it.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         try:
             config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
+            model = causal_lm_without_weights(config)
         except (OSError, ValueError, KeyError) as error:
             raise EngineStartError(f"model {model_path!r}: {error}") from error
         return cls.of_module(model)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from asyncrl.trainer.checkpoint_index import WEIGHTS, Index, read_index
 from asyncrl.trainer.checkpoint_manifest import Manifest, read_manifest, verify_files
@@ -33,6 +33,7 @@ from asyncrl.trainer.lora.files import ADAPTER
 from asyncrl.trainer.lora.tensors import converted, write_adapter
 from asyncrl.wire.atomic_files import sync
 from asyncrl.wire.weights.fingerprint import TensorSums, collect, sums_of
+from asyncrl.wire.weights.pretrained import causal_lm_without_weights
 
 _FILE_SIZE = "5GB"
 """Of a weights file; a model that is larger has several and an index."""
@@ -135,8 +136,7 @@ def _load(checkpoint: Path, manifest: Manifest, dtype: torch.dtype | None) -> Pr
     index = read_index(checkpoint)
     folder = checkpoint / "model"
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model = causal_lm_without_weights(config)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     expected = {f"{_POLICY}{name}" for name, _ in _unique(model)}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from asyncrl.trainer.errors import UnsupportedModelError
+from asyncrl.wire.weights.pretrained import load_causal_lm
 
 
 def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -18,9 +19,7 @@ def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
             function.
     """
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=dtype, trust_remote_code=False
-        )
+        model: Any = load_causal_lm(model_path, dtype)
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModelError(f"cannot load the model {model_path}: {error}") from error
     if not getattr(model, "_supports_attention_backend", False):

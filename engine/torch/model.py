@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface
 
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.torch.blas import sgemm_address
@@ -23,6 +23,7 @@ from asyncrl.engine.torch.reach import Reach
 from asyncrl.engine.torch.slots import SlotAttention, SlotCache, StepLayout
 from asyncrl.rollout.fused import why_not_fused
 from asyncrl.rollout.trajectory import IntArray
+from asyncrl.wire.weights.pretrained import load_causal_lm
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()
@@ -250,7 +251,7 @@ def load_model(
             "set engine.device: cpu and engine.dtype: float32"
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+        model: Any = load_causal_lm(path, dtype)
         model.eval().requires_grad_(requires_grad=False).to(device)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise EngineStartError(f"cannot load a causal LM from {path!r}: {error}") from error

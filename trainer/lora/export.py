@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from asyncrl.trainer.checkpoint_index import Index, read_index
 from asyncrl.trainer.checkpoint_manifest import Manifest
@@ -19,6 +19,7 @@ from asyncrl.trainer.lora.files import ADAPTER, CONFIG
 from asyncrl.wire.errors import WeightsReadError
 from asyncrl.wire.weights.adapter import Pair, merge, merged, pairs_of
 from asyncrl.wire.weights.fingerprint import TensorSums, collect, sums_of
+from asyncrl.wire.weights.pretrained import load_causal_lm
 
 _POLICY = "weights/policy/"
 
@@ -70,9 +71,7 @@ def merged_model(
     path = settings["base_model_name_or_path"]
     held = torch.bfloat16 if manifest.settings.get("dtype") == "bfloat16" else torch.float32
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=held, trust_remote_code=False
-        )
+        model = load_causal_lm(path, held)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"the model {path}, which the adapter of {checkpoint} is of, cannot be loaded: {error}"

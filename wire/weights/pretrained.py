@@ -1,0 +1,48 @@
+"""Causal language models of transformers, loaded or built by one thread at a time.
+
+While transformers loads a model, `PreTrainedModel.tie_weights` does nothing, for the whole process.
+Of two threads that load at once, the later one takes that for the method and puts it back when it
+ends: from then on no model ties its weights, and an output layer that a checkpoint leaves out,
+because it is the embedding, is made up (transformers 5.19, `initialization.no_tie_weights`).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_lock = threading.Lock()
+
+
+def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a directory or hub id, on the CPU.
+
+    Raises:
+        OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError: transformers
+            cannot load it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _lock:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, trust_remote_code=False
+        )
+    return model
+
+
+def causal_lm_without_weights(config: Any) -> PreTrainedModel:
+    """The model that a configuration of transformers describes, on the meta device.
+
+    Raises:
+        OSError, ValueError, KeyError: transformers cannot build it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _lock, torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return model
