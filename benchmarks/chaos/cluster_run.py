@@ -13,11 +13,11 @@ from typing import BinaryIO, NamedTuple
 from asyncrl.launch.identity import ProcessIdentity, status_of, with_variable
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecord
 from asyncrl.monitoring.jsonl import read_jsonl
+from benchmarks.chaos.agents_run import CHILD, words
 from benchmarks.chaos.live_run import LiveRun
 from benchmarks.machines.namespaces import Machine
 from benchmarks.machines.ray import RayMachines
 
-CHILD = "asyncrl.processes.child"
 KEEPER = "asyncrl.launch.keeper"
 BROKER = "asyncrl.launch.ray.broker"
 _FILES = "dev/shm"
@@ -76,7 +76,7 @@ class ClusterRun(LiveRun):
         found = []
         for machine in self.nodes.machines.values():
             for pid in machine.having(CHILD, f'"run_id":"{self.name}-'):
-                line = _command_line(pid)
+                line = words(Path(f"/proc/{pid}/cmdline"))
                 if line and (spec := json.loads(line[-1]))["role"].startswith(role):
                     found.append(Child(machine, pid, spec["role"], spec["name"]))
         return found
@@ -128,14 +128,6 @@ class ClusterRun(LiveRun):
             "shared_memory": len(set(_inodes(files))),
             "actors": sum(len(machine.having("ray::ProcessActor")) for machine in machines),
         }
-
-
-def _command_line(pid: int) -> list[str]:
-    try:
-        text = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return []
-    return text.rstrip("\0").split("\0")
 
 
 def _inodes(files: Iterable[Path]) -> list[tuple[int, int]]:

@@ -25,11 +25,12 @@ The learning rate is a tenth of the example's, so that the policies of two runs 
 for their lengths to be compared; verification still rejects tokens. Exit code 1 if a kill was not
 survived, a group was lost or trained on twice, or anything else that must hold does not.
 
---stalls: nothing is killed. In one run with two ranks, two generators and the web page, and in
-one with environments, each kind of process is stopped (SIGSTOP, SIGCONT) and a random connection
-of each socket is held by a proxy, for 3, 8 and 15 s, ten times each (--quick: once), in a random
-order. Then two steps have to be finished, no process may have ended, and no group be lost, trained
-on twice or failed. `honest_killed`, `groups_lost`, `groups_twice` are the ratios.
+--stalls: nothing is killed. In one run with two ranks, two generators and the web page, in one
+with environments, and in one on three agents with relays, each kind of process is stopped (SIGSTOP,
+SIGCONT) and a random connection of each socket is held by a proxy, for 3, 8 and 15 s, ten times
+each (--quick: once), in a random order. Then two steps have to be finished, no process may have
+ended, and no group be lost, trained on twice or failed. `honest_killed`, `groups_lost`,
+`groups_twice` are the ratios.
 
 --quick: 20 kills of each type, about 20 minutes on two quiet cores. In full 60, and vLLM's engine
 core where vLLM is installed.
@@ -134,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stalls(options: argparse.Namespace, setup: Setup, console: Console, load: float) -> int:
-    kinds, lengths, times = KINDS, LENGTHS, 1 if options.quick else 10
+    kinds, times = KINDS, 1 if options.quick else 10
+    lengths: Sequence[float] = LENGTHS
     if options.smoke:
         kinds, lengths, times = {"arithmetic": ("generator", "connection:data")}, (1.0,), 1
     found = measure_stalls(setup, kinds, times, lengths, options.seed)

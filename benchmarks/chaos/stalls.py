@@ -25,6 +25,7 @@ from asyncrl.launch.identity import ProcessIdentity, identity_of, is_running, se
 from asyncrl.monitoring.errors import RecordError
 from asyncrl.monitoring.group_account import GroupAccount, read_account
 from asyncrl.run.directory import read_state
+from benchmarks.chaos.agents_run import AgentsRun
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
 from benchmarks.chaos.victims import with_command
 
@@ -32,21 +33,25 @@ LENGTHS = (3.0, 8.0, 15.0)
 """Seconds of a stall."""
 STEPS_AFTER = 2
 """Finished steps between two stalls."""
-RUNS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+RUNS: Mapping[str, tuple[type[LiveRun], str, tuple[str, ...]]] = {
     "arithmetic": (
+        LiveRun,
         "arithmetic.yaml",
         ("trainer.ranks=2", "launcher.generators=2", "monitoring.web.enabled=true",
          "monitoring.web.port=0", "rewards.timeout_seconds=60"),
     ),
-    "environments": ("guessing.yaml", ("environment.step_timeout_seconds=60",)),
+    "environments": (LiveRun, "guessing.yaml", ("environment.step_timeout_seconds=60",)),
+    "agents": (AgentsRun, "arithmetic.yaml", ("rewards.timeout_seconds=60",)),
 }  # fmt: skip
-"""Example and own settings of each run. Rewards and environments may take longer than a stall."""
+"""Where each run is, its example, and its own settings. Rewards and environments may take longer
+than a stall."""
 KINDS: Mapping[str, Sequence[str]] = {
     "arithmetic": (
         *("generator", "trainer", "trainer-1", "reward", "web", "controller"),
         *("connection:control", "connection:data", "connection:user"),
     ),
     "environments": ("environment", "generator"),
+    "agents": ("agent", "relay"),
 }
 """What is stalled in each run."""
 _COMMANDS = {
@@ -244,9 +249,9 @@ def measure_stalls(
         stalls = [(kind, length) for kind in of_run for length in lengths for _ in range(times)]
         moments.shuffle(stalls)
         found.wanted += len(stalls)
-        example, settings = RUNS[name]
+        place, example, settings = RUNS[name]
         own = Setup(setup.config.with_name(example), setup.folder, (*setup.settings, *settings))
-        _stall_one_after_the_other(LiveRun(own, name, 1_000_000), stalls, moments, found)
+        _stall_one_after_the_other(place(own, name, 1_000_000), stalls, moments, found)
     return found
 
 
@@ -297,7 +302,7 @@ def _stall(run: LiveRun, proxy: Proxy, kind: str, seconds: float, moments: rando
     before = _processes(run)
     step = run.last_step() + 1
     name = kind.removeprefix("connection:")
-    with _stopped(_find(run, kind)) if name == kind else _held(proxy, name, moments):
+    with _stopped(_find(run, kind, moments)) if name == kind else _held(proxy, name, moments):
         _hold_for(run, kind, seconds)
     ended = time.time()
     for _ in range(STEPS_AFTER):
@@ -354,21 +359,24 @@ def _processes(run: LiveRun) -> dict[ProcessIdentity, str]:
     return found
 
 
-def _find(run: LiveRun, kind: str) -> list[ProcessIdentity]:
+def _find(run: LiveRun, kind: str, moments: random.Random) -> list[ProcessIdentity]:
     """The processes of a kind that are stopped together. Raises ChaosError: there is none."""
     found: list[Any]
     if kind == "controller":
         found = [identity_of(run.controller)]
+    elif isinstance(run, AgentsRun) and kind == "agent":
+        found = [moments.choice(run.agent_processes())]
     elif kind in _COMMANDS:  # with their supervisors
         found = list(with_command(run.descendants(), _COMMANDS[kind]))
     else:
         exact = {"trainer": "trainer", "trainer-1": "trainer-1"}.get(kind)
-        found = [
+        alive = [
             record.process
             for record in run.children()
             if is_running(record.process)
             and (record.name == exact if exact else record.name.startswith(kind))
-        ][-1:]
+        ]
+        found = [moments.choice(alive)] if alive else []
     if not found or found[0] is None:
         raise run.error(f"has no process of the kind {kind}")
     return found
