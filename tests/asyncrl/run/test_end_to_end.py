@@ -344,8 +344,12 @@ def every_evaluation_has_a_result_or_a_reason(command_line: CommandLine, output:
 
 
 def tied(like: Path, folder: Path) -> Path:
-    """A random model of the same shape, whose output layer is its embedding."""
+    """A random model of the same shape, whose output layer is its embedding.
+
+    Next to its weights there are others, which vLLM would take instead and SGLang too.
+    """
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(1)
@@ -353,5 +357,7 @@ def tied(like: Path, folder: Path) -> Path:
     model = AutoModelForCausalLM.from_config(config)
     assert len(list(model.parameters())) < len(model.state_dict())
     model.save_pretrained(folder / "tied")
+    others = {name: -tensor.detach() for name, tensor in model.named_parameters()}
+    save_file(others, folder / "tied" / "consolidated.safetensors")
     AutoTokenizer.from_pretrained(like).save_pretrained(folder / "tied")
     return folder / "tied"
