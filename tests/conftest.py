@@ -62,6 +62,11 @@ def _in_order(files: dict[Path, int], tests: Path) -> list[Path]:
     return sorted(files, key=lambda file: (weights[file], places.get(file, 0.0)))
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Names a test after the beginning of a long text: all of it may have 100,000 signs."""
+    return f"{val[:8]}...{len(val)}" if isinstance(val, str) and len(val) > 120 else None
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
