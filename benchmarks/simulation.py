@@ -33,6 +33,7 @@ from asyncrl.simulation.study import MODES, Cluster, as_json, cluster, compare
 from asyncrl.simulation.tables import mode_table
 from benchmarks.report import add_smoke, write_json
 from benchmarks.run_command import run_command
+from benchmarks.tiny_models import smoke_settings
 
 EXAMPLE = "examples/arithmetic.yaml"
 RUNS = {
@@ -44,8 +45,10 @@ FITTED = "verify"
 SEEDS = range(3)
 
 
-def real_run(name: str, settings: dict[str, Any], steps: int, directory: Path) -> Path:
-    """Run the example with these settings; returns the run's directory."""
+def real_run(
+    name: str, settings: dict[str, Any], steps: int, directory: Path, more: Sequence[str] = ()
+) -> Path:
+    """Run the example with these settings of the scheduler, and more; returns its directory."""
     overrides = {f"scheduler.{key}": value for key, value in settings.items()} | {
         "run.name": name,
         "run.directory": directory,
@@ -53,7 +56,7 @@ def real_run(name: str, settings: dict[str, Any], steps: int, directory: Path) -
         "evaluation.prompts": 8,
         "trainer.checkpoint_every": 10 * steps,
     }
-    command = run_command(EXAMPLE, [f"{key}={value}" for key, value in overrides.items()])
+    command = run_command(EXAMPLE, [*(f"{k}={v}" for k, v in overrides.items()), *more])
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -100,12 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     raw: dict[str, Any] = {}
     ratios: dict[str, float] = {}
     if not args.no_runs:
-        steps = 8 if args.smoke else 20 if args.quick else 60
+        steps = 24 if args.smoke else 20 if args.quick else 60
         load = os.getloadavg()[0]
         with TemporaryDirectory(prefix="asyncrl-simulation-") as temporary:
             directory = args.runs or Path(temporary)
             names = {name: f"simulation-{index}" for index, name in enumerate(RUNS)}
-            paths = {n: real_run(names[n], s, steps, directory) for n, s in RUNS.items()}
+            small = smoke_settings(directory) if args.smoke else ()
+            paths = {n: real_run(names[n], s, steps, directory, small) for n, s in RUNS.items()}
             fits = {name: fit_run(path) for name, path in paths.items()}
         raw["validation"] = validate(fits, console)
         raw["load_before"] = load

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
+from asyncrl.tasks.model import ensure_builtin_model
 from asyncrl.tasks.warm_start_recipe import WarmStart
 
 SMOKE_START = WarmStart(
@@ -19,6 +22,18 @@ SMOKE_START = WarmStart(
     expected=(0.0, 1.0),
 )
 """The built-in model in miniature: trained in a moment, and wrong about everything."""
+
+
+def smoke_settings(folder: Path, task: Literal["arithmetic", "agent"] = "arithmetic") -> list[str]:
+    """Of a run whose steps take a moment, with the built-in model in miniature.
+
+    Args:
+        folder: where the model goes.
+        task: that the model is for.
+    """
+    made = ensure_builtin_model(folder / "smoke-model", None, replace(SMOKE_START, task=task))
+    few = ("scheduler.groups_per_step=4", "scheduler.group_size=4", "engine.slots=16")
+    return [f"model.path={made}", *few]
 
 
 def random_qwen3(

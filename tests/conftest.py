@@ -5,6 +5,7 @@ And the order in which workers take files.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,16 @@ def pytest_collection_modifyitems(
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Directory of a random Qwen3: 10 tokens, 2 layers, tied embeddings."""
     return str(save(make_qwen3(), tmp_path_factory.mktemp("qwen3")))
+
+
+@pytest.fixture(autouse=True)
+def _root_logger_as_before() -> Iterator[None]:
+    """What a command that ran in this process has set up logs to a file that is closed by then."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

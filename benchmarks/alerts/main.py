@@ -31,6 +31,7 @@ from benchmarks.alerts.faults import FAULTS, NOT_INJECTED, Fault, mounted
 from benchmarks.alerts.switch import VARIABLE
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
 from benchmarks.report import add_smoke, write_json
+from benchmarks.tiny_models import smoke_settings
 from benchmarks.watching_prometheus import Prometheus, watching
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,8 +127,8 @@ class Patience:
     """By how much the rules are faster."""
 
 
-def examine(fault: Fault | None, patience: Patience) -> Finding:
-    """One run with one fault; None: without any."""
+def examine(fault: Fault | None, patience: Patience, *, small: bool = False) -> Finding:
+    """One run with one fault; None: without any. `small`: of a model in miniature."""
     name = HEALTHY if fault is None else fault.name
     finding = Finding(name, fault.alerts if fault else frozenset())
     if fault is not None:
@@ -140,6 +141,7 @@ def examine(fault: Fault | None, patience: Patience) -> Finding:
         else:
             runs.mkdir()
         settings = SETTINGS + (fault.settings if fault else ())
+        settings += tuple(smoke_settings(scratch)) if small else ()
         run = SwitchedRun(Setup(CONFIG, runs, settings, 600.0), "watched", STEPS)
         run.scratch = scratch
         prometheus = closing.enter_context(
@@ -256,7 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name not in chosen:
             continue
         healthy = options.healthy_seconds * (6 if fault is None else 1)
-        finding = examine(fault, Patience(healthy, options.alert_seconds, options.faster))
+        patience = Patience(healthy, options.alert_seconds, options.faster)
+        finding = examine(fault, patience, small=options.smoke)
         findings.append(finding)
         print("\n".join(table([finding])[2:]), flush=True)
         if finding.error:

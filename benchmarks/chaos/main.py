@@ -66,6 +66,7 @@ from benchmarks.chaos.victims import (
 )
 from benchmarks.machines.namespaces import why_not
 from benchmarks.report import add_smoke, write_json
+from benchmarks.tiny_models import smoke_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "examples" / "arithmetic.yaml"
@@ -79,7 +80,7 @@ PRINTED_WIDTH = 150
 MAX_STEPS_ALONE = 400
 """The run left alone has at most this many steps."""
 SMOKE = {"each": (GENERATOR, REWARD, CONTROLLER)}
-SMOKE_STEPS_ALONE = 8
+SMOKE_STEPS_ALONE = 4
 
 
 def measure(
@@ -118,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(options.keep or made)
         folder.mkdir(parents=True, exist_ok=True)
-        setup = Setup(CONFIG, folder, SETTINGS)
+        small = smoke_settings(folder) if options.smoke else ()
+        setup = Setup(CONFIG, folder, (*SETTINGS, *small))
         if options.cluster:
             for findings in measure_cluster(setup, options.types, options.kills, options.seed):
                 _write(options, findings, load)  # it takes long: what is known is kept

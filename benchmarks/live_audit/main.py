@@ -27,10 +27,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 QUICK = ("arithmetic", "fixed", "guessing", "killed", "resumed")
-SMOKE = (
-    *("scheduler.groups_per_step=4", "scheduler.group_size=4", "engine.slots=16"),
-    *("evaluation.prompts=4", "evaluation.every=null"),
-)
+SMOKE = ("evaluation.prompts=4", "evaluation.every=null")
 MUTATED = {
     "accept-too-often": "arithmetic",
     "accept-all": "arithmetic",
@@ -52,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.live_audit.audit import NotAuditableError
     from benchmarks.live_audit.runs import SCENARIOS
     from benchmarks.report import add_smoke, write_json
+    from benchmarks.tiny_models import smoke_settings
 
     torch.set_num_threads(1)
     logging.disable_progress_bar()
@@ -73,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.smoke:
         options.runs = options.runs or QUICK[0]
-        options.steps, options.settings = options.steps or 3, [*SMOKE, *options.settings]
+        options.steps = options.steps or 3
     names = options.runs.split(";") if options.runs else list(QUICK if options.quick else SCENARIOS)
     if unknown := [name for name in names if name not in SCENARIOS]:
         parser.error(f"no run {unknown[0]!r}; the runs are {'; '.join(SCENARIOS)}")
@@ -82,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no mutant {unknown[0]!r}; there are {'; '.join((*MUTATED, RECORDS))}")
     folder = options.keep or Path(mkdtemp(prefix="asyncrl-live-audit-"))
     folder.mkdir(parents=True, exist_ok=True)
+    if options.smoke:
+        options.settings = [*smoke_settings(folder), *SMOKE, *options.settings]
     try:
         if options.run:
             raw = {options.run.name: _audited(options.run)}

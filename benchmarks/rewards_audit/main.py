@@ -32,6 +32,7 @@ from asyncrl.tasks.model import resolve_model
 from benchmarks.report import add_smoke, write_json
 from benchmarks.rewards_audit.recompute import Auditor, Finding
 from benchmarks.run_command import run_command
+from benchmarks.tiny_models import smoke_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 GAMES = Path(__file__).with_name("games.py")
@@ -46,7 +47,6 @@ SETTINGS = (
     "evaluation.max_unscored_share=0.9",
     "launcher.threads=1",
 )
-SMOKE = ("scheduler.groups_per_step=4", "scheduler.group_size=4", "engine.slots=16")
 _SHOWN = 5
 
 
@@ -148,7 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     audits = []
     with tempfile.TemporaryDirectory(prefix="rewards-audit-") as folder:
         for case in cases:
-            found, wrong = audit(case, steps, Path(folder), SMOKE if options.smoke else ())
+            small = smoke_settings(Path(folder), "agent") if options.smoke else ()
+            found, wrong = audit(case, steps, Path(folder), small)
             audits.append(found)
             for sample, finding in wrong[:_SHOWN]:
                 console.print(_described(found.case, sample, finding))

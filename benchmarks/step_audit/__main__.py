@@ -30,6 +30,7 @@ from benchmarks.step_audit.cases import ALL, COMMON, QUICK, SMOKE, Case
 from benchmarks.step_audit.compare import differences
 from benchmarks.step_audit.folder import Folder
 from benchmarks.step_audit.model import Model
+from benchmarks.tiny_models import smoke_settings
 
 TOLERANCE = 2e-3
 """Of what float32 computes: metrics, gradients in the first moment."""
@@ -50,8 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: dict[str, dict[str, float]] = {}
     console = Console()
     with TemporaryDirectory(prefix="step-audit-") as temporary:
+        parent = given.folder or Path(temporary)
+        small = smoke_settings(parent) if given.smoke else ()
         for name in names:
-            found[name] = _audit(_run(given.folder or Path(temporary), name, ALL[name]))
+            found[name] = _audit(_run(parent, name, ALL[name], small))
             console.print(_table(name, found[name]))
     beyond = {
         f"{name} {quantity}": gap
@@ -72,16 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if beyond else 0
 
 
-def _run(parent: Path, name: str, case: Case) -> Path:
-    """A finished run's folder."""
+def _run(parent: Path, name: str, case: Case, more: Sequence[str] = ()) -> Path:
+    """A finished run's folder; `more` are settings."""
     folder = parent / name
     if (folder / "result.json").exists():
         return folder
     example = _ROOT / "examples" / f"{case.example}.yaml"
-    settings = [*COMMON, *case.settings, f"run.directory={parent}", f"run.name={name}"]
-    for steps, more in ((case.resume_after, ()), (case.steps, ("--resume",))):
+    settings = [*COMMON, *case.settings, f"run.directory={parent}", f"run.name={name}", *more]
+    for steps, how in ((case.resume_after, ()), (case.steps, ("--resume",))):
         if steps is not None:
-            resumes = more if case.resume_after else ()
+            resumes = how if case.resume_after else ()
             command = run_command(example, [*settings, f"run.steps={steps}"], *resumes)
             subprocess.run(command, check=True, timeout=_SECONDS)
     return folder

@@ -18,6 +18,7 @@ from run_in_threads import ThreadLauncher, as_command
 from smokes import IN_THREADS, ROOT, WATCHERS, smoke
 
 from benchmarks import watched_run, watchers, web_watchers
+from benchmarks.tiny_models import smoke_settings
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +50,7 @@ def test_watchers_of_one_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both benchmarks of watchers watch a run that trains on until they are done."""
-    with watched_run.watched_run(2) as run:
+    with watched_run.watched_run(2, smoke_settings(tmp_path)) as run:
         for module in (watchers, web_watchers):
             monkeypatch.setattr(module, "watched_run", lambda *_: contextlib.nullcontext(run))
         for name in WATCHERS:

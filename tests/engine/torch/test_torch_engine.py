@@ -373,7 +373,7 @@ def test_another_attention_is_caught_by_the_self_check(tmp_path: Any) -> None:
     from asyncrl.engine.torch import model as module
 
     path = save(make_llama(), tmp_path)
-    loaded = module.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    loaded: Any = module.load_causal_lm(path, torch.float32)
     loaded.model.layers[0].self_attn.register_forward_pre_hook(_reverse_positions, with_kwargs=True)
     slots = module.SlotModel(loaded, slots=2, max_len=16)
     with pytest.raises(EngineStartError, match="total variation"):
