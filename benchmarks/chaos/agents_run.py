@@ -29,7 +29,7 @@ class AgentsRun(LiveRun):
     def _begin(
         self, settings: tuple[str, ...], more: tuple[str, ...], output: BinaryIO
     ) -> subprocess.Popen[bytes]:
-        key, address = self.setup.folder / "agents.key", f"127.0.0.1:{_free_port()}"
+        key, address = self.setup.folder / "agents.key", f"127.0.0.1:{free_ports(1)}"
         command = [sys.executable, "-m", "asyncrl"]
         subprocess.run([*command, "agent-key", str(key)], check=True, stdout=output)
         for name, role in PLACES.items():
@@ -68,6 +68,10 @@ class AgentsRun(LiveRun):
         found = (identity_of(agent.pid) for agent in self.agents.values())
         return [one for one in found if one is not None]
 
+    def descendants(self) -> list[ProcessIdentity]:
+        """See LiveRun; the agents are among them."""
+        return [*super().descendants(), *self.agent_processes()]
+
     def end(self, *, in_order: bool = True) -> int:
         """End the run, and its agents with it; see LiveRun."""
         code = super().end(in_order=in_order)
@@ -101,12 +105,17 @@ def _mark(process: Path) -> str:
     return ""
 
 
-def _free_port() -> int:
-    """One that nothing listens on; another process may take it until it is listened on."""
-    for port in range(20_000 + os.getpid() % 5_000, 32_000):
+def free_ports(count: int) -> int:
+    """The first of so many free ports side by side; another process may take one until it is used.
+
+    Raises:
+        OSError: there are none.
+    """
+    for first in range(20_000 + os.getpid() % 5_000, 32_000, count):
         try:
-            with socket.create_server(("127.0.0.1", port)):
-                return port
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
         except OSError:
             continue
-    raise OSError("no free port")
+        return first
+    raise OSError(f"no {count} free ports side by side")

@@ -353,6 +353,8 @@ def _held(proxy: Proxy, name: str, moments: random.Random) -> Iterator[None]:
 def _processes(run: LiveRun) -> dict[ProcessIdentity, str]:
     """All processes of the run, with the names of those that have one."""
     names = {record.process: record.name for record in run.children()}
+    if isinstance(run, AgentsRun):
+        names |= dict.fromkeys(run.agent_processes(), "agent")
     found = {one: names.get(one, "helper") for one in run.descendants()}
     if (controller := identity_of(run.controller)) is not None:
         found[controller] = "controller"

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from stop_strings import end_by_looking
 
@@ -23,6 +23,9 @@ VOCABULARY = [piece.encode() for piece in PIECES] + [b"\xc3", b"\xa9", b"\xa9b"]
     st.lists(st.integers(0, len(VOCABULARY) - 1), max_size=30),
     st.integers(0, 2**32),
 )
+@example(["bab", "a"], [1, 0, 9], 0)  # "a" ends while "bab" is followed
+@example(["abb", "b"], [2, 9], 0)  # within one token
+@example(["aab", "ab"], [0, 0, 0, 1], 0)  # "aab" begins again one later
 def test_a_response_ends_with_the_first_token_that_completes_a_string(
     strings: list[str], tokens: list[int], seed: int
 ) -> None:

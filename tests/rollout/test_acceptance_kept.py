@@ -102,7 +102,23 @@ def batches(draw_: st.DrawFn) -> tuple[list[list[int]], Doubles, Doubles, int, i
 def test_the_compiled_rule_equals_the_reference(
     batch: tuple[list[list[int]], Doubles, Doubles, int, int], block: bool
 ) -> None:
-    rows, q, p, k, seed = batch
+    _assert_it_is_the_reference(*batch, block)
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_the_compiled_rule_equals_the_reference_in_long_rows(block: bool) -> None:
+    """Weights that are carried along matter after the second token; the batches above are short."""
+    rng = np.random.default_rng(1)
+    q = rng.dirichlet(np.ones(VOCABULARY), 300)
+    p = 0.7 * q + 0.3 * rng.dirichlet(np.ones(VOCABULARY), 300)
+    rows = draw(rng, q).reshape(50, 6).tolist()
+    for k in range(VOCABULARY + 1):
+        _assert_it_is_the_reference(rows, q, p, k, k, block)
+
+
+def _assert_it_is_the_reference(
+    rows: list[list[int]], q: Doubles, p: Doubles, k: int, seed: int, block: bool
+) -> None:
     rng = np.random.default_rng(seed)
     lists = np.full((len(q), k), -1, np.int32)
     for at in range(len(q)):

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.chaos.agents_run import free_ports
+
 ROOT = Path(__file__).parents[2]
-
-
-def free_ports(count: int) -> int:
-    """The first of so many free ports side by side."""
-    for first in range(20_000 + os.getpid() % 5_000, 32_000, count):
-        try:
-            for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no free ports")
 
 
 @dataclass

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import free_ports
 from fake_processes import spec
 from msgspec.structs import replace
 
@@ -38,6 +37,7 @@ from asyncrl.launch.nodes import NodeInfo
 from asyncrl.processes.spec import keys_of
 from asyncrl.wire import RunKey
 from asyncrl.wire.refusals import Refusals
+from benchmarks.chaos.agents_run import free_ports
 
 KEY = RunKey.new()
 SECONDS = 60.0
