@@ -9,6 +9,8 @@ from asyncrl.wire.limits import MAX_TOKENS, START_SECONDS, WEEK_SECONDS
 _SHARE_OF_START = 0.9
 """vLLM's part of the limit of its process's start; the rest is imports and attaching to it."""
 
+_SHARE_OF_GPU = 0.85
+
 
 class VllmConfig(BaseModel):
     """How vLLM is started, and how many tokens its steps take.
@@ -20,9 +22,11 @@ class VllmConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kv_cache_gib: float | None = Field(default=None, gt=0, le=4096)
-    """Memory for KV, in GiB. null: 0.5 on a CPU; on a GPU what gpu_memory_utilization leaves."""
-    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
-    """Share of a GPU's memory that vLLM may take; unused when kv_cache_gib is set."""
+    """Memory for KV, in GiB, on each GPU of a generator. null: 0.5 on a CPU; on a GPU what
+    gpu_memory_utilization leaves."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory that vLLM may take, and that must be free when it starts. null: 0.85;
+    on a GPU that the trainer shares, what it leaves (docs/gpus.md)."""
     enforce_eager: bool | None = None
     """Run without compiling the model. null: yes on a CPU (ready sooner, as fast on small models),
     no on a GPU."""
@@ -57,6 +61,12 @@ class VllmConfig(BaseModel):
     log_level: str = Field(default="ERROR", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
     """What vLLM writes to stderr. INFO and above also goes to a file, whose end is quoted when vLLM
     fails."""
+
+    @property
+    def share_of_gpu(self) -> float:
+        """`gpu_memory_utilization`, or its default."""
+        own = self.gpu_memory_utilization
+        return _SHARE_OF_GPU if own is None else own
 
     @property
     def start_limit(self) -> float:

@@ -134,9 +134,10 @@ def engine_args(
             "max_loras": 1,
             "max_lora_rank": next(one for one in ADAPTER_RANKS if one >= ours.lora_rank),
         }
-    if kv_gib is None:
-        args["gpu_memory_utilization"] = ours.gpu_memory_utilization
-    else:
+    # With kv_cache_memory_bytes vLLM measures nothing, but still wants this share to be free.
+    if kv_gib is None or (ours.gpu_memory_utilization is not None and not on_cpu):
+        args["gpu_memory_utilization"] = ours.share_of_gpu
+    if kv_gib is not None:
         args["kv_cache_memory_bytes"] = int(kv_gib * _GIB)
     if drafts:
         args["speculative_config"] = {
