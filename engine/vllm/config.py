@@ -10,6 +10,8 @@ _SHARE_OF_START = 0.9
 """vLLM's part of the limit of its process's start; the rest is imports and attaching to it."""
 
 _SHARE_OF_GPU = 0.85
+_CPU_KV_GIB = 0.5
+_GIB = 1 << 30
 
 
 class VllmConfig(BaseModel):
@@ -67,6 +69,21 @@ class VllmConfig(BaseModel):
         """`gpu_memory_utilization`, or its default."""
         own = self.gpu_memory_utilization
         return _SHARE_OF_GPU if own is None else own
+
+    def memory_arguments(self, *, on_cpu: bool) -> dict[str, float]:
+        """Arguments of vLLM's that say what memory it may take.
+
+        With `kv_cache_memory_bytes` it measures nothing, but still wants the share to be free at
+        its start (its own is 0.92).
+        """
+        if on_cpu:
+            return {"kv_cache_memory_bytes": int((self.kv_cache_gib or _CPU_KV_GIB) * _GIB)}
+        given: dict[str, float] = {}
+        if self.kv_cache_gib is not None:
+            given["kv_cache_memory_bytes"] = int(self.kv_cache_gib * _GIB)
+        if self.kv_cache_gib is None or self.gpu_memory_utilization is not None:
+            given["gpu_memory_utilization"] = self.share_of_gpu
+        return given
 
     @property
     def start_limit(self) -> float:

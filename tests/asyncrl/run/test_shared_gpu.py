@@ -71,14 +71,12 @@ def vllm_starts(device: Device, config: RunConfig, needs: EngineNeeds, trainer: 
     `request_memory` (v1/worker/utils.py:716) at its start; then weights, and KV without asking what
     is free (v1/worker/gpu_worker.py:649).
     """
-    ours = config.engine.vllm
-    assert ours.gpu_memory_utilization is not None
-    assert ours.kv_cache_gib is not None
-    requested = math.ceil(device.total * ours.gpu_memory_utilization)
+    told = config.engine.vllm.memory_arguments(on_cpu=False)
+    requested = math.ceil(device.total * told.get("gpu_memory_utilization", 0.92))
     if device.free < requested:
         raise ValueError("Free memory on device is less than desired GPU memory utilization")
     device.held += trainer
-    device.held += needs.without_kv + int(ours.kv_cache_gib * GIB)
+    device.held += needs.without_kv + int(told["kv_cache_memory_bytes"])
     assert device.free >= 0, "out of memory"
 
 
@@ -116,17 +114,25 @@ def test_an_engine_starts_in_every_order(kind: str, memory: int, share: float) -
     STARTS[kind](real, config, needs, part - real.held)
 
 
-def test_the_defaults_of_vllm_lose_the_race() -> None:
-    """What is mended here: of 24 GiB vLLM wants 85% to be free, whoever else is there."""
-    config = settings()
-    ours = config.engine.vllm.model_copy(
-        update={"gpu_memory_utilization": config.engine.vllm.share_of_gpu, "kv_cache_gib": 1.0}
-    )
-    engine = config.engine.model_copy(update={"vllm": ours})
-    needs = EngineNeeds.of(SMALL, engine, 16)
-    config = config.model_copy(update={"engine": engine})
+@pytest.mark.parametrize(
+    "given", [{"kv_cache_gib": 1.0}, {"gpu_memory_utilization": 0.85}], ids=str
+)
+def test_vllm_by_itself_wants_most_of_the_gpu_to_be_free(given: dict[str, float]) -> None:
+    """What is mended here: 85%, or with KV of a given size 92%, whoever else is there."""
+    config = settings(vllm=given)
+    needs = EngineNeeds.of(SMALL, config.engine, 16)
     with pytest.raises(ValueError, match="less than desired"):
         vllm_starts(Device(MIB_24 << 20, 8 * GIB), config, needs, 0)
+
+
+def test_what_vllm_is_told_without_a_shared_gpu() -> None:
+    def told(*, on_cpu: bool = False, **vllm: float) -> dict[str, float]:
+        return settings(vllm=vllm).engine.vllm.memory_arguments(on_cpu=on_cpu)
+
+    assert told() == {"gpu_memory_utilization": 0.85}
+    assert told(gpu_memory_utilization=0.5) == {"gpu_memory_utilization": 0.5}
+    assert told(kv_cache_gib=2) == {"kv_cache_memory_bytes": 2 * GIB}
+    assert told(on_cpu=True, gpu_memory_utilization=0.5) == {"kv_cache_memory_bytes": GIB // 2}
 
 
 @given(
