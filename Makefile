@@ -127,7 +127,7 @@ test-deploy: $(VENV)/.dev ## Docker Compose and Kubernetes for real, each in a v
 # tests/benchmarks/test_smoke.py compares it with what is there.
 BENCHMARKS := cache scheduler delivery vllm_host torch_host engines exactness rollout pipeline paced peers chaos \
   hostile trainer turns vocabulary weights web_watchers alerts checkpoints context_parallel controller \
-  evaluation exactness_loop judge_servers live_audit mutants node_files noise_floor policies ranks \
+  evaluation exactness_loop gpu_plan judge_servers live_audit mutants node_files noise_floor policies ranks \
   rewards_audit routing scaling simulation slow_environments step_audit two_machines warm_start \
   watchers model_folders soak
 bench: $(VENV)/.vllm $(VENV)/.bench prometheus ## quick version of every benchmark (hours), JSON into benchmarks/results/local/ (BENCHMARKS="cache turns": some)

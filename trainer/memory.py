@@ -25,6 +25,16 @@ _PROCESS = int(0.6 * GIB)
 _LOGITS_AT_ONCE = 1 << 25
 _BLOCK = {False: 1 << 23, True: 1 << 26}
 """`LOGIT_BUDGET` and `BLOCK` of `asyncrl.trainer.head`, with and without a GPU."""
+FULL = 0.92
+"""Share of a GPU's memory that a step may need by estimate: what varies is estimated within
+ACTIVATIONS_FACTOR, and the driver keeps about 1% to itself."""
+_NCCL = 1 * GIB
+"""Of NCCL on each GPU: buffers of 4 MiB for each of 32 channels and 4 connections of a channel are
+0.5 GiB, and about as much again is its other protocols', its kernels' and the driver's."""
+_WORKSPACES = 96 << 20
+"""32 MiB each for cuBLAS (on Hopper), cuBLASLt and attention."""
+_FRAGMENTED = 0.05
+"""Of what varies from step to step: the allocator keeps blocks that no later tensor fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +105,8 @@ class StepMemory:
     process: int
     critic: int = 0
     """A value model's weights, gradients, moments and activations."""
+    libraries: int = 0
+    """On a GPU: buffers of NCCL and cuBLAS, and memory that is lost to fragmentation."""
     gathered: int = 0
     """With `sharding: full`, whole weights and gradients of what is computed, and what carries them
     to the other ranks."""
@@ -174,21 +186,30 @@ def step_memory(
     if adapter:
         weights = count * (2 if low else width) + adapter * width
     copy = _copy(shape, config, trained * width // config.ranks + moments)
+    logits = _head(shape, config, samples, on_gpu=on_gpu)
+    gathered = _gathered(shape, config) if full else 0
+    varying = logits + gathered + activations * (2 if shape.critic else 1)
     return StepMemory(
         weights=weights,
         gradients=int(parts * trained * own) + (0 if full or adapter else head * width),
         moments=0 if config.optimizer_offload else moments,
         reference=int(count * own) if config.kl_coefficient > 0 and not adapter else 0,
         activations=activations,
-        head=_head(shape, config, samples, on_gpu=on_gpu),
+        head=logits,
         process=_PROCESS,
         critic=of_critic if shape.critic else 0,
-        gathered=_gathered(shape, config) if full else 0,
+        libraries=_libraries(config, varying) if on_gpu else 0,
+        gathered=gathered,
         copy=0 if on_gpu else copy,
         host_copy=copy if on_gpu else 0,
         host_moments=moments if config.optimizer_offload else 0,
         published=2 * adapter * 4 if adapter else 2 * count * engine_bytes,
     )
+
+
+def _libraries(config: TrainerConfig, varying: int) -> int:
+    """Bytes on a GPU that are nobody's tensor; `varying` is of what changes from step to step."""
+    return _WORKSPACES + _NCCL * (config.ranks > 1) + int(_FRAGMENTED * varying)
 
 
 def _bytes_of_a_moment(config: TrainerConfig, width: int) -> float:

@@ -41,10 +41,10 @@ class LauncherConfig(BaseModel):
     """Nobody whom you do not trust can listen to or connect to the network between the run's
     nodes, nor log in to them. Only `weights: broadcast` and `trainer.rank_network` ask for it
     (SECURITY.md)."""
-    colocate: bool = False
+    colocate: bool | None = None
     """Let the trainer share the first GPU of the last generator instead of having one of its own.
-    Its memory must hold both: lower `engine.vllm.gpu_memory_utilization` or
-    `engine.sglang.mem_fraction_static`."""
+    Its memory is divided by what a training step needs (docs/gpus.md). null: yes where the run may
+    use one GPU, and one generator and the trainer would each take one; otherwise no."""
     pin_cores: bool = False
     """Pin each generator and the trainer to `threads` cores of its own. The controller and the
     reward workers use a core that is left over or else the trainer's, never a generator's."""
@@ -96,7 +96,7 @@ class LauncherConfig(BaseModel):
     def _others_divide_the_machines(self) -> Self:
         local = {
             "gpus": self.gpus is not None,
-            "colocate": self.colocate,
+            "colocate": bool(self.colocate),
             "pin_cores": self.pin_cores,
         }
         wrong = [f"launcher.{name}" for name, is_set in local.items() if is_set]

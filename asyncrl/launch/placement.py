@@ -4,8 +4,9 @@
     process     generator-0    generator-1    trainer
 
 A generator has t GPUs (`tensor_parallel_size` of its engine), side by side, so that those of one
-generator are those that the machine connects best. Each rank of the trainer has one. A replacement
-gets its predecessor's. A process sees its own GPUs only: CUDA_VISIBLE_DEVICES names them as the
+generator are those that the machine connects best. Each rank of the trainer has one; where there is
+one GPU in all, it shares the generator's (`asyncrl.run.shared_gpu` divides it). A replacement gets
+its predecessor's. A process sees its own GPUs only: CUDA_VISIBLE_DEVICES names them as the
 user's did.
 """
 
@@ -33,21 +34,23 @@ class GpuNeeds:
     """0: they run on the CPU."""
     trainer: int
     """One for each of its ranks; 0: it runs on the CPU."""
-    colocate: bool = False
-    """The trainer shares the first GPUs of the last generator."""
+    colocate: bool | None = None
+    """The trainer shares the first GPUs of the last generator. None: where there is one GPU, and
+    one generator and the trainer would each take one."""
     engine: EngineKind = "vllm"
     """Whose settings errors name."""
+
+    def on(self, count: int) -> GpuNeeds:
+        """These needs with `colocate` decided, where the run may use so many GPUs."""
+        if self.colocate is not None:
+            return self
+        both_want_it = self.generators == self.per_generator == self.trainer == 1
+        return replace(self, colocate=count == 1 and both_want_it)
 
     @property
     def size_setting(self) -> str:
         """Name of the setting behind `per_generator`, where it can be more than 1."""
         return f"engine.{self.engine}.tensor_parallel_size"
-
-    @property
-    def memory_setting(self) -> str:
-        """Name of the setting that leaves a trainer room on a generator's GPU."""
-        share = "mem_fraction_static" if self.engine == "sglang" else "gpu_memory_utilization"
-        return f"engine.{self.engine}.{share}"
 
     @property
     def total(self) -> int:
@@ -176,6 +179,7 @@ def plan_gpus(gpus: Sequence[Gpu], needs: GpuNeeds, *, renumbers: bool) -> GpuPl
     Raises:
         UserError: there are too few, or a generator would need several parts of divided GPUs.
     """
+    needs = needs.on(len(gpus))
     if needs.total > len(gpus):
         raise UserError(_too_few(gpus, needs))
     size = needs.per_generator
@@ -216,10 +220,7 @@ def _remedies(count: int, needs: GpuNeeds) -> str:
     if fit >= 1:
         ways.append(f"launcher.generators: {fit}")
     if own and count >= needs.generators * needs.per_generator >= needs.trainer:
-        ways.append(
-            "launcher.colocate: true, with which the trainer shares a generator's GPU (lower "
-            f"{needs.memory_setting} to leave it room)"
-        )
+        ways.append("launcher.colocate: true, with which the trainer shares a generator's GPU")
     if own:
         ways.append("trainer.device: cpu")
     if needs.per_generator > 1:

@@ -19,7 +19,7 @@ from asyncrl.run.model_files import parameters
 from asyncrl.tasks import hub
 from asyncrl.trainer.algorithms.registry import has_critic
 from asyncrl.trainer.host_memory import host_bytes
-from asyncrl.trainer.memory import ModelShape, Samples, StepMemory, remedies, step_memory
+from asyncrl.trainer.memory import FULL, ModelShape, Samples, StepMemory, remedies, step_memory
 
 _MIB = 2**20
 
@@ -31,6 +31,15 @@ class Device(NamedTuple):
     bytes: int | None
     """None: not known."""
     on_gpu: bool
+    ranks: int = 1
+    """Of the trainer, which share it."""
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that a rank's step may need by estimate; None: not known."""
+        if self.bytes is None:
+            return None
+        return int(FULL * self.bytes) if self.on_gpu else self.bytes // self.ranks
 
 
 def device_of(config: RunConfig, gpus: GpuPlan | None) -> Device | None:
@@ -38,10 +47,17 @@ def device_of(config: RunConfig, gpus: GpuPlan | None) -> Device | None:
     if config.launcher.kind != "local":
         return None
     if gpus is None or not gpus.trainer:
-        return Device("this machine", host_bytes(), on_gpu=False)
+        return Device("this machine", host_bytes(), on_gpu=False, ranks=config.trainer.ranks)
     mine = gpus.trainer[0]
     size = None if mine.memory_mib is None else mine.memory_mib * _MIB
     return Device(f"GPU {mine.name}", size, on_gpu=True)
+
+
+def local_model(path: str) -> Path | None:
+    """The folder of a model by its path or id on the hub; None: it is not on this machine."""
+    if Path(path).is_dir():
+        return Path(path)
+    return hub.cached_model(path) if hub.is_id(path) else None
 
 
 def shape_of(
@@ -100,9 +116,7 @@ def memory_comment(config: RunConfig) -> str:
     the machine that asks need not be the one that trains.
     """
     path = config.model.path
-    here = (
-        Path(path) if Path(path).is_dir() else hub.cached_model(path) if hub.is_id(path) else None
-    )
+    here = local_model(path)
     shape = None if here is None else shape_of(config, here, parameters(here))
     if shape is None:
         return f"# memory: not known, because {path} is not on this machine"
@@ -125,17 +139,16 @@ def memory_text(needs: StepMemory, device: Device | None) -> str:
 
 
 def refuse_too_large(config: RunConfig, shape: ModelShape, device: Device) -> None:
-    """Refuse a step that cannot work on this device.
+    """Refuse a step that this device has too little memory for.
+
+    A GPU must have `FULL` of what is estimated; a host what is needed however the estimate errs.
 
     Raises:
         UserError: with the settings that would help.
     """
     needs = memory_of(config, shape, on_gpu=device.on_gpu)
-    if device.bytes is None:
-        return
-    # On a CPU all ranks share the machine's memory.
-    room = device.bytes if device.on_gpu else device.bytes // config.trainer.ranks
-    if needs.least <= room:
+    room, least = device.room, needs.device if device.on_gpu else needs.least
+    if device.bytes is None or room is None or least <= room:
         return
     settings, with_them = remedies(
         shape, config.trainer, samples_of(config), room, on_gpu=device.on_gpu
@@ -147,9 +160,11 @@ def refuse_too_large(config: RunConfig, shape: ModelShape, device: Device) -> No
         fewer = ", or fewer trainer.ranks on this machine" if config.trainer.ranks > 1 else ""
         what = f"It needs a larger device or a smaller model{'' if device.on_gpu else fewer}{tried}"
     each = f" in each of {config.trainer.ranks} ranks" if config.trainer.ranks > 1 else ""
+    needed = f"about {size(least)}" if device.on_gpu else f"at least {size(least)}"
+    usable = f", of which {FULL:.0%} can be planned with" if device.on_gpu else ""
     raise UserError(
-        f"a training step needs at least {size(needs.least)}{each}, and {device.name} has "
-        f"{size(device.bytes)}: {memory_text(needs, None)}. {what}"
+        f"a training step needs {needed}{each}, and {device.name} has "
+        f"{size(device.bytes)}{usable}: {memory_text(needs, None)}. {what}"
     )
 
 

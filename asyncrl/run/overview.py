@@ -1,4 +1,4 @@
-"""Seven lines that say what a run is about to do; eight with an environment.
+"""Seven lines that say what a run is about to do; more with an environment or a shared GPU.
 
 model      /models/qwen3-1.7b: qwen3, 1.7 billion parameters
 data       gsm8k.jsonl: 7,200 prompts to train on, 273 held out; 100 steps of 16 prompts x 8 samples
@@ -7,6 +7,7 @@ training   rloo: an unbiased gradient; on-policy, nothing to correct
 turns      guessing: at most 5 a sample; goes back by replay (deterministic); 64 open at once ...
 processes  trainer on GPU 1 (26 GiB), 1 generator (vllm) on GPU 0; ...
 memory     trainer: about 26 GiB of GPU 1 (80 GiB): moments 13 GiB, weights 6.3 GiB, ...
+shared     GPU 0 (80 GiB): trainer 28 GiB; vllm 32 GiB: weights 3.2 GiB, KV 27 GiB ...
 results    runs/first: report.html, result.json, checkpoints/
 """
 
@@ -142,6 +143,8 @@ def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -
     on_cpu = launcher.kind == "local" and (gpus is None or not gpus.generators[0])
     trainer_on_cpu = launcher.kind == "local" and (gpus is None or not gpus.trainer)
     trainer = _where(config, None if gpus is None else gpus.trainer)
+    if gpus is not None and gpus.shares:
+        trainer += ", shared with a generator"
     generator = _where(config, None if gpus is None else sum(gpus.generators, ()))
     more = "plus KV and activations"
     if count is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,12 +30,13 @@ from asyncrl.run.model_files import parameters
 from asyncrl.run.positions_check import check_builtin_positions, check_positions
 from asyncrl.run.preflight import check_environment, check_machine, check_rewards
 from asyncrl.run.row_check import check_rows
+from asyncrl.run.shared_gpu import with_shared_gpu
 from asyncrl.run.template_date import with_date
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.tasks.template_variables import names_the_date
-from asyncrl.trainer.memory import StepMemory
+from asyncrl.trainer.memory import ModelShape, StepMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Prepared:
 def prepare(config: RunConfig, console: Console) -> Prepared:
     """Check the machine and the rewards, make or find the model, load the data.
 
-    Says in seven lines, eight with an environment, what the run is about to do. Creates no run
-    folder.
+    Says in seven lines, one more with an environment and one with a shared GPU, what the run is
+    about to do. Creates no run folder.
 
     Raises:
         UserError: this machine, the model, the data or a reward cannot be used.
@@ -104,20 +104,20 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
             say(sentence)
     count = parameters(Path(model_path))
     say(overview.processes_line(config, gpus, count))
-    say(overview.memory_line(*_memory(config, gpus, Path(model_path), count, loaded.sizes)))
+    shape = shape_of(config, Path(model_path), count, loaded.sizes)
+    say(overview.memory_line(*_memory(config, gpus, shape)))
+    config, shared = with_shared_gpu(config, gpus, shape)
+    if shared is not None:
+        say(shared)
     say(overview.results_line(config))
     return Prepared(config, model_path, task, gpus)
 
 
 def _memory(
-    config: RunConfig,
-    gpus: GpuPlan | None,
-    model: Path,
-    count: int | None,
-    sizes: Mapping[str, int],
+    config: RunConfig, gpus: GpuPlan | None, shape: ModelShape | None
 ) -> tuple[StepMemory | None, Device | None]:
     """What the trainer needs and where. Raises UserError: its device has less."""
-    device, shape = device_of(config, gpus), shape_of(config, model, count, sizes)
+    device = device_of(config, gpus)
     if shape is None:
         return None, device
     if device is not None:

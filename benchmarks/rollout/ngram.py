@@ -65,7 +65,7 @@ def command_of(config: EngineConfig, model: str, draft_tokens: int) -> list[str]
         "dtype": "bfloat16" if config.dtype == "auto" else config.dtype,
         "context_length": config.max_model_len + draft_tokens + 16,
         "max_running_requests": config.slots,
-        "mem_fraction_static": config.sglang.mem_fraction_static,
+        "mem_fraction_static": config.sglang.share_of_gpu,
         "speculative_num_draft_tokens": draft_tokens + 1,
         "log_level": "error",
     }

@@ -9,6 +9,8 @@ from asyncrl.wire.limits import MAX_TOKENS, START_SECONDS, WEEK_SECONDS
 _SHARE_OF_START = 0.9
 """SGLang's part of the limit of its generator's start; the rest is imports and the tokenizer."""
 
+_SHARE_OF_GPU = 0.85
+
 
 class SglangConfig(BaseModel):
     """How SGLang is started, and how many tokens its steps take.
@@ -24,10 +26,12 @@ class SglangConfig(BaseModel):
     pins disagree with vLLM's; a relative path starts at the current directory. null: this one if it
     has SGLang, otherwise `.venv-sglang/bin/python`, which `make setup-sglang` makes."""
     kv_cache_gib: float | None = Field(default=None, gt=0, le=4096)
-    """Memory for KV, in GiB. null: 0.5 on a CPU; on a GPU what mem_fraction_static leaves."""
-    mem_fraction_static: float = Field(default=0.85, gt=0, lt=1)
-    """Share of a GPU's memory that weights and KV may take; the rest is for activations. It bounds
-    kv_cache_gib too."""
+    """Memory for KV, in GiB, on each GPU of a generator. null: 0.5 on a CPU; on a GPU what
+    mem_fraction_static leaves."""
+    mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
+    """Share that weights and KV may take of the memory that is free when SGLang starts; the rest is
+    for activations, and for a trainer that starts on the same GPU. It bounds kv_cache_gib too.
+    null: 0.85; on a GPU that the trainer shares, what it leaves (docs/gpus.md)."""
     enable_prefix_caching: bool = True
     """Share the KV of equal prefixes (SGLang's radix cache). Never across versions of the
     weights."""
@@ -56,6 +60,12 @@ class SglangConfig(BaseModel):
     log_level: str = Field(default="ERROR", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
     """What SGLang writes to stderr. INFO and above also goes to a file, whose end is quoted when
     SGLang fails."""
+
+    @property
+    def share_of_gpu(self) -> float:
+        """`mem_fraction_static`, or its default."""
+        own = self.mem_fraction_static
+        return _SHARE_OF_GPU if own is None else own
 
     @property
     def start_limit(self) -> float:

@@ -9,6 +9,10 @@ from asyncrl.wire.limits import MAX_TOKENS, START_SECONDS, WEEK_SECONDS
 _SHARE_OF_START = 0.9
 """vLLM's part of the limit of its process's start; the rest is imports and attaching to it."""
 
+_SHARE_OF_GPU = 0.85
+_CPU_KV_GIB = 0.5
+_GIB = 1 << 30
+
 
 class VllmConfig(BaseModel):
     """How vLLM is started, and how many tokens its steps take.
@@ -20,9 +24,11 @@ class VllmConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kv_cache_gib: float | None = Field(default=None, gt=0, le=4096)
-    """Memory for KV, in GiB. null: 0.5 on a CPU; on a GPU what gpu_memory_utilization leaves."""
-    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
-    """Share of a GPU's memory that vLLM may take; unused when kv_cache_gib is set."""
+    """Memory for KV, in GiB, on each GPU of a generator. null: 0.5 on a CPU; on a GPU what
+    gpu_memory_utilization leaves."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory that vLLM may take, and that must be free when it starts. null: 0.85;
+    on a GPU that the trainer shares, what it leaves (docs/gpus.md)."""
     enforce_eager: bool | None = None
     """Run without compiling the model. null: yes on a CPU (ready sooner, as fast on small models),
     no on a GPU."""
@@ -57,6 +63,27 @@ class VllmConfig(BaseModel):
     log_level: str = Field(default="ERROR", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
     """What vLLM writes to stderr. INFO and above also goes to a file, whose end is quoted when vLLM
     fails."""
+
+    @property
+    def share_of_gpu(self) -> float:
+        """`gpu_memory_utilization`, or its default."""
+        own = self.gpu_memory_utilization
+        return _SHARE_OF_GPU if own is None else own
+
+    def memory_arguments(self, *, on_cpu: bool) -> dict[str, float]:
+        """Arguments of vLLM's that say what memory it may take.
+
+        With `kv_cache_memory_bytes` it measures nothing, but still wants the share to be free at
+        its start (its own is 0.92).
+        """
+        if on_cpu:
+            return {"kv_cache_memory_bytes": int((self.kv_cache_gib or _CPU_KV_GIB) * _GIB)}
+        given: dict[str, float] = {}
+        if self.kv_cache_gib is not None:
+            given["kv_cache_memory_bytes"] = int(self.kv_cache_gib * _GIB)
+        if self.kv_cache_gib is None or self.gpu_memory_utilization is not None:
+            given["gpu_memory_utilization"] = self.share_of_gpu
+        return given
 
     @property
     def start_limit(self) -> float:

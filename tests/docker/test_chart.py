@@ -359,6 +359,31 @@ def test_gpus_are_asked_for_where_they_are_used(chart: Chart) -> None:
     assert asked == wanted
 
 
+def test_rdma_is_a_resource_an_environment_and_a_capability_of_what_has_gpus(
+    chart: Chart,
+) -> None:
+    gpus, rdma = EXAMPLES["gpus"], EXAMPLES["rdma"]
+    trainer = gpus["trainer"] | {
+        "resources": {
+            "requests": gpus["trainer"]["resources"]["requests"],
+            "limits": gpus["trainer"]["resources"]["limits"]
+            | rdma["trainer"]["resources"]["limits"],
+        }
+    }
+    more = {"capabilities": ["IPC_LOCK"]} | rdma["controllerPod"]
+    made = pods(rendered(chart, gpus | {"trainer": trainer, "controllerPod": more}))
+    for pod in made.values():
+        for container in pod["containers"]:
+            capabilities = container["securityContext"]["capabilities"]
+            if container["name"] != "trainer":
+                assert capabilities == {"drop": ["ALL"]}, container["name"]
+                continue
+            assert capabilities == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+            assert container["resources"]["limits"]["rdma/hca"] == 1
+            assert {"name": "NCCL_IB_HCA", "value": "mlx5"} in container["env"]
+        assert bool(violations(pod)) == any(one["name"] == "trainer" for one in pod["containers"])
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_helm_lint_finds_nothing(name: str) -> None:
     report = lint(CHART, EXAMPLES[name], strict=True)

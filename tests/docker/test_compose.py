@@ -172,6 +172,38 @@ def test_the_gpu_file_changes_only_services_that_exist() -> None:
         assert device["capabilities"] == ["gpu"]
 
 
+def test_one_gpu_is_enough_and_vllm_can_be_told_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    gpu = yaml.safe_load(GPU_FILE.read_text(encoding="utf-8"))["services"]
+    ids = [
+        default(gpu[name]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"][0])
+        for name in ("trainer", "generator")
+    ]
+    assert ids == ["0", "0"]
+    words = [
+        word.replace("{ASYNCRL_KV_GIB:-null}", "4") for word in SERVICES["controller"]["command"]
+    ]
+    told = [
+        default(word.replace("$4", "4")).removeprefix("--set=") for word in words if "vllm." in word
+    ]
+    vllm = load_config(None, told).engine.vllm
+    assert (vllm.kv_cache_gib, vllm.gpu_memory_utilization) == (4, None)
+
+
+def test_what_is_compiled_at_run_time_may_be_executed() -> None:
+    """A tmpfs of Docker's is noexec; volumes are not. Inductor alone would start 32 processes."""
+    text = (ROOT / "docker/Dockerfile").read_text(encoding="utf-8")
+    folders = dict(re.findall(r"\b(TORCHINDUCTOR_CACHE_DIR|TRITON_CACHE_DIR)=(\S+)", text))
+    assert len(folders) == 2
+    assert re.search(r"TORCHINDUCTOR_COMPILE_THREADS=8\b", text)
+    for name in ("trainer", "generator"):
+        service = SERVICES[name]
+        mounted = [one.split(":") for one in service["volumes"] if isinstance(one, str)]
+        for folder in folders.values():
+            assert any(folder.startswith(f"{mount[1]}/") for mount in mounted), (name, folder)
+        assert service["deploy"]["resources"]["limits"]["pids"] == 4096
+
+
 def has_compose() -> bool:
     found = shutil.which("docker")
     return (

@@ -274,6 +274,7 @@ NOT_RUN: dict[str, str] = {
         python -m benchmarks.engines --quick
         python -m benchmarks.evaluation --quick
         python -m benchmarks.exactness
+        python -m benchmarks.gpu_plan --json FILE
         python -m benchmarks.hostile --quick
         python -m benchmarks.judge_servers
         python -m benchmarks.live_audit --quick --json FILE
@@ -331,7 +332,7 @@ NOT_RUN: dict[str, str] = {
         docker compose down
         docker run
         docker run --rm --shm-size=1g -v asyncrl-cache:/cache -v asyncrl-runs:/work/runs asyncrl
-        export ASYNCRL_ENGINE=vllm
+        export ASYNCRL_ENGINE=vllm ASYNCRL_GENERATOR_GPU=1
         export ASYNCRL_RUN=long ASYNCRL_STEPS=5000
     """,
     "needs Kubernetes; `make test-deploy` runs the chart for real": """

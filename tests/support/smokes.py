@@ -28,6 +28,7 @@ LIGHT = (
     "delivery",
     "exactness",
     "exactness_loop",
+    "gpu_plan",
     "model_folders",
     "node_files",
     "noise_floor",

@@ -132,6 +132,21 @@ def test_shapes_are_read_from_configurations() -> None:
     assert ModelShape.of({"model_type": "mamba"}) is None
 
 
+def test_libraries_are_counted_on_gpus_and_nccl_where_ranks_speak() -> None:
+    shape = ModelShape.of(QWEN_7B)
+    assert shape is not None
+
+    def needs(*, on_gpu: bool, **settings: Any) -> StepMemory:
+        return step_memory(shape, TrainerConfig(**settings), SAMPLES, on_gpu=on_gpu)
+
+    assert needs(on_gpu=False, ranks=4).libraries == 0
+    one, four = needs(on_gpu=True), needs(on_gpu=True, ranks=4)
+    assert four.libraries - one.libraries == memory.GIB
+    lost = one.libraries - memory._WORKSPACES
+    assert lost == pytest.approx(0.05 * (one.activations + one.head), abs=1)
+    assert dict(one.kinds())["libraries"] == one.libraries, "it is said, and counted"
+
+
 def test_micro_batches_are_no_larger_than_a_group_unless_groups_are_mixed() -> None:
     def tokens(**settings: Any) -> int:
         return tokens_at_once(TrainerConfig(**settings), Samples(longest=100, group_size=4))
@@ -161,7 +176,7 @@ def test_the_copy_for_checkpoints_is_counted_and_can_be_done_without() -> None:
     [
         (400, True, []),
         (170, True, ["trainer.gradient_checkpointing: selective"]),
-        (141, True, ["trainer.gradient_checkpointing: true"]),
+        (143, True, ["trainer.gradient_checkpointing: true"]),
         (100, True, ["trainer.gradient_checkpointing: true", "trainer.optimizer_state: int8"]),
         (85, True, ["trainer.gradient_checkpointing: true", "trainer.optimizer_offload: true"]),
         (40, True, None),

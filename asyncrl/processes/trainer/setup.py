@@ -27,11 +27,14 @@ from asyncrl.processes.trainer.policy_check import PolicyCheck
 from asyncrl.processes.trainer.process import TrainerProcess
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
+from asyncrl.run.memory import Device, local_model, refuse_too_large, shape_of
+from asyncrl.run.model_files import parameters
 from asyncrl.trainer.checkpoint_files import path_of
 from asyncrl.trainer.cpu_memory import keep_freed_memory
 from asyncrl.trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
 from asyncrl.trainer.errors import BatchError, NonFiniteError, RankLost, Superseded, TrainerError
 from asyncrl.trainer.fence import Fence
+from asyncrl.trainer.host_memory import host_bytes
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.lora.config import FINER_ENGINES
 from asyncrl.trainer.ranks.world import join
@@ -205,6 +208,7 @@ def _load_learner(child: Child[TrainerMetrics], fence: Fence) -> Learner:
             "run.repeatable: true works on a CPU only, and trainer.device: auto chose a GPU; set "
             "trainer.device: cpu"
         )
+    _check_memory(spec, config)
     world = join(
         make_place(spec.meeting),
         spec.rank,
@@ -231,6 +235,29 @@ def _load_learner(child: Child[TrainerMetrics], fence: Fence) -> Learner:
     if spec.resume_from is not None:
         learner.restore(path_of(child.directory / "checkpoints", spec.resume_from))
     return learner
+
+
+def _check_memory(spec: ChildSpec, config: RunConfig) -> None:
+    """Refuse a step that is too large for this process's device, before others are waited for.
+
+    On one machine the controller knows the devices, and has done this before it started anything.
+
+    Raises:
+        UserError: with the settings that would help.
+    """
+    if config.launcher.kind == "local":
+        return
+    model = local_model(spec.model_path)
+    shape = None if model is None else shape_of(config, model, parameters(model))
+    if shape is not None:
+        refuse_too_large(config, shape, _device(resolve_device(config.trainer.device)))
+
+
+def _device(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device("this machine", host_bytes(), on_gpu=False)
+    found = torch.cuda.get_device_properties(device)
+    return Device(f"its GPU ({found.name})", found.total_memory, on_gpu=True)
 
 
 def _generates_on_cpu(spec: ChildSpec, config: RunConfig) -> bool:

@@ -112,6 +112,15 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
+{{/* Of a container that uses GPUs, with `capabilities` of the pods: root and role, as for podSpec. */}}
+{{- define "asyncrl.gpuSecurity" -}}
+{{ include "asyncrl.containerSecurity" .root }}
+{{- with include "asyncrl.podList" (dict "all" .root.Values.pod "role" .role "key" "capabilities") }}
+  add:
+    {{- . | nindent 4 }}
+{{- end }}
+{{- end }}
+
 {{/* Of a liveness probe: whoever hangs does not leave either, so less time than after a deletion of the
      pod. Kubernetes before 1.21 does not know it. */}}
 {{- define "asyncrl.hangs" -}}

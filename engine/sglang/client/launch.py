@@ -87,7 +87,7 @@ def server_settings(
         slots=config.slots,
         prefill_tokens=ours.max_prefill_tokens,
         kv_cache_gib=ours.kv_cache_gib,
-        mem_fraction_static=ours.mem_fraction_static,
+        mem_fraction_static=ours.share_of_gpu,
         prefix_caching=ours.enable_prefix_caching,
         draft_tokens=drafts,
         tensor_parallel_size=ours.tensor_parallel_size,

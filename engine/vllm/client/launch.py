@@ -27,12 +27,10 @@ from asyncrl.engine.vllm.client.outputs import StepProcessor
 from asyncrl.engine.vllm.extras import MessageSettings, drafter_to_config
 from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
 
-_CPU_KV_GIB = 0.5
 _PREFILL, _CPU_PREFILL = 4096, 512
 """Tokens a step. Scoring 64 kept answers on a CPU, with a model widened to 25M parameters, takes
 9.1 s with 4096, 4.6 with 1024 and 3.7 with 256. New weights then wait for shorter steps."""
 _VLLM_MAX_LOGPROBS = 20
-_GIB = 1 << 30
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """That vLLM 0.32.0 makes room for."""
 
@@ -93,7 +91,6 @@ def engine_args(
     drafts = cache_config.max_draft_tokens if cache_config.enabled else 0
     # Room for drafts, or for the token drawn after a scored text. Requests are held to our limit.
     max_len = config.max_model_len + max(drafts, 1)
-    kv_gib = ours.kv_cache_gib or (_CPU_KV_GIB if on_cpu else None)
     eager = ours.enforce_eager
     prefill = ours.max_prefill_tokens or (_CPU_PREFILL if on_cpu else _PREFILL)
     # With adapters vLLM refuses fewer tokens a step than all requests may draft.
@@ -123,6 +120,7 @@ def engine_args(
         "worker_extension_cls": EXTENSION_PATH,
         "scheduler_cls": SCHEDULER_PATH,
         "additional_config": MessageSettings(ours.steps_per_message).to_config(),
+        **ours.memory_arguments(on_cpu=on_cpu),
     }
     if not args["enforce_eager"] and not on_cpu:
         args["compilation_config"] = graph_config(
@@ -134,10 +132,6 @@ def engine_args(
             "max_loras": 1,
             "max_lora_rank": next(one for one in ADAPTER_RANKS if one >= ours.lora_rank),
         }
-    if kv_gib is None:
-        args["gpu_memory_utilization"] = ours.gpu_memory_utilization
-    else:
-        args["kv_cache_memory_bytes"] = int(kv_gib * _GIB)
     if drafts:
         args["speculative_config"] = {
             "method": "custom_class",

@@ -70,14 +70,30 @@ def test_a_process_gets_numbers_or_names_never_both() -> None:
     assert found.environment("trainer")["CUDA_VISIBLE_DEVICES"] == "0"
 
 
-def test_sharing_a_gpu_must_be_asked_for() -> None:
-    with pytest.raises(UserError, match=r"launcher\.colocate: true"):
-        plan(1, 1, 1)
-    found = plan(1, 1, 1, colocate=True)
+def test_one_gpu_is_shared_and_of_more_only_if_asked_for() -> None:
+    found = plan(1, 1, 1)
+    assert found.shares
     assert found.of("trainer") == found.of("generator-0")
     assert any("shared" in line for line in found.lines())
+    assert not plan(2, 1, 1).shares
     four = plan(8, 2, 4, colocate=True)
     assert names(four.trainer) == ["4"], "the first GPU of the last generator"
+
+
+@pytest.mark.parametrize(
+    ("generators", "per", "trainer", "more"),
+    [(1, 1, 1, {"colocate": False}), (2, 1, 1, {}), (1, 2, 1, {}), (1, 1, 2, {})],
+)
+def test_what_one_gpu_cannot_be_shared_by(
+    generators: int, per: int, trainer: int, more: dict[str, bool]
+) -> None:
+    with pytest.raises(UserError, match=r"need \d GPUs, and this run may use 1"):
+        plan(1, generators, per, trainer, **more)
+
+
+def test_a_process_on_the_cpu_leaves_the_only_gpu_to_the_other() -> None:
+    for per, trainer in ((0, 1), (1, 0)):
+        assert not plan(1, 1, per, trainer).shares
 
 
 def test_too_few_gpus_are_refused_with_who_asked_for_how_many_and_what_fits() -> None:
@@ -97,11 +113,15 @@ def test_too_few_gpus_are_refused_with_who_asked_for_how_many_and_what_fits() ->
         assert remedy in str(refused.value)
 
 
-@given(st.integers(0, 12), st.integers(1, 5), st.integers(0, 4), st.integers(0, 1), st.booleans())
+@given(
+    *(st.integers(0, 12), st.integers(1, 5), st.integers(0, 4), st.integers(0, 1)),
+    st.sampled_from([None, True, False]),
+)
 def test_no_gpu_is_given_twice_and_every_remedy_works(
-    count: int, generators: int, per: int, trainer: int, colocate: bool
+    count: int, generators: int, per: int, trainer: int, colocate: bool | None
 ) -> None:
-    needs = GpuNeeds(generators, per, trainer, colocate)
+    needs = GpuNeeds(generators, per, trainer, colocate).on(count)
+    colocate = needs.colocate
     gpus = machine(count)
     try:
         found = plan_gpus(gpus, needs, renumbers=True)
