@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_MATCH_LIMIT = 40
 """A sequence's head must fit in its first block (`asyncrl.cache.arena.SPAN`)."""
+
+DRAFT_TOKENS = 16
+"""What `max_draft_tokens: auto` is, unless a run's start finds that drafts do not pay."""
 
 DEFAULT_LENIENCE = math.exp(0.5)
 """SPEC-RL's value for GRPO (arXiv 2509.23232)."""
@@ -31,8 +34,10 @@ class CacheConfig(BaseModel):
     dropped first."""
     max_bytes_per_prompt: int = Field(default=32 << 20, ge=1 << 13, le=(1 << 33) - 512)
     """Bytes that the rollouts of one prompt may take; its oldest rollouts are dropped first."""
-    max_draft_tokens: int = Field(default=16, ge=0, le=128)
-    """Tokens drafted for a sample in one decode step, at most."""
+    max_draft_tokens: Annotated[int, Field(ge=0, le=128)] | Literal["auto"] = "auto"
+    """Tokens drafted for a sample in one decode step, at most. auto: 16; on GPUs 0 with SGLang, and
+    with vLLM unless the run's steps see each prompt at least twice: without a drafter vLLM
+    schedules asynchronously. The run says what is chosen, and config.yaml has it."""
     min_match: int = Field(default=1, ge=1, le=MAX_MATCH_LIMIT)
     """Recent tokens that must match an earlier rollout before anything is drafted."""
     max_match: int = Field(default=8, ge=1, le=MAX_MATCH_LIMIT)
@@ -63,6 +68,11 @@ class CacheConfig(BaseModel):
     lenient_max_bytes: int = Field(default=1 << 30, ge=1 << 14, le=1 << 44)
     """Bytes of rollouts that one process keeps for reuse: lenient, in addition to max_bytes. The
     least recently used are dropped first."""
+
+    @property
+    def draft_tokens(self) -> int:
+        """`max_draft_tokens` as a number."""
+        return DRAFT_TOKENS if self.max_draft_tokens == "auto" else self.max_draft_tokens
 
     @model_validator(mode="after")
     def _check_reuse(self) -> CacheConfig:

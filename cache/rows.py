@@ -27,7 +27,7 @@ class OpenRows:
         self.rings: IntArray = np.zeros((16, config.max_match), np.int32)
         """`[R, max_match]` the last tokens of each row, as a ring; -1 where there are fewer."""
         # A tree makes more guesses than it drafts, and all of them teach something.
-        width = 2 * config.max_draft_tokens + 8
+        width = 2 * config.draft_tokens + 8
         self.experience = estimate.no_experience(config.max_match, config.doubt, 16, width)
         self._free: list[int] = list(range(15, -1, -1))
 

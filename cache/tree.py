@@ -104,7 +104,7 @@ class RolloutCache:
             config.min_match,
             config.max_match,
             config.max_candidates,
-            config.max_draft_tokens,
+            config.draft_tokens,
             version_weights(config.version_half_life),
         )
         self._inserted = self._drafted = 0
@@ -189,7 +189,7 @@ class RolloutCache:
         budgets = int32_values("budgets", budgets, minimum=0)
         if len(budgets) != len(rows):
             raise ValueError(f"{len(rows)} rows need as many budgets, not {len(budgets)}")
-        room = int(np.minimum(budgets, self.config.max_draft_tokens).sum(dtype=np.int64))
+        room = int(np.minimum(budgets, self.config.draft_tokens).sum(dtype=np.int64))
         offsets = np.zeros(len(rows) + 1, np.int32)
         tokens = np.empty(room, np.int32)
         parents = np.empty(room, np.int32)

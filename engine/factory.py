@@ -71,7 +71,7 @@ def _torch_engine(
     from asyncrl.engine.torch.engine import TorchEngine
 
     make = partial(TorchEngine, config, model_path, seed=seed, batch_invariant=batch_invariant)
-    drafts = cache_config.max_draft_tokens
+    drafts = cache_config.draft_tokens
     if not cache_config.enabled or drafts == 0:
         # What verification rejected is in the request and needs no cache to be drafted from.
         return make(source=None, max_draft_tokens=drafts)

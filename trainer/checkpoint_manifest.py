@@ -261,6 +261,8 @@ def check_settings(directory: Path, manifest: Manifest, settings: dict[str, Any]
     now = _flat(msgspec.json.decode(msgspec.json.encode(settings), type=dict[str, Any]))
     # Settings that were added since: they had the value that is now the default.
     then = {**_flat(TrainerConfig().model_dump(mode="json")), **_flat(manifest.settings)}
+    if now.get("dtype") == "auto":
+        now["dtype"] = then["dtype"]  # the trainer's process, which knows its device, compares it
     changed = sorted(
         key for key in (then.keys() | now.keys()) - _FREE if then.get(key) != now.get(key)
     )

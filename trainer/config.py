@@ -19,6 +19,10 @@ from asyncrl.trainer.rank_network import LOOPBACK, network_of
 from asyncrl.wire.limits import MAX_STEPS, MAX_THREADS, MAX_TOKENS, WEEK_SECONDS
 from asyncrl.wire.paths import FunctionName
 
+ComputeDtype = Literal["float32", "bfloat16", "float64"]
+BFLOAT16_CAPABILITY = (8, 0)
+"""Compute capability of the first GPUs (A100) that multiply bfloat16."""
+
 
 class TrainerConfig(BaseModel):
     """How groups of trajectories become optimizer steps.
@@ -140,8 +144,11 @@ class TrainerConfig(BaseModel):
     mix_groups: bool = False
     """Whole groups that wait share forward passes, up to micro_batch_tokens: for groups that are
     much smaller than that. The order of sums, so the rounding, then depends on what waits."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Compute type. Under bfloat16 (autocast) parameters and Adam stay float32."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Compute type. auto: bfloat16 on a GPU of compute capability 8.0 or above, float32 on an older
+    one and on a CPU; what is chosen stands in the run's config.yaml. Under bfloat16 (autocast)
+    parameters and Adam stay float32. float32 on a GPU multiplies in TensorFloat-32: 10 bits of a
+    factor's mantissa, sums in float32 (docs/gpus.md)."""
     device: str = "auto"
     """auto (a GPU where there is one), cpu, cuda. `launcher.gpus` says which GPU."""
     threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)
@@ -180,6 +187,37 @@ class TrainerConfig(BaseModel):
     divided by the ranks. false: no copy, and training waits until each is written."""
     keep_checkpoints: int = Field(default=2, gt=0, le=MAX_STEPS)
     """How many of the newest checkpoints are kept."""
+
+    def for_device(
+        self, capability: tuple[int, int] | None, *, engines_dtype: str | None = None
+    ) -> TrainerConfig:
+        """These settings with `dtype: auto` resolved for a device.
+
+        Args:
+            capability: CUDA compute capability of the device; None: it is a CPU.
+            engines_dtype: of the engines' weights, if it is known. Where they are float32, so is
+                the model that an adapter is added to (`lora.config.FINER_ENGINES`).
+        """
+        if self.dtype != "auto":
+            return self
+        low = capability is not None and capability >= BFLOAT16_CAPABILITY
+        if self.lora.enabled and engines_dtype == "float32":
+            low = False
+        return self.model_copy(update={"dtype": "bfloat16" if low else "float32"})
+
+    @property
+    def compute_dtype(self) -> ComputeDtype:
+        """`dtype` of settings that `for_device` has resolved.
+
+        Raises:
+            ValueError: it is still `auto`.
+        """
+        if self.dtype == "auto":
+            raise ValueError(
+                "trainer.dtype is still auto where its value is needed: resolve it for the "
+                "trainer's device first (TrainerConfig.for_device)"
+            )
+        return self.dtype
 
     @property
     def band_of_correction(self) -> tuple[float, float]:

@@ -35,6 +35,7 @@ from asyncrl.trainer.errors import BatchError, NonFiniteError
 from asyncrl.trainer.fence import UNFENCED, Fence
 from asyncrl.trainer.group_check import check_group, check_trajectory
 from asyncrl.trainer.lora.weights import weights_of
+from asyncrl.trainer.model_loading import multiply_in_tf32
 from asyncrl.trainer.objective import Objective
 from asyncrl.trainer.optimizer import learning_rate
 from asyncrl.trainer.policy import Policy
@@ -47,7 +48,7 @@ from asyncrl.trainer.saved_state import (
     check_reference,
     state_of,
 )
-from asyncrl.trainer.scoring import load_models
+from asyncrl.trainer.scoring import for_own_device, load_models
 from asyncrl.trainer.sharding.lockstep import Lockstep
 from asyncrl.trainer.sharding.weights import Weights
 from asyncrl.trainer.snapshot import Snapshot
@@ -95,6 +96,7 @@ class Learner:
     ) -> None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        config = for_own_device(config)
         torch.manual_seed(seed)
         learning_rate(config, config.warmup_steps, total_steps)  # refuses an impossible schedule
         self._config, self._model_path, self._group_size = config, model_path, group_size
@@ -118,6 +120,8 @@ class Learner:
             with_critic=self._objective.needs_critic,
         )
         self._policy = self._models.policy
+        if self._policy.device.type == "cuda" and config.compute_dtype == "float32":
+            multiply_in_tf32(self._models.modules())  # only now: the loading compares in float32
         self._update = Update(self._policy.model, config, world)
         self.lockstep = Lockstep(world if self._policy.is_sharded else ALONE)
         self._weights = weights_of(self._policy, world)

@@ -169,8 +169,8 @@ def step_memory(
         on_gpu: whether the device is a GPU.
         engine_bytes: of a number of the published weights.
     """
-    count, low = shape.parameters, config.dtype == "bfloat16"
-    width = 8 if config.dtype == "float64" else 4
+    count, low = shape.parameters, config.compute_dtype == "bfloat16"
+    width = 8 if config.compute_dtype == "float64" else 4
     head = shape.vocabulary * shape.hidden
     parts = 2 if config.algorithm == "reinforce_plus_plus" else 1
     adapter = adapter_parameters(shape, config.lora) if config.lora.enabled else 0
@@ -241,8 +241,8 @@ def _gathered(shape: ModelShape, config: TrainerConfig) -> int:
     Head and embedding: weight and gradient, or the gradient twice, when it leaves; a tied one stays
     from the head's backward pass to the embedding's.
     """
-    width = 8 if config.dtype == "float64" else 4
-    low = 2 if config.dtype == "bfloat16" else width
+    width = 8 if config.compute_dtype == "float64" else 4
+    low = 2 if config.compute_dtype == "bfloat16" else width
     head = shape.vocabulary * shape.hidden
     block = (shape.parameters - head * (1 if shape.tied else 2)) // shape.layers
     of_block = block * (4 * low + 2 * width)
@@ -336,10 +336,10 @@ def _activations(shape: ModelShape, config: TrainerConfig, samples: Samples) -> 
     # output, before and after rotation and once more for its padded block; the MLP's four tensors.
     stream = 4 * shape.hidden
     products = 4 * queries + 5 * keys + 4 * shape.intermediate
-    width = {"float32": 4, "float64": 8, "bfloat16": 2}[config.dtype]
+    width = {"float32": 4, "float64": 8, "bfloat16": 2}[config.compute_dtype]
     wide = max(4, width)
     layer = stream * wide + products * width
-    if config.dtype == "bfloat16":  # casts of the norms' results, and norms that keep their steps
+    if width == 2:  # casts of the norms' results, and norms that keep their steps
         layer += 2 * shape.hidden * (width + wide)
     if config.gradient_checkpointing:
         kept = shape.hidden * wide
@@ -351,7 +351,7 @@ def _activations(shape: ModelShape, config: TrainerConfig, samples: Samples) -> 
 
 def _head(shape: ModelShape, config: TrainerConfig, samples: Samples, *, on_gpu: bool) -> int:
     tokens = tokens_at_once(config, samples)
-    width = 8 if config.dtype == "float64" else 4
+    width = 8 if config.compute_dtype == "float64" else 4
     logits = tokens * shape.vocabulary
     copies = 4 if logits <= _LOGITS_AT_ONCE else 2
     if logits > _LOGITS_AT_ONCE:

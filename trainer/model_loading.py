@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from asyncrl.trainer.errors import UnsupportedModelError
@@ -41,3 +44,31 @@ def load_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
             "so packed sequences would see each other; choose a transformer"
         )
     return model
+
+
+def multiply_in_tf32(models: Iterable[nn.Module]) -> None:
+    """Have this process multiply float32 matrices in TensorFloat-32, except for rotary angles.
+
+    transformers computes an angle as a matrix product of a position and a frequency. In the 11
+    significant bits of TensorFloat-32, positions from 2,049 on would be rounded.
+
+    Args:
+        models: that are trained or scored with.
+    """
+    torch.set_float32_matmul_precision("high")
+    for module in (one for model in models for one in model.modules()):
+        if any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
+            module.forward = _in_full_float32(module.forward)
+
+
+def _in_full_float32(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def computed(*arguments: Any, **more: Any) -> Any:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            return forward(*arguments, **more)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return computed

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.rollout.truncation import Truncation
@@ -21,6 +22,8 @@ from asyncrl.trainer.ranks import World
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.router import check_routes
 from asyncrl.trainer.sharding.policy import ShardedPolicy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,15 @@ class Models:
         shared = self.critic is not None and self.critic.shares_trunk
         head = list(self.critic.module.parameters()) if shared and self.critic else []
         return [*self.policy.model.parameters(), *head]
+
+    def modules(self) -> list[nn.Module]:
+        """All models; two of them may be one."""
+        found: list[nn.Module] = [self.policy.model]
+        if self.reference is not None:
+            found.append(self.reference.policy.model)
+        if self.critic is not None:
+            found.append(self.critic.module)
+        return found
 
     def score(self, some: Sequence[Trajectory]) -> tuple[TokenScores, Values | None]:
         """Log-probabilities of the tokens of some samples, and values if there is a critic."""
@@ -92,7 +104,7 @@ def load_models(
         kind = partial(ShardedPolicy, world=world)
     load = partial(
         kind,
-        dtype=config.dtype,
+        dtype=config.compute_dtype,
         device=resolve_device(config.device),
         temperature=temperature,
         truncation=truncation,
@@ -109,6 +121,22 @@ def load_models(
         reference = Reference(config, load(model_path))
     critic = Critic(config, model_path, policy, train, world) if with_critic else None
     return Models(policy, reference, critic, with_routes=config.router_loss_coefficient > 0)
+
+
+def for_own_device(config: TrainerConfig, engines_dtype: str | None = None) -> TrainerConfig:
+    """The settings with `dtype: auto` resolved for the device of this process.
+
+    Args:
+        config: of the trainer.
+        engines_dtype: as in `TrainerConfig.for_device`.
+    """
+    device = resolve_device(config.device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    resolved = config.for_device(capability, engines_dtype=engines_dtype)
+    if resolved is not config:
+        where = "a CPU" if capability is None else "a GPU of capability {}.{}".format(*capability)
+        logger.info("trainer.dtype: auto is %s on %s", resolved.dtype, where)
+    return resolved
 
 
 def resolve_device(name: str) -> torch.device:

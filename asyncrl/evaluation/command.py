@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
@@ -29,6 +30,7 @@ from asyncrl.rewards.server.keeping import served
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.run.directory import find_run
 from asyncrl.run.exporting import model_of
+from asyncrl.run.gpu_defaults import with_drafts_that_pay
 from asyncrl.run.model_check import check_files, check_numbers
 from asyncrl.run.positions_check import check_positions
 from asyncrl.run.sample_requests import payload_of, sample_seed
@@ -104,6 +106,8 @@ def evaluate_model(config: RunConfig, model_path: str, console: Console) -> Eval
         config.run.seed,
         config.evaluation.sets,
     )
+    on_gpu = config.engine.device != "cpu" and torch.cuda.is_available()
+    config, _ = with_drafts_that_pay(config, on_gpu=on_gpu, visits=1)
     try:
         engine = create_engine(
             config.engine,

@@ -7,7 +7,6 @@ there is no GPU, and everything runs on the CPU.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import re
 import shutil
@@ -21,6 +20,7 @@ PROC = Path("/proc/driver/nvidia/gpus")
 _SECONDS = 30.0
 """Longest wait for nvidia-smi: without its persistence daemon it initialises every GPU first."""
 _WHOLE = re.compile(r"^GPU (\d+): (.+?) \(UUID: (GPU-[^)]+)\)")
+_VERSION = re.compile(r"^(\d+)\.(\d+)$")
 _PART = re.compile(r"^\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
 
 
@@ -37,6 +37,10 @@ class Gpu:
     """None: not known."""
     number: int | None = None
     """In nvidia-smi's order; None for a part."""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability, as (9, 0); None: not known."""
+    of: str = ""
+    """UUID of the GPU that a part belongs to; empty for a whole one."""
 
     @property
     def is_part(self) -> bool:
@@ -57,12 +61,28 @@ def find_gpus() -> list[Gpu]:
     if shutil.which("nvidia-smi") is None:
         return _from_proc()
     found = parse_list(_ask("-L"))
+    query = ("--query-gpu=uuid,memory.total,compute_cap", "--format=csv,noheader,nounits")
+    memory, capability = parse_query(_ask(*query))
+    return [
+        replace(gpu, memory_mib=memory.get(gpu.uuid), capability=capability.get(gpu.of or gpu.uuid))
+        for gpu in found
+    ]
+
+
+def parse_query(text: str) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+    """MiB and compute capability by UUID, of nvidia-smi's lines `UUID, MiB, 9.0`.
+
+    What is not a number is left out: "[N/A]" is the memory of a GPU that shares the machine's.
+    """
     memory: dict[str, int] = {}
-    for line in _ask("--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits").splitlines():
-        uuid, _, mib = line.partition(",")
-        with contextlib.suppress(ValueError):  # "[N/A]" on machines whose GPU shares the memory
-            memory[uuid.strip()] = int(mib)
-    return [replace(gpu, memory_mib=memory.get(gpu.uuid)) for gpu in found]
+    capability: dict[str, tuple[int, int]] = {}
+    for line in text.splitlines():
+        uuid, mib, version = (one.strip() for one in f"{line},,".split(",")[:3])
+        if mib.isdecimal():
+            memory[uuid] = int(mib)
+        if (found := _VERSION.match(version)) is not None:
+            capability[uuid] = int(found[1]), int(found[2])
+    return memory, capability
 
 
 def parse_list(text: str) -> list[Gpu]:
@@ -72,12 +92,12 @@ def parse_list(text: str) -> list[Gpu]:
         if whole := _WHOLE.match(line):
             number, model, uuid = whole.groups()
             found.append(Gpu(number, uuid, model, number=int(number)))
-            model_above = model
+            model_above, uuid_above = model, uuid
         elif (part := _PART.match(line)) and found:
             if not found[-1].is_part:
                 found.pop()  # CUDA cannot use a divided GPU as a whole
             profile, uuid = part.groups()
-            found.append(Gpu(uuid, uuid, f"{profile} of {model_above}"))
+            found.append(Gpu(uuid, uuid, f"{profile} of {model_above}", of=uuid_above))
     return found
 
 

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import MutableMapping
 
 import msgspec
 import zmq.asyncio
@@ -21,10 +22,19 @@ from asyncrl.engine.errors import EngineError
 from asyncrl.errors import AsyncrlError
 from asyncrl.launch.parent_death import end_with_parent
 from asyncrl.monitoring.errors import MonitoringError
-from asyncrl.processes.spec import ChildKeys, ChildSpec, GeneratorKeys, RelayKeys, read_spec
+from asyncrl.processes.spec import (
+    ChildKeys,
+    ChildSpec,
+    GeneratorKeys,
+    RelayKeys,
+    TrainerKeys,
+    read_spec,
+)
 from asyncrl.trainer.errors import TrainerError
 from asyncrl.wire.errors import WireError
 
+_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+"""With one of these in the environment, the user has configured torch's CUDA allocator."""
 SHUTDOWN_SECONDS = 10
 """Longest time that a child may take to clean up after SIGTERM."""
 
@@ -51,6 +61,15 @@ def _exit_on_signal(number: int, _frame: object) -> None:
     sys.exit(128 + number)
 
 
+def configure_allocator(environment: MutableMapping[str, str]) -> None:
+    """Have torch's CUDA allocator, which reads this at its import, grow its segments.
+
+    Micro-batches of all lengths leave gaps of all sizes between segments that cannot grow.
+    """
+    if _ALLOCATOR.isdisjoint(environment):
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def _run(spec: ChildSpec, keys: ChildKeys) -> None:
     """Run the process of this role. A relay does without torch, so it starts at once."""
     if isinstance(keys, RelayKeys):
@@ -58,6 +77,8 @@ def _run(spec: ChildSpec, keys: ChildKeys) -> None:
 
         asyncio.run(run_relay(spec, keys))
         return
+    if isinstance(keys, TrainerKeys):
+        configure_allocator(os.environ)
     gc.disable()  # until `without_collecting_the_start`: what is imported now is no garbage
     import torch
 

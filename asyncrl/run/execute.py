@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from rich.console import Console
@@ -42,6 +43,7 @@ from asyncrl.run.controller import Controller
 from asyncrl.run.directory import Ending, RunDirectory, read_state
 from asyncrl.run.fleet import Fleet
 from asyncrl.run.folder_lock import UnlockableError
+from asyncrl.run.gpu_defaults import visits_of, with_drafts_that_pay
 from asyncrl.run.group_traces import open_group_traces
 from asyncrl.run.inbox import Message
 from asyncrl.run.inputs import (
@@ -202,6 +204,7 @@ async def _run(
 ) -> RunResult:
     began = time.monotonic()
     config, state = prepared.config, directory.state
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     async with contextlib.AsyncExitStack() as closing:
         try:
             runtime = RuntimeDirectory()
@@ -217,8 +220,10 @@ async def _run(
             records,
             runtime,
             closing,
-            partial(console.print, highlight=False, soft_wrap=True, markup=False),
+            say,
         )
+        prepared = _with_drafts(prepared, directory, launching, say)
+        config = prepared.config
         control_key = RunKey.new()
         control_key.write(control_key_file(directory.path))
         state.control_address = runtime.address("user")
@@ -302,6 +307,27 @@ async def _run(
     if wrong is not None:
         raise wrong
     return result
+
+
+def _with_drafts(
+    prepared: Prepared,
+    directory: RunDirectory,
+    launching: Launching,
+    say: Callable[[str], None],
+) -> Prepared:
+    """With `cache.max_draft_tokens: auto` resolved, where only the launcher knows the devices."""
+    config, line = with_drafts_that_pay(
+        prepared.config,
+        on_gpu=launching.engine_device == "cuda",
+        visits=visits_of(prepared.config, len(prepared.task.train)),
+    )
+    if config is prepared.config:
+        return prepared
+    directory.write_config(config)
+    launching.use(config)
+    if line:
+        say(line)
+    return replace(prepared, config=config)
 
 
 def _tell(

@@ -39,6 +39,9 @@ class Launching:
     """As in `ChildSpec`."""
     on_lost: Callable[[Callable[[AsyncrlError], None]], None]
     """Has a function called, from another thread, if the launcher loses its cluster."""
+    use: Callable[[RunConfig], None] = lambda _config: None
+    """Has processes started with another configuration from now on, where they cannot read that of
+    the run's folder."""
     agents: AgentsLauncher | None = None
     """The launcher, if it is that of agents."""
 
@@ -67,7 +70,9 @@ async def open_launcher(
         for line in ray.lines():
             say(line)
         device: Literal["cpu", "cuda"] = "cuda" if ray.generators_have_gpus else "cpu"
-        return Launching(ray, f"tcp://{ray.node_ip}:*", "", model_path, device, ray.on_lost)
+        return Launching(
+            ray, f"tcp://{ray.node_ip}:*", "", model_path, device, ray.on_lost, ray.use
+        )
     if config.launcher.kind == "agents":
         return await _open_agents(prepared, run, records, closing, say)
     local = LocalLauncher(
@@ -118,6 +123,7 @@ async def _open_agents(
         model_path,
         "cuda" if found.roster.generators_have_gpus else "cpu",
         found.on_lost,
+        found.use,
         found,
     )
 

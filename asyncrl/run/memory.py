@@ -18,6 +18,7 @@ from asyncrl.launch.placement import GpuPlan
 from asyncrl.run.model_files import parameters
 from asyncrl.tasks import hub
 from asyncrl.trainer.algorithms.registry import has_critic
+from asyncrl.trainer.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.host_memory import host_bytes
 from asyncrl.trainer.memory import FULL, ModelShape, Samples, StepMemory, remedies, step_memory
 
@@ -87,12 +88,17 @@ def shape_of(
 
 
 def memory_of(config: RunConfig, shape: ModelShape, *, on_gpu: bool) -> StepMemory:
-    """What the trainer of a run needs."""
+    """What the trainer of a run needs.
+
+    With `trainer.dtype: auto`, a GPU is taken to be of capability 8.0 or above: the machine that
+    asks need not see it.
+    """
+    trainer = config.trainer.for_device(BFLOAT16_CAPABILITY if on_gpu else None)
     on_cpu = not on_gpu
     kind = config.engine.dtype
     wide = kind == "float32" or (kind == "auto" and on_cpu)
     return step_memory(
-        shape, config.trainer, samples_of(config), on_gpu=on_gpu, engine_bytes=4 if wide else 2
+        shape, trainer, samples_of(config), on_gpu=on_gpu, engine_bytes=4 if wide else 2
     )
 
 
@@ -151,7 +157,11 @@ def refuse_too_large(config: RunConfig, shape: ModelShape, device: Device) -> No
     if device.bytes is None or room is None or least <= room:
         return
     settings, with_them = remedies(
-        shape, config.trainer, samples_of(config), room, on_gpu=device.on_gpu
+        shape,
+        config.trainer.for_device(BFLOAT16_CAPABILITY if device.on_gpu else None),
+        samples_of(config),
+        room,
+        on_gpu=device.on_gpu,
     )
     if with_them <= room:
         what = f"Set {' and '.join(settings)}: then it is about {size(with_them)}"

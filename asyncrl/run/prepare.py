@@ -16,7 +16,8 @@ from asyncrl.launch.placement import GpuPlan
 from asyncrl.run import overview
 from asyncrl.run.algorithm_check import check_algorithm
 from asyncrl.run.critic_check import with_critic
-from asyncrl.run.devices import place
+from asyncrl.run.devices import engine_device, place
+from asyncrl.run.gpu_defaults import visits_of, with_drafts_that_pay, with_trainer_dtype
 from asyncrl.run.lora_check import with_adapter
 from asyncrl.run.memory import (
     Device,
@@ -54,15 +55,17 @@ class Prepared:
 def prepare(config: RunConfig, console: Console) -> Prepared:
     """Check the machine and the rewards, make or find the model, load the data.
 
-    Says in seven lines, one more with an environment and one with a shared GPU, what the run is
-    about to do. Creates no run folder.
+    Says in seven lines what the run is about to do; one more with an environment, and up to three
+    on GPUs. Creates no run folder.
 
     Raises:
         UserError: this machine, the model, the data or a reward cannot be used.
     """
     check_machine(config)
     check_builtin_positions(config)
-    gpus = place(config) if config.launcher.kind == "local" else None
+    local = config.launcher.kind == "local"
+    gpus = place(config) if local else None
+    config, compute = with_trainer_dtype(config, gpus)
     check_rewards(config.rewards)
     check_environment(config)
     check_algorithm(config)
@@ -102,6 +105,9 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
 
         for sentence in try_environment(config, task):
             say(sentence)
+    config, drafts = _with_drafts(config, gpus, len(task.train)) if local else (config, "")
+    for line in filter(None, (compute, drafts)):
+        say(line)
     count = parameters(Path(model_path))
     say(overview.processes_line(config, gpus, count))
     shape = shape_of(config, Path(model_path), count, loaded.sizes)
@@ -111,6 +117,11 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
         say(shared)
     say(overview.results_line(config))
     return Prepared(config, model_path, task, gpus)
+
+
+def _with_drafts(config: RunConfig, gpus: GpuPlan | None, prompts: int) -> tuple[RunConfig, str]:
+    on_gpu = engine_device(gpus) == "cuda"
+    return with_drafts_that_pay(config, on_gpu=on_gpu, visits=visits_of(config, prompts))
 
 
 def _memory(

@@ -28,6 +28,7 @@ from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.run.memory import Device, device_of, memory_of, memory_text, samples_of, size
+from asyncrl.trainer.config import BFLOAT16_CAPABILITY
 from asyncrl.trainer.memory import FULL, GIB, ModelShape, StepMemory, remedies
 
 USABLE = 0.98
@@ -156,7 +157,7 @@ def with_shared_gpu(
 
 
 def _drafts(config: RunConfig) -> int:
-    return int(config.cache.max_draft_tokens) if config.cache.enabled else 0
+    return config.cache.draft_tokens if config.cache.enabled else 0
 
 
 def _given_kv(engine: EngineConfig, needs: EngineNeeds, total: int) -> int | None:
@@ -268,7 +269,8 @@ def _too_small(
     elif divide(found.total, trainer, needs).fits:
         ways.append(f"Leave out engine.{engine.kind}.kv_cache_gib and .{_share_name(engine)}")
     if room > 0:
-        settings, then = remedies(shape, config.trainer, samples_of(config), room, on_gpu=True)
+        resolved = config.trainer.for_device(BFLOAT16_CAPABILITY)
+        settings, then = remedies(shape, resolved, samples_of(config), room, on_gpu=True)
         if settings and then <= room:
             ways.append(f"Set {' and '.join(settings)}: then a step needs about {size(then)}")
     ways.append("Give the trainer a GPU of its own, or take a larger GPU or a smaller model")

@@ -82,7 +82,7 @@ def contestants(
             engine = create_engine(config, model, cache_config=off, seed=0)
             found.append(Contestant(SUFFIX, engine, True, suffix=True))
     if kind == "sglang":
-        why, drafts = refusal(config), CacheConfig().max_draft_tokens
+        why, drafts = refusal(config), CacheConfig().draft_tokens
         if why is None:
             ngram = NgramEngine(command_of(config, model, drafts), later, drafts)
             found.append(Contestant(NGRAM, ngram, True))

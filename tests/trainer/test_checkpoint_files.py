@@ -230,3 +230,16 @@ def test_a_run_of_another_seed_or_sampling_is_another_run(
     changed = settings_of(TrainerConfig(), **{**asked, name: value})
     with pytest.raises(CheckpointError, match=re.escape(f"other settings ({said})")):
         check_settings(Path("step-000001"), manifest, changed)
+
+
+def test_a_type_that_the_trainer_will_choose_is_compared_by_the_trainer() -> None:
+    """The controller of a run on other machines has `auto`, the checkpoint what it was there."""
+    asked: dict[str, Any] = {
+        "group_size": 2, "seed": 1, "temperature": 1.0, "truncation": Truncation(),
+    }  # fmt: skip
+    written = settings_of(TrainerConfig(dtype="bfloat16"), **asked)
+    manifest = Manifest(format=FORMAT, policy_version=1, settings=written, files={})
+    check_settings(Path("step-000001"), manifest, settings_of(TrainerConfig(), **asked))
+    resolved = settings_of(TrainerConfig().for_device(None), **asked)
+    with pytest.raises(CheckpointError, match="dtype: 'bfloat16' -> 'float32'"):
+        check_settings(Path("step-000001"), manifest, resolved)

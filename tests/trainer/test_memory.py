@@ -99,7 +99,7 @@ def test_a_learner_allocates_what_was_estimated(
     tmp_path: Path, vocabulary: int, settings: dict[str, Any]
 ) -> None:
     path, shape = _model(tmp_path, vocabulary)
-    config = TrainerConfig(device="cpu", **settings)
+    config = TrainerConfig(device="cpu", **settings).for_device(None)
     learner = Learner(config, path, group_size=GROUP, seed=0)
     rewards = np.arange(GROUP, dtype=np.float32)
     learner.add_group(_group(0), rewards)  # compiles, and makes the optimizer's state
@@ -161,7 +161,9 @@ def test_the_copy_for_checkpoints_is_counted_and_can_be_done_without() -> None:
     assert shape is not None
 
     def needs(*, on_gpu: bool, **settings: Any) -> StepMemory:
-        return step_memory(shape, TrainerConfig(ranks=4, **settings), SAMPLES, on_gpu=on_gpu)
+        return step_memory(
+            shape, TrainerConfig(dtype="float32", ranks=4, **settings), SAMPLES, on_gpu=on_gpu
+        )
 
     on_cpu, on_gpu = needs(on_gpu=False), needs(on_gpu=True)
     assert on_gpu.host_copy == on_cpu.copy == pytest.approx(12 / 4 * shape.parameters, abs=4)

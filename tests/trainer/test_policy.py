@@ -20,6 +20,7 @@ from asyncrl.trainer import head as head_module
 from asyncrl.trainer import packing
 from asyncrl.trainer.errors import UnsupportedModelError
 from asyncrl.trainer.micro_batches import split_by_tokens
+from asyncrl.trainer.model_loading import multiply_in_tf32
 from asyncrl.trainer.packed_batch import PackedBatch
 from asyncrl.trainer.packing import Family, Layout, packed_attention
 from asyncrl.trainer.policy import Policy
@@ -303,3 +304,28 @@ def test_layout_round_trip(kin: list[tuple[int, list[int]]], worthwhile: int) ->
         for place, shared, first, last in layout.families
         if [*range(place, place + shared)] not in expected
     )
+
+
+def test_tensor_float_32_spares_rotary_angles(model_path: Callable[[str], str]) -> None:
+    """A position is a factor of a float32 product there, and TensorFloat-32 has 11 bits for it."""
+    model = AutoModelForCausalLM.from_pretrained(model_path("llama"))
+    found: dict[str, str] = {}
+
+    def note(name: str, module: torch.nn.Module) -> None:
+        plain = module.forward
+
+        def noting(*arguments: object, **more: object) -> object:
+            found[name] = torch.get_float32_matmul_precision()
+            return plain(*arguments, **more)
+
+        module.forward = noting  # type: ignore[method-assign]
+
+    note("rotary", model.model.rotary_emb)
+    note("head", model.lm_head)
+    try:
+        multiply_in_tf32([model, model.model])  # the second time, in part
+        model(torch.arange(4)[None])
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert found == {"rotary": "highest", "head": "high"}

@@ -156,6 +156,10 @@ class AgentsLauncher:
         process: AgentProcess = self.roster.add(full, keys, node)
         return process
 
+    def use(self, config: RunConfig) -> None:
+        """Start processes with this configuration from now on."""
+        self._config = config
+
     async def close(self) -> None:
         """Tell all agents that the run is over."""
         for agent in self.roster.agents.values():

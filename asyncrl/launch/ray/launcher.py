@@ -256,6 +256,10 @@ class RayLauncher:
     def _slot_of(self, generator: int) -> int:
         return self._ranks + generator
 
+    def use(self, config: RunConfig) -> None:
+        """Start processes with this configuration from now on."""
+        self._config = config
+
     def give_room_back(self, generator: int) -> None:
         """Give back the slot of a joiner; those of the start are one group that stays."""
         slot = self._slot_of(generator)

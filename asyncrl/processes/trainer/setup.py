@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -38,7 +39,7 @@ from asyncrl.trainer.host_memory import host_bytes
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.lora.config import FINER_ENGINES
 from asyncrl.trainer.ranks.world import join
-from asyncrl.trainer.scoring import resolve_device
+from asyncrl.trainer.scoring import for_own_device, resolve_device
 from asyncrl.wire import Hub
 from asyncrl.wire.errors import PublishError, WireError
 from asyncrl.wire.frames import max_delivery_bytes
@@ -67,6 +68,9 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
     """Load or resume the learner, publish its weights, and train until told to shut down."""
     async with bring_up(spec, keys, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
         check_given_gpus(spec)
+        engines_on_cpu = _generates_on_cpu(spec, child.config)
+        name = child.config.engine.weights_dtype(on_cpu=engines_on_cpu)
+        child = replace(child, config=_for_this_process(child.config, name))
         config = child.config
         generators: Hub[data.FromGeneratorData] = Hub(
             spec.bind_to(),
@@ -82,8 +86,6 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         fence.check()
         if learner.world.leads:
             drop_repeated(child.directory / "samples", learner.policy_version)
-        engines_on_cpu = _generates_on_cpu(spec, config)
-        name = config.engine.weights_dtype(on_cpu=engines_on_cpu)
         engine_dtype: torch.dtype = getattr(torch, name)
         publisher = _publisher(child, learner, engine_dtype)
         child.closing.callback(publisher.close)
@@ -142,6 +144,12 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             await process.run(
                 metrics_port=child.metrics_port, address=spec.reached_at(generators.address)
             )
+
+
+def _for_this_process(config: RunConfig, engines_dtype: str) -> RunConfig:
+    """With `trainer.dtype: auto` resolved, where the controller does not see this device."""
+    trainer = for_own_device(config.trainer, engines_dtype)
+    return config.model_copy(update={"trainer": trainer})
 
 
 def _publisher(

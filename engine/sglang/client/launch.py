@@ -64,7 +64,7 @@ async def launch(
 
 
 def _drafts(cache_config: CacheConfig) -> int:
-    return cache_config.max_draft_tokens if cache_config.enabled else 0
+    return cache_config.draft_tokens if cache_config.enabled else 0
 
 
 def server_settings(

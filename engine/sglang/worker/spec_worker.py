@@ -162,7 +162,7 @@ class SpecWorker(BaseSpecWorker):
         vocab_size = int(self._target_worker.model_runner.model_config.vocab_size)
         self._drafter = Drafter(
             self._cache,
-            planner_of(settings, config.max_draft_tokens, vocab_size),
+            planner_of(settings, config.draft_tokens, vocab_size),
             batch.entry,
             rows=rows,
             width=width + self._places,

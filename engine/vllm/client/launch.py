@@ -88,7 +88,7 @@ def engine_args(
     """The arguments of `AsyncEngineArgs` for our settings."""
     on_cpu = current_platform.is_cpu()
     ours = config.vllm
-    drafts = cache_config.max_draft_tokens if cache_config.enabled else 0
+    drafts = cache_config.draft_tokens if cache_config.enabled else 0
     # Room for drafts, or for the token drawn after a scored text. Requests are held to our limit.
     max_len = config.max_model_len + max(drafts, 1)
     eager = ours.enforce_eager

@@ -42,7 +42,7 @@ class CacheDrafter:
         settings = drafter_from_config(vllm_config.additional_config)
         config = CacheConfig.model_validate(settings.cache)
         self.planner = planner_of(
-            settings, config.max_draft_tokens, vllm_config.model_config.get_vocab_size()
+            settings, config.draft_tokens, vllm_config.model_config.get_vocab_size()
         )
         self._place = from_json(settings.place)
         self._cache = open_at(config, self._place)

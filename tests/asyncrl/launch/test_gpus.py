@@ -14,7 +14,7 @@ import pytest
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch import gpus
-from asyncrl.launch.gpus import find_gpus, parse_list, torch_build
+from asyncrl.launch.gpus import find_gpus, parse_list, parse_query, torch_build
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.spec import ChildSpec, keys_of
@@ -48,7 +48,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def answers(path: Path, listed: str, code: int = 0) -> None:
     lines = [line for line in listed.splitlines() if line.startswith("GPU")]
-    memory = "".join(f"{line.partition('UUID: ')[2].rstrip(')')}, 81559\n" for line in lines)
+    memory = "".join(f"{line.partition('UUID: ')[2].rstrip(')')}, 81559, 9.0\n" for line in lines)
     texts = (f"echo {shlex.quote(text)}" for text in (listed, memory))
     path.write_text(
         '#!/bin/sh\nif [ "$1" = -L ]; then {}; else {}; fi\n'.format(*texts) + f"exit {code}\n"
@@ -63,6 +63,20 @@ def test_whole_gpus(smi: Path) -> None:
         ("0", "GPU-aa11", 0, 81559), ("1", "GPU-bb22", 1, 81559), ("2", "GPU-cc33", 2, 81559),
     ]  # fmt: skip
     assert str(found[1]) == "1 (NVIDIA H100 80GB HBM3, 80 GiB)"
+    assert {gpu.capability for gpu in found} == {(9, 0)}
+
+
+def test_a_part_has_the_capability_of_its_gpu(smi: Path) -> None:
+    answers(smi, DIVIDED)
+    found = find_gpus()
+    assert [(gpu.memory_mib, gpu.capability) for gpu in found] == [
+        (None, (9, 0)), (None, (9, 0)), (81559, (9, 0)),
+    ]  # fmt: skip
+
+
+def test_what_nvidia_smi_does_not_know_is_left_out() -> None:
+    told = "GPU-a, [N/A], 12.1\nGPU-b, 24576, [N/A]\nGPU-c, 24576\n"
+    assert parse_query(told) == ({"GPU-b": 24576, "GPU-c": 24576}, {"GPU-a": (12, 1)})
 
 
 def test_a_divided_gpu_is_given_by_its_parts() -> None:

@@ -18,6 +18,7 @@ from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, UserError
 from asyncrl.monitoring.metrics import TrainerMetrics
 from asyncrl.processes.bring_up import Child, bring_up, without_collecting_the_start
+from asyncrl.processes.child import configure_allocator
 from asyncrl.processes.spec import CONFIG_VARIABLE, ChildSpec, keys_of, read_spec
 from asyncrl.wire import Hub, RunKey
 from asyncrl.wire.messages import from_trainer, to_trainer
@@ -55,6 +56,22 @@ def test_an_inline_configuration_is_read_without_the_run_directory(tmp_path: Pat
     assert read_spec(sent, environment).config() == config
     assert environment == {"PATH": "/bin"}
     assert read_spec(sent, environment).config().run.name == "file"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, None),
+    ],
+)
+def test_a_trainer_configures_torchs_allocator_unless_the_user_has(
+    given: dict[str, str], found: str | None
+) -> None:
+    environment = dict(given)
+    configure_allocator(environment)
+    assert environment.get("PYTORCH_CUDA_ALLOC_CONF") == found
 
 
 def heard_from(

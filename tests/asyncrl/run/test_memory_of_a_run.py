@@ -24,6 +24,7 @@ from asyncrl.run.memory import (
     shape_of,
 )
 from asyncrl.run.overview import memory_line
+from asyncrl.trainer.memory import StepMemory
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "7b-8gpus.yaml"
 GIB = 2**30
@@ -124,7 +125,8 @@ def test_ranks_on_a_cpu_share_its_memory(model: Path) -> None:
 
 
 def test_the_line_has_every_kind_and_the_device(model: Path) -> None:
-    settings = config(trainer={"kl_coefficient": 0.1, "optimizer_offload": True})
+    memory = {"kl_coefficient": 0.1, "optimizer_offload": True, "dtype": "float32"}
+    settings = config(trainer=memory)
     shape = shape_of(settings, model, 10**9)
     assert shape is not None
     needs = memory_of(settings, shape, on_gpu=True)
@@ -139,6 +141,17 @@ def test_the_line_has_every_kind_and_the_device(model: Path) -> None:
     assert memory_text(needs, None).startswith("trainer: about ")
     elsewhere = config(launcher={"kind": "ray"})
     assert device_of(elsewhere, None) is None
+
+
+def test_the_type_that_a_device_will_choose_is_counted(model: Path) -> None:
+    def needs(*, on_gpu: bool, **trainer: Any) -> StepMemory:
+        settings = config(trainer=trainer)
+        shape = shape_of(settings, model, 10**9)
+        assert shape is not None
+        return memory_of(settings, shape, on_gpu=on_gpu)
+
+    assert needs(on_gpu=True) == needs(on_gpu=True, dtype="bfloat16")
+    assert needs(on_gpu=False) == needs(on_gpu=False, dtype="float32")
 
 
 def test_a_critic_is_a_second_model(model: Path) -> None:

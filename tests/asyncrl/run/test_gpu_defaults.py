@@ -1,0 +1,131 @@
+"""What `auto` settings are on GPUs, decided at the start of a run; the GPUs are stand-ins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.cache.config import DRAFT_TOKENS, CacheConfig
+from asyncrl.config import RunConfig, dump_config, parse_config
+from asyncrl.launch.gpus import Gpu
+from asyncrl.launch.placement import GpuNeeds, GpuPlan, plan_gpus
+from asyncrl.run.gpu_defaults import visits_of, with_drafts_that_pay, with_trainer_dtype
+from asyncrl.trainer.config import TrainerConfig
+
+
+def config(**sections: Any) -> RunConfig:
+    return parse_config(sections, source="test")
+
+
+def plan(*capabilities: tuple[int, int] | None, trainer: int = 1, generators: int = 1) -> GpuPlan:
+    """The generators have the first GPUs, the trainer the last."""
+    found = [
+        Gpu(str(number), f"GPU-{number}", number=number, capability=one)
+        for number, one in enumerate(capabilities)
+    ]
+    needs = GpuNeeds(generators=1, per_generator=generators, trainer=trainer)
+    return plan_gpus(found, needs, renumbers=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [((9, 0), "bfloat16"), ((8, 0), "bfloat16"), ((12, 1), "bfloat16"), ((7, 5), "float32")],
+)
+def test_the_trainers_gpu_decides(capability: tuple[int, int], dtype: str) -> None:
+    found, line = with_trainer_dtype(config(), plan((7, 0), capability))
+    assert found.trainer.dtype == dtype
+    assert f"dtype: {dtype}" in dump_config(found)
+    version = ".".join(map(str, capability))
+    assert line == (
+        f"compute    trainer in {dtype} (trainer.dtype: auto): "
+        f"GPU 1 has compute capability {version}"
+    )
+
+
+def test_the_oldest_gpu_of_the_ranks_decides() -> None:
+    found, _ = with_trainer_dtype(config(), plan((9, 0), (9, 0), (7, 5), trainer=2))
+    assert found.trainer.dtype == "float32"
+
+
+def test_on_a_cpu_it_is_float32_and_nothing_is_said() -> None:
+    for gpus in (None, plan((9, 0), trainer=0)):
+        found, line = with_trainer_dtype(config(), gpus)
+        assert (found.trainer.dtype, line) == ("float32", "")
+
+
+def test_what_the_user_names_stays() -> None:
+    for dtype in ("float32", "float64", "bfloat16"):
+        named = config(trainer={"dtype": dtype})
+        assert with_trainer_dtype(named, plan((9, 0), (9, 0))) == (named, "")
+
+
+@pytest.mark.parametrize(
+    ("sections", "gpus"), [({"launcher": {"kind": "ray"}}, None), ({}, plan(None, None))]
+)
+def test_where_only_its_process_sees_the_device_it_decides(
+    sections: dict[str, Any], gpus: GpuPlan | None
+) -> None:
+    found, line = with_trainer_dtype(config(**sections), gpus)
+    assert found.trainer.dtype == "auto"
+    assert "the trainer's log says which" in line
+
+
+def test_an_adapter_is_not_trained_on_a_coarser_model_than_engines_serve() -> None:
+    """Such a run is refused, so `auto` must not lead there."""
+    settings = {"trainer": {"lora": {"rank": 8}}, "engine": {"dtype": "float32"}}
+    found, line = with_trainer_dtype(config(**settings), plan((9, 0), (9, 0)))
+    assert found.trainer.dtype == "float32"
+    assert line.endswith("the engines hold the model of trainer.lora in float32")
+    settings["engine"] = {"dtype": "auto"}
+    found, _ = with_trainer_dtype(config(**settings), plan((9, 0), (9, 0)))
+    assert found.trainer.dtype == "bfloat16"
+
+
+def test_a_type_that_nobody_resolved_is_an_error_where_it_is_needed() -> None:
+    with pytest.raises(ValueError, match=r"trainer\.dtype is still auto"):
+        _ = TrainerConfig().compute_dtype
+    assert TrainerConfig().for_device(None).compute_dtype == "float32"
+    assert TrainerConfig().for_device((9, 0)).compute_dtype == "bfloat16"
+
+
+def drafts(run: RunConfig, *, on_gpu: bool, visits: float) -> tuple[int | str, str]:
+    found, line = with_drafts_that_pay(run, on_gpu=on_gpu, visits=visits)
+    assert f"max_draft_tokens: {found.cache.max_draft_tokens}\n" in dump_config(found)
+    return found.cache.max_draft_tokens, line
+
+
+def test_vllm_drafts_on_gpus_where_prompts_come_back() -> None:
+    vllm = config(engine={"kind": "vllm"})
+    tokens, line = drafts(vllm, on_gpu=True, visits=1.9)
+    assert tokens == 0
+    assert line == (
+        "drafts     none (cache.max_draft_tokens: auto): the run's steps see each prompt 1.9 "
+        "times, and vLLM schedules asynchronously without a drafter"
+    )
+    tokens, line = drafts(vllm, on_gpu=True, visits=2)
+    assert tokens == DRAFT_TOKENS
+    assert "at most 16 tokens a step" in line
+    assert drafts(vllm, on_gpu=False, visits=1) == (16, ""), "as ever on a CPU"
+
+
+def test_sglang_does_not_draft_on_gpus_and_torch_does() -> None:
+    for kinds in (("sglang",), ("vllm", "sglang")):
+        mixed = config(engine={"kinds": kinds}, launcher={"generators": 2})
+        assert drafts(mixed, on_gpu=True, visits=9)[0] == 0
+        assert drafts(mixed, on_gpu=False, visits=9)[0] == 16
+    assert drafts(config(), on_gpu=True, visits=1)[0] == 16
+
+
+def test_a_number_of_the_users_stays_and_an_unused_one_is_not_mentioned() -> None:
+    named = config(engine={"kind": "vllm"}, cache={"max_draft_tokens": 5})
+    assert with_drafts_that_pay(named, on_gpu=True, visits=1) == (named, "")
+    without = config(engine={"kind": "vllm"}, cache={"enabled": False})
+    assert drafts(without, on_gpu=True, visits=1) == (0, "")
+    assert CacheConfig().draft_tokens == 16
+    assert CacheConfig(max_draft_tokens=3).draft_tokens == 3
+
+
+def test_visits_follow_from_steps_and_rows() -> None:
+    run = config(run={"steps": 100}, scheduler={"groups_per_step": 16})
+    assert visits_of(run, 800) == 2
