@@ -177,7 +177,7 @@ def judge(config: RunConfig, machine: Machine) -> Verdict:
 def _own_gpus(config: RunConfig, machine: Machine, shape: ModelShape) -> Verdict:
     """Whether the generators' GPUs hold weights and KV of a request, or of all slots."""
     engine = config.engine
-    needs = EngineNeeds.of(shape, engine, int(config.cache.max_draft_tokens))
+    needs = EngineNeeds.of(shape, engine, config.cache.draft_tokens)
     share = {
         "torch": USABLE,
         "vllm": engine.vllm.share_of_gpu,

@@ -141,7 +141,7 @@ def _rank(plan: dict[str, Any]) -> None:
     from asyncrl.trainer.ranks.world import join
     from asyncrl.trainer.sharding.lockstep import Act, Has, Word
 
-    config = TrainerConfig.model_validate(plan["settings"])
+    config = TrainerConfig.model_validate(plan["settings"]).for_device(None)
     world = join(
         Path(plan["meeting"]), plan["rank"], config.ranks,
         on_gpu=False, join_seconds=600, seconds=1800,
@@ -168,7 +168,7 @@ def _rank(plan: dict[str, Any]) -> None:
     assert shape is not None
     needs = step_memory(shape, config, Samples(LENGTH, GROUP_SIZE), on_gpu=False)
     full = config.sharding == "full"
-    low = 2 if config.dtype == "bfloat16" else 4
+    low = 2 if config.compute_dtype == "bfloat16" else 4
     others = shape.parameters * (config.ranks - 1)
     least = plan["groups"] * others * (2 * low + 4)
     print(json.dumps({
