@@ -31,7 +31,7 @@ from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import plan_gpus
 from asyncrl.run.devices import needs_of
 from asyncrl.run.memory import device_of, memory_of, refuse_too_large
-from asyncrl.run.shared_gpu import USABLE, EngineNeeds, with_shared_gpu
+from asyncrl.run.shared_gpu import USABLE, EngineNeeds, drafts_of, with_shared_gpu
 from asyncrl.trainer.memory import GIB, ModelShape
 from benchmarks.report import add_smoke, write_json
 
@@ -177,7 +177,7 @@ def judge(config: RunConfig, machine: Machine) -> Verdict:
 def _own_gpus(config: RunConfig, machine: Machine, shape: ModelShape) -> Verdict:
     """Whether the generators' GPUs hold weights and KV of a request, or of all slots."""
     engine = config.engine
-    needs = EngineNeeds.of(shape, engine, config.cache.draft_tokens)
+    needs = EngineNeeds.of(shape, engine, drafts_of(config))
     share = {
         "torch": USABLE,
         "vllm": engine.vllm.share_of_gpu,

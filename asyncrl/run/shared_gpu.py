@@ -148,7 +148,7 @@ def with_shared_gpu(
     device = device_of(config, gpus)
     if device is None or device.bytes is None or shape is None:
         return config, _not_divided(engine, gpus, shape)
-    needs = EngineNeeds.of(shape, engine, _drafts(config))
+    needs = EngineNeeds.of(shape, engine, drafts_of(config))
     trainer = memory_of(config, shape, on_gpu=True)
     found = divide(device.bytes, trainer, needs, _given_kv(engine, needs, device.bytes))
     if not found.fits:
@@ -156,7 +156,8 @@ def with_shared_gpu(
     return _told(config, engine, found), _line(engine, device, found)
 
 
-def _drafts(config: RunConfig) -> int:
+def drafts_of(config: RunConfig) -> int:
+    """Tokens that a row may draft."""
     return config.cache.draft_tokens if config.cache.enabled else 0
 
 

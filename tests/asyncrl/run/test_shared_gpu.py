@@ -282,7 +282,8 @@ def test_a_start_on_one_gpu_says_that_it_is_shared_and_writes_it_down(
     monkeypatch.setattr(devices, "find_gpus", lambda: [Gpu("0", "GPU-0", "RTX 4090", MIB_24, 0)])
     monkeypatch.setattr(devices, "torch_build", lambda: TorchBuild("2.13.0+cu130", "13.0"))
     place_untrained(tmp_path, WarmStart())
-    config = load_config(Path(__file__).parents[3] / "examples/arithmetic.yaml")
+    example = Path(__file__).parents[3] / "examples/arithmetic.yaml"
+    config = load_config(example, ["task.train_size=8", "task.evaluation_size=8"])
     output = io.StringIO()
     prepared = prepare(config, Console(file=output, width=400))
     assert prepared.config.launcher.colocate is True
