@@ -156,7 +156,9 @@ class Policy:
         mapped = replace(self._logits, temperature=self.temperature)
         processing = Processing(mapped, self.truncation)
         with self._autocast():
-            if len(hidden) * self.vocab_size <= head.LOGIT_BUDGET:
+            # On a GPU in 16 bits only `score_tokens` has logits in float32, as engines have.
+            wide = self.device.type == "cuda" and self._compute_dtype.itemsize == 2
+            if not wide and len(hidden) * self.vocab_size <= head.LOGIT_BUDGET:
                 return process(mapped.applied(self._head.forward(hidden)), targets, processing)
             return score_tokens(self._head, hidden, targets, processing, self._compute_dtype)
 

@@ -60,7 +60,14 @@ def test_a_noise_floor_that_is_not_about_0_is_warned_about_once_enough_responses
     assert rounding is not None
     assert "rejects 10.0% of the tokens" in rounding
     assert "3 of 50 responses" in rounding
-    assert "Set engine.dtype: float32" in rounding
+    assert rounding.endswith("Set a lower sampling.max_tokens, or on a CPU, engine.dtype: float32.")
+    remote = {"kind": "vllm", "logits_dtype": "model"}
+    advice = warnings.noise_floor(config(engine=remote), measured(3, 1000, 1e-3)) or ""
+    assert "Set engine.logits_dtype: float32, or engine.batch_invariant: true on GPUs" in advice
+    remote = {"kind": "sglang", "batch_invariant": True}
+    advice = warnings.noise_floor(config(engine=remote), measured(3, 1000, 1e-3)) or ""
+    assert "batch_invariant" not in advice
+    assert "logits_dtype" not in advice
     for apart in (1e-4, 0.0):
         defect = warnings.noise_floor(run, measured(3, 1000, apart))
         assert defect is not None
