@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.sglang.config import SglangConfig
@@ -20,6 +20,7 @@ EngineKind = Literal["torch", "vllm", "sglang"]
 DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 WeightStaging = Literal["host", "device"]
+LogitsDType = Literal["auto", "float32", "model"]
 
 MAX_TOP_K_LOGPROBS = 64
 """Largest K: its log-probabilities travel with every token."""
@@ -118,6 +119,14 @@ class EngineConfig(BaseModel):
     """Largest number of tokens in a prompt and its response together."""
     dtype: DType = "auto"
     """Data type of weights and KV. `auto`: float32 on a CPU, otherwise bfloat16."""
+    logits_dtype: LogitsDType = "auto"
+    """Data type of logits. float32: the output layer multiplies in `dtype` and keeps its sums in
+    float32, at no cost worth naming on a GPU. model: `dtype`; bfloat16 rounds a logit by up to
+    0.06, which decoding and verification do differently. auto: float32 on a GPU, model on a CPU."""
+    batch_invariant: bool = False
+    """Compute what does not depend on what else is in the batch, with vLLM and SGLang on NVIDIA
+    GPUs of capability 8.0 or above: verification then rejects nothing for rounding. Slower, by 20%
+    to 40% (docs/gpus.md). The torch engine has this on a CPU, by `run.repeatable`."""
     device: Device = "auto"
     """Device of the engine. `auto`: a GPU if torch sees one, otherwise the CPU."""
     weight_staging: WeightStaging = "host"
@@ -144,6 +153,19 @@ class EngineConfig(BaseModel):
     sglang: SglangConfig = SglangConfig()
     """Settings of the SGLang engine. Only used when kind is sglang."""
 
+    @model_validator(mode="after")
+    def _batch_invariance_has_an_effect(self) -> Self:
+        if not self.batch_invariant:
+            return self
+        if "torch" in (self.kinds or (self.kind,)):
+            raise ValueError(
+                "batch_invariant: true has no effect with the torch engine, which repeats on a CPU "
+                "by run.repeatable: true; leave it out, or use kind: vllm or sglang on a GPU"
+            )
+        if self.device == "cpu":
+            raise ValueError("batch_invariant: true needs a GPU, and device is cpu; leave it out")
+        return self
+
     @property
     def logits_bytes(self) -> int:
         """`logits_mib` in bytes."""
@@ -154,6 +176,10 @@ class EngineConfig(BaseModel):
         if self.dtype != "auto":
             return self.dtype
         return "float32" if on_cpu else "bfloat16"
+
+    def has_float32_logits(self, *, on_cpu: bool) -> bool:
+        """Whether logits are float32 whatever `dtype` is."""
+        return self.logits_dtype == "float32" or (self.logits_dtype == "auto" and not on_cpu)
 
     def of_generator(self, number: int) -> EngineConfig:
         """The settings of one generator of a fleet, whose `kind` is its own."""

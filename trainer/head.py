@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
+from asyncrl.rollout.output_layer import float32_logits
 from asyncrl.rollout.sampled_set import left_out_by
 from asyncrl.rollout.truncation import EVERYTHING, Truncation
 from asyncrl.trainer.algorithms.base import Routes
@@ -152,7 +153,9 @@ class _Products:
     """Matrix products of a linear layer."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`[n, C]` and `[v, C]` to `[n, v]`."""
+        """`[n, C]` and `[v, C]` to `[n, v]`; float32 on a GPU in 16 bits."""
+        if x.is_cuda and x.dtype.itemsize == 2:
+            return float32_logits(x, weight, bias)
         return linear(x, weight, bias)
 
     def for_input(self, grad: Tensor, weight: Tensor) -> Tensor:

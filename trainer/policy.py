@@ -42,6 +42,9 @@ from asyncrl.trainer.same_results import results_of, where_different
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_LEAST_ROUNDING, _MOST_ROUNDING = 0.02, 0.25
+"""Difference of a sequence's logits in 16 bits, of their size, that rounding always explains, and
+that it never does. Small models of two layers have 0.001 to 0.008."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -95,6 +98,8 @@ class Policy:
         other = bool(gradient_checkpointing or compiled or lora)
         self._fused = self._fused_decoder(fused and not other)
         self._check_packing(model_path)
+        if self._compute_dtype == torch.bfloat16:
+            self._check_packing_as_trained(model_path)
         _set_modes(self.model, gradient_checkpointing=gradient_checkpointing)
         if compiled:
             from asyncrl.trainer.compiled import (
@@ -156,7 +161,9 @@ class Policy:
         mapped = replace(self._logits, temperature=self.temperature)
         processing = Processing(mapped, self.truncation)
         with self._autocast():
-            if len(hidden) * self.vocab_size <= head.LOGIT_BUDGET:
+            # On a GPU in 16 bits only `score_tokens` has logits in float32, as engines have.
+            wide = self.device.type == "cuda" and self._compute_dtype.itemsize == 2
+            if not wide and len(hidden) * self.vocab_size <= head.LOGIT_BUDGET:
                 return process(mapped.applied(self._head.forward(hidden)), targets, processing)
             return score_tokens(self._head, hidden, targets, processing, self._compute_dtype)
 
@@ -258,6 +265,33 @@ class Policy:
             logger.info("%s changes its logits: they come from its own forward pass", model_path)
             self._head = None
 
+    @torch.no_grad()
+    def _check_packing_as_trained(self, model_path: str) -> None:
+        """Refuse a model that packing changes under autocast, where attention is another kernel.
+
+        What rounding does to a sequence alone is measured: the difference of its logits in float32
+        and in bfloat16, which grows with depth and where tokens go to other experts.
+        """
+        pairs = _to_pack_as_trained(self.vocab_size, long=self.device.type == "cuda")
+        exact = self._separate(model_path, pairs)
+        with self._autocast():
+            alone = self._separate(model_path, pairs)
+            packed = self._logits_of_model(PackedBatch.of(pairs, self.device))
+        sizes = [len(response) for _, response in pairs]
+        for found, wanted, best in zip(
+            packed.split(sizes), alone.split(sizes), exact.split(sizes), strict=True
+        ):
+            gap, rounding = _relative_gap(found, wanted), _relative_gap(wanted, best)
+            limit = min(max(_LEAST_ROUNDING, 2 * rounding), _MOST_ROUNDING)
+            if not gap <= limit:
+                raise UnsupportedModelError(
+                    f"{model_path}: {type(self.model).__name__} computes different logits for "
+                    f"packed sequences than for separate ones in bfloat16 on {self.device}: by "
+                    f"{gap:.2g} of their size, and rounding explains {limit:.2g}. In float32 they "
+                    "agree, so an attention kernel is at fault: set trainer.dtype: float32, and "
+                    "report it"
+                )
+
     def _check_fused(self, batch: PackedBatch) -> None:
         """Train through transformers' forward pass if the fused one computes something else.
 
@@ -316,6 +350,21 @@ def _close(found: Tensor, wanted: Tensor) -> bool:
     if wanted.dtype.itemsize < 4:
         return float(gap.norm()) <= 0.05 * float(wanted.float().norm())
     return float(gap.abs().max()) <= 1e-3 * float(wanted.abs().max()) + 1e-4
+
+
+def _relative_gap(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def _to_pack_as_trained(vocabulary: int, *, long: bool) -> list[tuple[IntArray, IntArray]]:
+    """Two responses to one prompt and another sequence; with `long`, of several tiles of a kernel.
+
+    They are at most 160 tokens long.
+    """
+    (first, one), (second, other) = _two_sequences(vocabulary)
+    more = 16 if long else 1
+    prompt, third = np.tile(first, more), np.tile(other, more)
+    return [(prompt, np.tile(one, more)), (prompt, third), (np.tile(second, more), third)]
 
 
 def _two_sequences(vocabulary: int) -> list[tuple[IntArray, IntArray]]:

@@ -12,6 +12,11 @@ from asyncrl.trainer.config import TrainerConfig
 from asyncrl.trainer.errors import UnsupportedModelError
 
 
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether a model is a mixture of experts."""
+    return any(name.endswith("experts") for name, _ in model.named_modules())
+
+
 def why_no_routes(model: PreTrainedModel) -> str | None:
     """Why the loss of routers cannot be computed for a model; None: it can."""
     name, config = type(model).__name__, model.config.get_text_config()

@@ -49,10 +49,15 @@ class PolicyWatch:
         self._at_start: list[tuple[Worker, Fingerprint]] = []
         """Generators whose first weights are still to be compared."""
 
-    def found(self, wrong: WrongPolicy) -> None:
-        """Record a finding; end the run if it is to stop."""
+    def found(self, wrong: WrongPolicy, *, provisional: bool = False) -> None:
+        """Record a finding; end the run if it is to stop and the finding is not provisional."""
         self._progress.found(wrong)
-        if self._action == "stop":
+        if self._action == "stop" and provisional:
+            self._progress.say(
+                "the run goes on: its first steps on GPUs only warn of what rounding may explain; "
+                "if it lasts, the run ends (run.on_wrong_policy: stop)"
+            )
+        elif self._action == "stop":
             self._waiter.fail(
                 WrongPolicyError(
                     f"{wrong.text}. The run ends before it trains on such tokens "
@@ -68,7 +73,7 @@ class PolicyWatch:
         """The trainer found something. If it cannot tell the cause, ask the generator first."""
         generators = {worker.name for worker in self._fleet.generators()}
         if not message.samples or message.found.generator not in generators:
-            self.found(message.found)
+            self.found(message.found, provisional=message.provisional)
             return
         self._questions += 1
         number = self._questions
@@ -85,7 +90,8 @@ class PolicyWatch:
         asked = self._asked.get(answer.number)
         if asked is not None and asked.found.generator == generator:
             del self._asked[answer.number]
-            self.found(conclusion(asked, answer))
+            wrong = conclusion(asked, answer)
+            self.found(wrong, provisional=asked.provisional and wrong.cause == "unknown")
 
     def _give_up(self, number: int) -> None:
         if number in self._asked:

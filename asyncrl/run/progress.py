@@ -44,6 +44,10 @@ class _StepWarnings:
         self._say = say
         self._given: set[str] = set()
 
+    def foresee(self, noise: NoiseFloor) -> None:
+        """Look at what is measured of the noise floor, also before the first step is finished."""
+        self._give("kept", warnings.kept_by_verification(self._config, noise))
+
     def check(self, step: StepMetrics) -> None:
         """Look at a finished step."""
         self._give("noise floor", warnings.noise_floor(self._config, step.noise_floor))
@@ -280,6 +284,7 @@ class Progress:
             self._reward_totals.update(report.rewards for report in reports)
             noise = [report.noise_floor for report in reports]
             self._noise_floor = sum(noise, start=self._noise_before)
+            self._warnings.foresee(self._noise_floor)
             counts = [report.environment for report in reports]
             self._environment = sum(counts, start=self._environment_before)
             here = [one.generator_report for one in self._fleet.generators()]

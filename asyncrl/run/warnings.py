@@ -5,6 +5,8 @@ Pure functions. Each returns the text of a warning, or None.
 
 from __future__ import annotations
 
+import math
+
 from asyncrl.config import RunConfig
 from asyncrl.engine.config import MAX_TOP_K_LOGPROBS
 from asyncrl.processes.generator.deadlines import deadline_warning
@@ -24,6 +26,8 @@ MAX_NOISE_FLOOR = 0.02
 """Share of tokens that verification may reject under unchanged weights without a warning. An
 optimizer step that learns makes verification reject 4% to 10% (docs/simulation.md): above this, the
 engine's arithmetic is a notable part of what is regenerated. In float32 the share is 0."""
+MIN_ACCEPTED_TOKENS = 200
+"""Tokens that must have been accepted before their differences foretell those of a run."""
 MIN_CUT_SAMPLES = 3
 """Responses that must have been cut before that share is meaningful: one cut loses the rest of a
 response, which may be thousands of tokens."""
@@ -58,9 +62,40 @@ def noise_floor(config: RunConfig, measured: NoiseFloor) -> str | None:
             f"{config.engine_kinds}."
         )
     return (
-        f"{text}Its decoding and scoring kernels compute different probabilities. Set "
-        "engine.dtype: float32, or a lower sampling.max_tokens."
+        f"{text}Its decoding and scoring kernels compute different probabilities. "
+        f"{_against_rounding(config)}"
     )
+
+
+def kept_by_verification(config: RunConfig, measured: NoiseFloor) -> str | None:
+    """What the noise floor costs at the run's lengths, as soon as it is known; None: nothing yet.
+
+    Silent where rounding costs nothing worth naming, as in float32 on a CPU.
+    """
+    longest = config.sampling.max_tokens
+    at_longest = measured.whole_share(longest)
+    if at_longest is None or measured.accepted < MIN_ACCEPTED_TOKENS or at_longest > 0.99:
+        return None
+    mean = max(1, round(measured.judged / measured.samples))
+    at_mean = measured.whole_share(mean) or 0.0
+    apart = math.sqrt(measured.square_mean or 0.0)
+    return (
+        f"noise floor: decoding and verification differ by {apart:.2g} "
+        f"nats a token (root mean square over {measured.accepted:,}), so under unchanged weights "
+        f"verification keeps {at_mean:.0%} of responses of {mean:,} tokens whole, the mean so far, "
+        f"and {at_longest:.0%} of those of sampling.max_tokens ({longest:,})"
+    )
+
+
+def _against_rounding(config: RunConfig) -> str:
+    """The settings that make decoding and scoring agree, the cheapest first."""
+    engine, ways = config.engine, []
+    if engine.logits_dtype == "model":
+        ways.append("engine.logits_dtype: float32")
+    if all(one.kind != "torch" for one in config.engines) and not engine.batch_invariant:
+        ways.append("engine.batch_invariant: true on GPUs, which are then 20% to 40% slower")
+    ways += ["a lower sampling.max_tokens", "on a CPU, engine.dtype: float32"]
+    return f"Set {', or '.join(ways)}."
 
 
 def small_top_k(config: RunConfig, tokens: TokenCounts) -> str | None:

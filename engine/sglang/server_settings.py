@@ -20,6 +20,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"]
     dtype: Literal["auto", "float32", "bfloat16"]
     """"auto": float32 on a CPU, bfloat16 on a GPU."""
+    logits_dtype: Literal["auto", "float32", "model"]
+    """"auto": float32 on a GPU."""
+    batch_invariant: bool
+    """Only on a GPU."""
     seed: int
     max_model_len: int
     """Tokens of a request, room for drafts included."""

@@ -88,6 +88,7 @@ class TorchEngine:
             dtype=dtype,
             batch_invariant=self._batch_invariant,
             fused=config.torch.fused,
+            wide_logits=config.has_float32_logits(on_cpu=device.type == "cpu"),
         )
         await asyncio.to_thread(warm_up, drafting=self._max_draft_tokens > 0)
         settings = CoreSettings(

@@ -22,6 +22,7 @@ from asyncrl.engine.torch.invariant import filled_up, missing
 from asyncrl.engine.torch.reach import Reach
 from asyncrl.engine.torch.slots import SlotAttention, SlotCache, StepLayout
 from asyncrl.rollout.fused import why_not_fused
+from asyncrl.rollout.output_layer import float32_logits
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.wire.weights.pretrained import load_causal_lm
 
@@ -229,6 +230,7 @@ def load_model(
     dtype: torch.dtype,
     batch_invariant: bool = False,
     fused: bool = True,
+    wide_logits: bool = False,
 ) -> SlotModel:
     """Load a model from a directory or hub id, and check that it runs with KV slots.
 
@@ -240,6 +242,7 @@ def load_model(
         dtype: of weights and KV.
         batch_invariant: as in `SlotModel`.
         fused: whether it may compute in `asyncrl.engine.torch.fused`.
+        wide_logits: whether logits of a 16-bit model are float32 (`engine.logits_dtype`).
 
     Raises:
         EngineStartError: it cannot be loaded, or its attention or state does not fit KV slots, or
@@ -256,12 +259,21 @@ def load_model(
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise EngineStartError(f"cannot load a causal LM from {path!r}: {error}") from error
     _refuse_by_config(model, path, max_len)
+    if wide_logits:
+        _widen_logits(model)
     out = SlotModel(model, slots=slots, max_len=max_len, batch_invariant=batch_invariant)
     _check_against_plain_forward(out, path)
     _choose_forward(out, path, allowed=fused)
     if batch_invariant:
         _check_batch_invariance(out, path)
     return out
+
+
+def _widen_logits(model: Any) -> None:
+    """Have a plain 16-bit output layer give float32, which models then scale and cap."""
+    head = model.get_output_embeddings()
+    if type(head) is torch.nn.Linear and head.weight.dtype.itemsize == 2:
+        head.forward = lambda hidden: float32_logits(hidden, head.weight, head.bias)  # type: ignore[method-assign]
 
 
 def _refuse_by_config(model: Any, path: str, max_len: int) -> None:

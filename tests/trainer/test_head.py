@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asyncrl.rollout.truncation import EVERYTHING, Truncation
 from asyncrl.trainer import head as module
@@ -123,3 +124,16 @@ def test_the_host_waits_for_nothing(
         assert grad.shape == hidden.shape
     with pytest.raises(RuntimeError, match="meta"):
         float(grad.sum())
+
+
+def test_a_gpu_in_16_bits_keeps_logits_in_float32() -> None:
+    """On tensors without numbers."""
+    plan = module._Plan(Processing(LogitMap()), module._Products(), torch.bfloat16)
+    with FakeTensorMode():
+        hidden = torch.empty(ROWS, WIDTH, device="cuda", dtype=plan.dtype)
+        weight = torch.empty(VOCABULARY, WIDTH, device="cuda", dtype=plan.dtype)
+        product = plan.products.forward(hidden, weight, None)
+        assert product.dtype == plan.logits(hidden, weight, None).dtype == torch.float32
+        grad = torch.empty_like(product, dtype=plan.dtype)
+        assert plan.products.for_input(grad, weight).dtype == torch.bfloat16
+        assert plan.products.forward(hidden.cpu(), weight.cpu(), None).dtype == torch.bfloat16

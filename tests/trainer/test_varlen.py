@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.trainer import varlen
+from asyncrl.trainer.errors import UnsupportedModelError
 from asyncrl.trainer.packing import Family, Layout, packed_attention
+from asyncrl.trainer.policy import Policy
 
 FAMILIES = [
     pytest.param([7, 3, 5], (), id="own prompts"),
@@ -120,3 +123,34 @@ def test_the_real_kernel_computes_its_definition(
 def test_a_cpu_and_float32_take_the_padded_way() -> None:
     assert not varlen.serves(torch.zeros(1, 2, 3, 4, dtype=torch.bfloat16))
     assert not varlen.serves(torch.zeros(1, 2, 3, 4, device="meta"))
+
+
+def leaking(*arguments: Any, **more: Any) -> Tensor:
+    """A kernel that lets each query attend to the sequences before its own, too."""
+    query, key, value, query_ends, _, _, _ = arguments
+    whole = [torch.tensor([0, len(one)], dtype=torch.int32) for one in (query, key)]
+    del query_ends
+    return definition(query, key, value, *whole, len(query), len(key), **more)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "mistral_window"])
+def test_the_kernel_of_16_bits_is_compared_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, model_path: Callable[[str], str], name: str
+) -> None:
+    """It only computes under autocast, so what float32 shows says nothing about it."""
+    computed: list[Any] = []
+
+    def counted(*arguments: Any, **more: Any) -> Tensor:
+        computed.append(arguments[0].dtype)
+        return definition(*arguments, **more)
+
+    monkeypatch.setattr(varlen, "serves", lambda _query: torch.is_autocast_enabled("cpu"))
+    monkeypatch.setattr(varlen, "varlen_attn", counted)
+    Policy(model_path(name), dtype="bfloat16", device=torch.device("cpu"))
+    assert set(computed) == {torch.bfloat16}
+    monkeypatch.setattr(varlen, "varlen_attn", leaking)
+    with pytest.raises(
+        UnsupportedModelError, match=r"in bfloat16 on cpu: by [01]\.\d+ of their size"
+    ):
+        Policy(model_path(name), dtype="bfloat16", device=torch.device("cpu"))
+    Policy(model_path(name), dtype="float32", device=torch.device("cpu"))

@@ -118,6 +118,8 @@ class WrongPolicyFound(Message, frozen=True):
     """Mean difference of log-probabilities that rounding explains, in nats."""
     samples: tuple[SuspectSample, ...] = ()
     """For the generator to score again, where the trainer cannot tell the cause."""
+    provisional: bool = False
+    """Rounding may explain it: it is said, trained on, and ends nothing."""
 
 
 class Failure(Message, frozen=True):

@@ -162,6 +162,7 @@ def _compared(kept: KeptTokens, verdict: TokenChunk) -> NoiseFloor:
         judged=judged,
         rejected=rejected,
         abs_mean=float(apart.mean()) if accepted else None,
+        square_mean=float((apart**2).mean()) if accepted else None,
     )
 
 

@@ -38,6 +38,8 @@ _EXPLAINED = 2
 """Generators whose cause is looked for in a step. It takes about ten forward passes over the
 suspects of each, and as long as two copies of the weights; what is wrong with many is mostly the
 same."""
+PROVISIONAL_STEPS = 20
+"""Of `PolicyCheck`, where engines or trainer are on GPUs."""
 _MAX_SUSPECT_TOKENS = 1 << 17
 """Of those that are sent to the controller, with 16 bytes each: 2 of the 16 MiB of a message."""
 
@@ -61,9 +63,21 @@ class PolicyCheck:
         limits: what rounding explains.
         policy: the trainer's.
         publisher: has the weights of the version before.
+        provisional_steps: in so many steps of the run, a finding without a known cause is said and
+            ends nothing: what rounding does on these GPUs is not known before. What still holds
+            afterwards is found again.
     """
 
-    def __init__(self, limits: Limits, policy: Policy, publisher: WeightPublisher) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        policy: Policy,
+        publisher: WeightPublisher,
+        *,
+        provisional_steps: int = 0,
+    ) -> None:
+        self._provisional_steps = provisional_steps
+        self._was_provisional = False
         self._limits = limits
         self._policy = policy
         self._publisher = publisher
@@ -113,12 +127,21 @@ class PolicyCheck:
         Forgets the step. Slow if there is one. A generator is found again after it has agreed.
         """
         self._read()
+        is_provisional = version < self._provisional_steps
+        if self._was_provisional and not is_provisional:
+            self._disagreed.clear()
+        self._was_provisional = is_provisional
         wrong = {n: one for n, one in self._records.items() if self._limits.exceeded_by(one.sums)}
         new = sorted(wrong.keys() - self._disagreed, key=lambda n: (-wrong[n].sums.mean, n))
         found = [
             self._explained(name, wrong[name], version, look=place < _EXPLAINED)
             for place, name in enumerate(new)
         ]
+        if is_provisional:
+            found = [
+                msgspec.structs.replace(one, provisional=one.found.cause == "unknown")
+                for one in found
+            ]
         judged = {n for n, record in self._records.items() if record.sums.tokens >= MIN_TOKENS}
         self._disagreed -= judged
         self._disagreed.update(wrong)

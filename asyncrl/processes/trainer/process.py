@@ -261,7 +261,8 @@ class TrainerProcess:
         wrong = await self._steps.wrong_policies()
         for found in wrong:
             await self._control.send(found)
-        if await self._steps.meet(bool(wrong) and self._stops_on_wrong_policy):
+        ends = self._stops_on_wrong_policy and not all(found.provisional for found in wrong)
+        if await self._steps.meet(ends):
             self._plans.clear()
             self._ordered_checkpoints.clear()
             while self._shutdown is None:  # the controller ends the run; nothing is trained on

@@ -24,7 +24,7 @@ from asyncrl.processes.trainer.checkpoints import Checkpoints
 from asyncrl.processes.trainer.group_queue import GroupQueue
 from asyncrl.processes.trainer.intake import Intake
 from asyncrl.processes.trainer.own_algorithm import load_own_algorithm
-from asyncrl.processes.trainer.policy_check import PolicyCheck
+from asyncrl.processes.trainer.policy_check import PROVISIONAL_STEPS, PolicyCheck
 from asyncrl.processes.trainer.process import TrainerProcess
 from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
@@ -32,13 +32,14 @@ from asyncrl.run.memory import Device, local_model, refuse_too_large, shape_of
 from asyncrl.run.model_files import parameters
 from asyncrl.trainer.checkpoint_files import path_of
 from asyncrl.trainer.cpu_memory import keep_freed_memory
-from asyncrl.trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
+from asyncrl.trainer.disagreement import FLOAT32_CPU, ROUTED_TENSOR_CORES, TENSOR_CORES, Limits
 from asyncrl.trainer.errors import BatchError, NonFiniteError, RankLost, Superseded, TrainerError
 from asyncrl.trainer.fence import Fence
 from asyncrl.trainer.host_memory import host_bytes
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.lora.config import FINER_ENGINES
 from asyncrl.trainer.ranks.world import join
+from asyncrl.trainer.router import has_experts
 from asyncrl.trainer.scoring import for_own_device, resolve_device
 from asyncrl.wire import Hub
 from asyncrl.wire.errors import PublishError, WireError
@@ -90,8 +91,12 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         publisher = _publisher(child, learner, engine_dtype)
         child.closing.callback(publisher.close)
         on_cpus = engines_on_cpu and learner.policy.device.type == "cpu"
-        limits = rounding_limits(config, engine_dtype, on_cpus=on_cpus)
-        check = PolicyCheck(limits, learner.policy, publisher)
+        limits = rounding_limits(
+            config, engine_dtype, on_cpus=on_cpus, routed=has_experts(learner.policy.model)
+        )
+        check = PolicyCheck(
+            limits, learner.policy, publisher, provisional_steps=0 if on_cpus else PROVISIONAL_STEPS
+        )
         records = TrainerRecords(
             child.metrics,
             child.timeline,
@@ -275,13 +280,23 @@ def _generates_on_cpu(spec: ChildSpec, config: RunConfig) -> bool:
     return config.engine.device == "cpu" or not torch.cuda.is_available()
 
 
-def rounding_limits(config: RunConfig, engine_dtype: torch.dtype, *, on_cpus: bool) -> Limits:
+def rounding_limits(
+    config: RunConfig, engine_dtype: torch.dtype, *, on_cpus: bool, routed: bool
+) -> Limits:
     """By how much the log-probabilities of healthy engine and trainer may differ.
 
     The tight limits hold only if both compute in float32 or better, on CPUs.
+
+    Args:
+        config: with `trainer.dtype` resolved.
+        engine_dtype: of the engines' weights.
+        on_cpus: whether engines and trainer are on CPUs.
+        routed: whether the model is a mixture of experts.
     """
-    exact = engine_dtype == torch.float32 and config.trainer.dtype != "bfloat16"
-    return FLOAT32_CPU if on_cpus and exact else TENSOR_CORES
+    exact = engine_dtype == torch.float32 and config.trainer.compute_dtype != "bfloat16"
+    if on_cpus and exact:
+        return FLOAT32_CPU
+    return ROUTED_TENSOR_CORES if routed else TENSOR_CORES
 
 
 async def _sample_log(child: Child[TrainerMetrics], fence: Fence) -> TrainedSampleLog | None:

@@ -81,6 +81,8 @@ def server_settings(
         model_path=model_path,
         device=config.device,
         dtype=config.dtype,
+        logits_dtype=config.logits_dtype,
+        batch_invariant=config.batch_invariant,
         seed=seed,
         # Requests are held to our limit.
         max_model_len=config.max_model_len + drafts + _HEADROOM,

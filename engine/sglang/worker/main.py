@@ -143,8 +143,14 @@ def server_arguments(settings: ServerSettings, *, on_cpu: bool) -> dict[str, Any
     """The arguments of SGLang's `ServerArgs`.
 
     Raises:
-        ValueError: kv_cache_gib is too little for one request of max_model_len tokens.
+        ValueError: kv_cache_gib is too little for one request of max_model_len tokens, or
+            batch_invariant is asked for on a CPU.
     """
+    if settings.batch_invariant and on_cpu:
+        raise ValueError(
+            "engine.batch_invariant: true needs a GPU, and SGLang runs on the CPU here; leave it "
+            "out"
+        )
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "float32" if on_cpu else "bfloat16"
@@ -154,6 +160,9 @@ def server_arguments(settings: ServerSettings, *, on_cpu: bool) -> dict[str, Any
         "skip_tokenizer_init": True,
         "device": "cpu" if on_cpu else "cuda",
         "dtype": dtype,
+        "enable_fp32_lm_head": settings.logits_dtype == "float32"
+        or (settings.logits_dtype == "auto" and not on_cpu),
+        "enable_deterministic_inference": settings.batch_invariant,
         "random_seed": settings.seed,
         "context_length": settings.max_model_len,
         "max_running_requests": settings.slots,

@@ -88,6 +88,7 @@ def prepare(config: EngineConfig, log: VllmLog) -> None:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
         }
+        | ({"VLLM_BATCH_INVARIANT": "1"} if config.batch_invariant else {})
         | folder_for_sockets()
     )
     # vLLM configures its logging when it is started, but it logs when it is imported.

@@ -126,6 +126,8 @@ def engine_args(
         args["compilation_config"] = graph_config(
             drafts=drafts, slots=config.slots, max_step_tokens=args["max_num_batched_tokens"]
         )
+    if _float32_logits(config):
+        args["hf_overrides"] = {"head_dtype": "float32"}  # ModelConfig.head_dtype
     if ours.lora_rank:
         args |= {
             "enable_lora": True,
@@ -166,8 +168,33 @@ def core_processes(config: EngineConfig) -> Iterator[None]:
         engine_utils.get_mp_context = spawn
 
 
+def _float32_logits(config: EngineConfig) -> bool:
+    """Whether vLLM keeps logits in float32.
+
+    On capability 8.x its batch-invariant products are kernels of its own (`determinism.
+    batch_invariant` overrides `aten::mm`), and the one with a float32 result is not among them.
+
+    Raises:
+        EngineStartError: that one is asked for together with `batch_invariant`.
+    """
+    wanted = config.has_float32_logits(on_cpu=current_platform.is_cpu())
+    if not (wanted and config.batch_invariant and current_platform.is_device_capability_family(80)):
+        return wanted
+    if config.logits_dtype == "float32":
+        raise EngineStartError(
+            "engine.logits_dtype: float32 is not batch-invariant in vLLM on GPUs of compute "
+            "capability 8.x; leave it out (auto keeps the model's type there), or set "
+            "engine.batch_invariant: false"
+        )
+    return False
+
+
 def _check_device(config: EngineConfig) -> None:
     on_cpu = current_platform.is_cpu()
+    if config.batch_invariant and on_cpu:
+        raise EngineStartError(
+            "engine.batch_invariant: true needs a GPU, and this vLLM runs on the CPU; leave it out"
+        )
     if config.device == "cuda" and on_cpu:
         raise EngineStartError(
             "engine.device=cuda, but this vLLM runs on the CPU: install the [vllm] extra on a "

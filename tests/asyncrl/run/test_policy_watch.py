@@ -128,6 +128,32 @@ def test_a_generator_scores_again_what_the_trainer_cannot_explain(tmp_path: Path
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("explained", [True, False])
+def test_a_provisional_finding_ends_the_run_only_if_its_cause_is_found(
+    tmp_path: Path, *, explained: bool
+) -> None:
+    async def play() -> None:
+        run = Run(tmp_path)
+        watch = watch_of(run, "stop")
+        message = msgspec.structs.replace(suspicion(), provisional=True)
+        await watch.suspected(message)
+        sample = message.samples[0]
+        again = sample.expected if explained else sample.recorded
+        watch.rescored(G, fg.Rescored(G, 1, 4, (again,)))
+        (found,) = [call[1][0] for call in run.progress.calls if call[0] == "found"]
+        assert found.cause == ("kv" if explained else "unknown")
+        run.waiter.notify()
+        if explained:
+            with pytest.raises(WrongPolicyError):
+                await run.waiter.next_change()
+            return
+        assert "the run goes on: its first steps on GPUs only warn" in run.progress.said[-1]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(run.waiter.next_change(), 0.01)
+
+    asyncio.run(play())
+
+
 def test_only_the_generator_that_was_asked_answers(tmp_path: Path) -> None:
     async def play() -> None:
         run = Run(tmp_path)

@@ -300,6 +300,16 @@ def test_the_noise_floor_is_that_of_all_generators_and_of_the_run_before(tmp_pat
     assert said.count("rejects 33.3% of the tokens of the very policy that verifies them") == 1
 
 
+def test_what_verification_will_keep_is_said_before_the_first_step_ends(watched: Watched) -> None:
+    watched.begin(0)
+    part = NoiseFloor(samples=2, judged=300, abs_mean=0.02, square_mean=1e-3)
+    for _ in range(2):
+        watched.fleet.report(0, noise_floor=part)
+        watched.progress.show(watched.fleet, None)
+    said = " ".join(watched.said.getvalue().split())
+    assert said.count("80% of those of sampling.max_tokens (256)") == 1
+
+
 def test_a_finding_is_in_the_record_and_makes_the_run_off_policy(watched: Watched) -> None:
     watched.begin(0)
     fresh = sent(exactly_on_policy=True, staleness=StalenessMetrics())

@@ -113,8 +113,23 @@ def test_the_arguments_of_sglang_on_a_cpu_and_on_a_gpu(tmp_path: Path) -> None:
     assert (gpu["speculative_algorithm"], gpu["speculative_num_draft_tokens"]) == ("ASYNCRL", 9)
     assert "max_total_tokens" not in gpu
     assert "attention_backend" not in gpu
+    assert (gpu["enable_fp32_lm_head"], gpu["enable_deterministic_inference"]) == (True, False)
     plain = server_arguments(settings(config, tmp_path, enabled=False), on_cpu=False)
     assert "speculative_algorithm" not in plain
+
+
+def test_sglang_is_told_how_logits_and_batches_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    know_the_model(monkeypatch)
+    asked = EngineConfig(kind="sglang", logits_dtype="model", batch_invariant=True)
+    ours = settings(asked, tmp_path)
+    gpu = server_arguments(ours, on_cpu=False)
+    assert (gpu["enable_fp32_lm_head"], gpu["enable_deterministic_inference"]) == (False, True)
+    with pytest.raises(ValueError, match="needs a GPU, and SGLang runs on the CPU"):
+        server_arguments(ours, on_cpu=True)
+    plain = server_arguments(settings(EngineConfig(kind="sglang"), tmp_path), on_cpu=True)
+    assert not plain["enable_fp32_lm_head"]
 
 
 @pytest.mark.parametrize("drafts", [True, False])

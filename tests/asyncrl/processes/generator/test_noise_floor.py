@@ -51,7 +51,9 @@ def test_a_finished_response_is_verified_again_and_nothing_else_changes() -> Non
         await settle()
         assert harness.engine.interrupted == [AGAIN], "it would go on drawing"
         measured = harness.generator.noise_floor.measured
-        assert measured == NoiseFloor(samples=1, cut_samples=1, judged=4, rejected=2, abs_mean=0.0)
+        assert measured == NoiseFloor(
+            samples=1, cut_samples=1, judged=4, rejected=2, abs_mean=0.0, square_mean=0.0
+        )
         assert harness.generator.tokens == before, "counted as verification of real work"
         assert len(harness.finished()) == 1
         assert await harness.delivered() == [4.0]
@@ -261,6 +263,7 @@ def test_observed_tokens_are_not_judged() -> None:
     found = _compared(kept, verdict)
     assert (found.judged, found.rejected, found.cut_samples) == (4, 1, 1)
     assert found.abs_mean == pytest.approx(0.5 / 3)
+    assert found.square_mean == pytest.approx(0.25 / 3)
 
 
 def test_a_sample_of_several_turns_is_verified_after_the_turns_that_were_verified() -> None:

@@ -352,8 +352,9 @@ class SuspiciousCheck:
 
     follows = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, provisional: bool = False) -> None:
         self.seen: list[int] = []
+        self._provisional = provisional
 
     def add(self, group: WholeGroup, rows: np.ndarray) -> None:
         assert rows.shape == (GROUP_SIZE, SUMS)
@@ -361,14 +362,15 @@ class SuspiciousCheck:
 
     def findings(self, version: int) -> list[from_trainer.WrongPolicyFound]:
         wrong = WrongPolicy("temperature", "g0", version, "it samples at another temperature")
-        return [from_trainer.WrongPolicyFound(wrong)] if version == 0 else []
+        found = from_trainer.WrongPolicyFound(wrong, provisional=self._provisional)
+        return [found] if version == 0 else []
 
 
-@pytest.mark.parametrize("stops", [True, False])
+@pytest.mark.parametrize(("stops", "provisional"), [(True, False), (True, True), (False, False)])
 def test_a_step_with_tokens_of_another_policy_is_not_trained(
-    tmp_path: Path, *, stops: bool
+    tmp_path: Path, *, stops: bool, provisional: bool
 ) -> None:
-    check = SuspiciousCheck()
+    check, ends = SuspiciousCheck(provisional=provisional), stops and not provisional
 
     async def scenario(harness: TrainerHarness) -> None:
         for group in (0, 1):
@@ -376,15 +378,15 @@ def test_a_step_with_tokens_of_another_policy_is_not_trained(
         harness.control.inbox.put_nowait(to_trainer.StepPlan(0, (0, 1)))
         (found,) = await harness.sent(from_trainer.WrongPolicyFound, 1)
         assert (found.found.cause, found.found.policy_version) == ("temperature", 0)
-        if not stops:
+        if not ends:
             (finished,) = await harness.sent(from_trainer.StepFinished, 1)
             assert finished.metrics.exactly_on_policy is False
 
     harness = play(tmp_path, scenario, checkpoint=True, check=check, stops=stops)
     assert sorted(check.seen) == [0, 1]
-    assert harness.learner.policy_version == (0 if stops else 1)
+    assert harness.learner.policy_version == (0 if ends else 1)
     finished = [one for one in harness.control.sent if isinstance(one, from_trainer.StepFinished)]
-    assert len(finished) == (not stops)
+    assert len(finished) == (not ends)
     saved = [path.name for path in harness.learner.saved]
-    assert saved == ([] if stops else ["step-000001"]), "nothing was trained that could be saved"
+    assert saved == ([] if ends else ["step-000001"]), "nothing was trained that could be saved"
     assert isinstance(harness.control.sent[-1], from_trainer.Goodbye)

@@ -22,6 +22,7 @@ from asyncrl.config import RunConfig
 from asyncrl.engine.torch.weights import ModuleWeights
 from asyncrl.processes.trainer import policy_check
 from asyncrl.processes.trainer.group_queue import WholeGroup
+from asyncrl.processes.trainer.policy_check import PolicyCheck
 from asyncrl.processes.trainer.setup import rounding_limits
 from asyncrl.trainer.diagnosis import logprobs_of, rescored
 from asyncrl.trainer.disagreement import FLOAT32_CPU, TENSOR_CORES, Limits
@@ -269,25 +270,70 @@ def test_another_attention_is_named_as_unknown(make: Make) -> None:
     assert "computes another policy from the same weights" in text
 
 
+def provisional(loop: PolicyLoop, steps: int) -> list[WrongPolicyFound]:
+    """What its trainer tells from now on, with so many steps of the run provisional."""
+    loop.check = PolicyCheck(
+        FLOAT32_CPU, loop.learner.policy, loop.publisher, provisional_steps=steps
+    )
+    told: list[WrongPolicyFound] = []
+    findings = loop.check.findings
+
+    def noted(version: int) -> list[WrongPolicyFound]:
+        found = findings(version)
+        told.extend(found)
+        return found
+
+    loop.check.findings = noted  # type: ignore[method-assign]
+    return told
+
+
+def test_what_rounding_may_explain_is_provisional_in_the_first_steps(make: Make) -> None:
+    """And found again when they are over, if it lasts."""
+    loop = make()
+    told = provisional(loop, HEALTHY + 2)
+    healthy(loop)
+    for layer in loop.core._model.module.model.layers:
+        layer.self_attn.scaling *= 0.9
+    loop.core._model.fuse()  # with this scaling
+    for _ in range(4):
+        loop.step()
+    assert [(one.found.policy_version, one.provisional) for one in told] == [
+        (HEALTHY, True), (HEALTHY + 2, False),
+    ]  # fmt: skip
+    assert {one.found.cause for one in told} == {"unknown"}
+
+
+def test_a_known_cause_is_never_provisional(make: Make) -> None:
+    loop = make()
+    told = provisional(loop, 9)
+    loop.temperature = 0.9
+    loop.step()
+    assert [(one.found.cause, one.provisional) for one in told] == [("temperature", False)]
+
+
 def test_a_model_with_a_head_of_its_own_is_healthy(make: Make, tmp_path: Path) -> None:
     healthy(make(save(make_llama(seed=6, scale=3.0), tmp_path / "untied")))
 
 
 @pytest.mark.parametrize(
-    ("changes", "engine", "on_cpus", "limits"),
+    ("dtype", "engine", "on_cpus", "limits"),
     [
-        ({}, torch.float32, True, FLOAT32_CPU),
-        ({"trainer": {"dtype": "float64"}}, torch.float32, True, FLOAT32_CPU),
-        ({"trainer": {"dtype": "bfloat16"}}, torch.float32, True, TENSOR_CORES),
-        ({}, torch.bfloat16, True, TENSOR_CORES),
-        ({}, torch.float32, False, TENSOR_CORES),
+        ("float32", torch.float32, True, FLOAT32_CPU),
+        ("float64", torch.float32, True, FLOAT32_CPU),
+        ("bfloat16", torch.float32, True, TENSOR_CORES),
+        ("float32", torch.bfloat16, True, TENSOR_CORES),
+        ("float32", torch.float32, False, TENSOR_CORES),
     ],
 )
-def test_limits_follow_the_less_exact_side(
-    changes: dict[str, Any], engine: torch.dtype, on_cpus: bool, limits: Limits
+def test_limits_follow_the_less_exact_side_and_the_model(
+    dtype: str, engine: torch.dtype, on_cpus: bool, limits: Limits
 ) -> None:
-    config = RunConfig.model_validate(changes)
-    assert rounding_limits(config, engine, on_cpus=on_cpus) is limits
+    config = RunConfig.model_validate({"trainer": {"dtype": dtype}})
+    assert rounding_limits(config, engine, on_cpus=on_cpus, routed=False) is limits
+    routed = rounding_limits(config, engine, on_cpus=on_cpus, routed=True)
+    factor = 1 if limits is FLOAT32_CPU else 3
+    assert routed.mean == pytest.approx(factor * limits.mean)
+    assert routed.slope == pytest.approx(factor * limits.slope)
 
 
 @pytest.mark.slow
