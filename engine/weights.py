@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,19 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 """Names as in the HF state dict."""
 
 _SHOWN = 5
+_BASE_SECONDS, _BYTES_PER_SECOND = 60.0, 0.3e9
+
+
+def longest_installation(nbytes: int, at_least: float = 0.0) -> float:
+    """The seconds that an engine in another process may take to stage weights, or to install them.
+
+    It is more than twice what both together are computed to take (docs/gpus.md).
+
+    Args:
+        nbytes: of all weights, also if a rank takes a part of them.
+        at_least: the user's own limit, in seconds (`call_timeout_seconds`).
+    """
+    return max(at_least, _BASE_SECONDS + nbytes / _BYTES_PER_SECOND)
 
 
 class ModelShapes:
@@ -34,6 +48,11 @@ class ModelShapes:
         """One name of each parameter; of tied names the first."""
         self.tied = tied
         """Further names of tied tensors, each with the first name of its tensor."""
+
+    @property
+    def elements(self) -> int:
+        """Numbers of all parameters, tied ones once."""
+        return sum(math.prod(self.shapes[name]) for name in self.needed)
 
     @classmethod
     def of_module(cls, module: torch.nn.Module) -> ModelShapes:

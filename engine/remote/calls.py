@@ -49,8 +49,7 @@ class RemoteWorker:
 
         Returns:
             Why the engine had to load them in the pause, and will for all versions; "" if they were
-            copied, or if this was the first version, which is loaded to prove that copying may
-            replace it.
+            copied.
         """
         raise NotImplementedError
 

@@ -25,6 +25,8 @@ class VllmWorker(RemoteWorker):
     ) -> None:
         """Install our drawing, scoring and drafting, and exit when process `parent` has ended.
 
+        It also proves how new weights are installed: minutes, for large models.
+
         Args:
             parent: id of the generator's process.
             top_k: K of the reported lists (engine.top_k_logprobs).

@@ -30,11 +30,11 @@ class FaultyWorker(TimedExtension):
 
         `stale head`: an installation does not replace the packed copy that the head multiplies by.
         `skip`: it leaves tensor `name` as it is. `temperature`: draw at 1.1 times the temperature.
-        `deriving`: loading makes something of tensor `name` in its module; proving begins again.
+        `deriving`: loading makes something of tensor `name` in its module. It is proved again how
+        weights are installed, both when this fault begins and when it ends; the model must hold the
+        weights of its start.
         Another kind: none.
         """
-        if "deriving" in (kind, self._fault[0]):
-            self._weights = WorkerWeights(weights.VllmLoader(self))
         if kind == "deriving":
             model: Any = self.model_runner.get_model()
             derived = [model.get_parameter(name).detach().clone()]
@@ -44,7 +44,11 @@ class FaultyWorker(TimedExtension):
         sampling.draw_from_logits = lambda logits, *args, **kwargs: _DRAW(
             logits / factor, *args, **kwargs
         )
+        proves = "deriving" in (kind, self._fault[0])
         self._fault = kind, name
+        if proves:
+            self._weights = WorkerWeights(weights.VllmLoader(self))
+            self._weights.prove()
 
     def asyncrl_install(self, policy_version: int) -> str:
         """Install, and undo a part of it."""

@@ -105,8 +105,12 @@ class Core(Protocol):
     async def staging(self) -> StagingReport:
         """How far the staging begun last is, in all ranks together."""
 
-    async def install(self, policy_version: int) -> str:
+    async def install(self, policy_version: int, limit: float) -> str:
         """Put the staged weights in place and stamp what is drawn from now on; only while paused.
+
+        Args:
+            policy_version: that is staged.
+            limit: of the wait for it, in seconds.
 
         Returns:
             Why the engine had to load them in the pause (`RemoteWorker.asyncrl_install`), or "".

@@ -26,6 +26,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from asyncrl.engine.config import EngineConfig
@@ -39,7 +40,7 @@ from asyncrl.engine.remote.client.streams import Streams
 from asyncrl.engine.remote.client.unreported import warm_up
 from asyncrl.engine.remote.client.weights import WeightSwap
 from asyncrl.engine.requests import Limits, SeedStream
-from asyncrl.engine.weights import ModelShapes
+from asyncrl.engine.weights import ModelShapes, longest_installation
 from asyncrl.wire.records import EngineStats, TokenCounts
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
@@ -92,7 +93,7 @@ class RemoteEngine:
         seed: of the stream that gives seeds to requests without one.
         process: of the core, not started.
         start: starts the process with policy version 0, and connects to it. Raises EngineError.
-        call_timeout_seconds: longest wait for a staging of weights.
+        call_timeout_seconds: weights may take so long in any case (`longest_installation`).
     """
 
     def __init__(
@@ -138,13 +139,14 @@ class RemoteEngine:
         streams = Streams(core)
         self._core_process.on_end = streams.fail
         pausing = Pausing(core, streams)
+        longest = partial(longest_installation, at_least=self._call_timeout_seconds)
         return _Parts(
             core=core,
             streams=streams,
             generation=Generation(core, streams, limits, seeds),
             scoring=Scoring(core, streams, limits, seeds),
             pausing=pausing,
-            weights=WeightSwap(core, streams, pausing, shapes, self._call_timeout_seconds),
+            weights=WeightSwap(core, streams, pausing, shapes, longest),
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:

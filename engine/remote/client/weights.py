@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from asyncrl.engine.errors import EngineError, WeightsError, WeightsSupersededError
 from asyncrl.engine.remote.client.core import Core
@@ -26,7 +27,7 @@ class WeightSwap:
         streams: its requests; those without a token begin again under the new weights.
         pausing: stops drawing for the installation.
         shapes: of the model.
-        timeout_seconds: longest wait for a staging.
+        longest: seconds that staging, and installing, so many bytes of weights may take.
     """
 
     def __init__(
@@ -35,13 +36,15 @@ class WeightSwap:
         streams: Streams,
         pausing: Pausing,
         shapes: ModelShapes,
-        timeout_seconds: float,
+        longest: Callable[[int], float],
     ) -> None:
         self._core = core
         self._streams = streams
         self._pausing = pausing
         self._shapes = shapes
-        self._timeout_seconds = timeout_seconds
+        self._longest = longest
+        self._limit = 0.0
+        """Seconds, of the version that is staged."""
         self._lock = asyncio.Lock()
         self._staged: int | None = None
         self._fingerprint: Fingerprint | None = None
@@ -69,19 +72,21 @@ class WeightSwap:
         async with self._lock:
             self._staged = None
             self._shapes.check(manifest)
+            # Of an adapter, all weights that it is merged into are loaded, in at least 16 bits.
+            nbytes = max(manifest.nbytes, 2 * self._shapes.elements)
+            self._limit = self._longest(nbytes)
             await self._core.begin_staging(manifest)
             await self._staging_ended()
             self._staged = manifest.policy_version
 
     async def _staging_ended(self) -> None:
         """Poll: a call to the core that waited for the copy would hold up its steps."""
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self._limit
         pause = _FIRST_POLL_SECONDS
         while (report := await self._core.staging()).state == "running":
             if time.monotonic() > deadline:
                 raise self._core.failure(
-                    f"{self._core.name} did not stage new weights within "
-                    f"{self._timeout_seconds:g} s"
+                    f"{self._core.name} did not stage new weights within {self._limit:g} s"
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, _MAX_POLL_SECONDS)
@@ -103,7 +108,9 @@ class WeightSwap:
             try:
                 async with self._pausing.stopped():
                     self._fingerprint = None
-                    why_reloaded = await self._core.install(policy_version)
+                    began = time.monotonic()
+                    why_reloaded = await self._core.install(policy_version, self._limit)
+                    seconds = time.monotonic() - began
                     self._staged = None
                     await self._streams.restart_unstarted()
             except EngineError as error:
@@ -112,8 +119,9 @@ class WeightSwap:
             if why_reloaded and not self._said_why:
                 self._said_why = True
                 _LOG.warning(
-                    "%s loads new weights while it is paused, which takes several times as long "
-                    "as copying staged ones: %s",
+                    "%s loads new weights while it is paused, %.1f s for each version, which takes "
+                    "several times as long as copying staged ones: %s",
                     self._core.name,
+                    seconds,
                     why_reloaded,
                 )

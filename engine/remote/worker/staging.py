@@ -5,14 +5,16 @@ takes several times as long as a copy, so it runs in a thread on a second tree o
 modules (`asyncrl.engine.remote.worker.twin`) while tokens are generated. Installing copies from
 there.
 
-That the two come to the same is proved, not assumed, in the pause of the first installation:
+That the two come to the same is proved, not assumed, before the engine says that it is ready, with
+the weights that it was started with:
 
-1. The model is loaded with numbers that all differ from those before. Nothing may change but what
+1. The model is loaded with numbers that all differ from its own. Nothing may change but what
    copying replaces: anything else was made of weights, and copying would leave it as it is.
-2. The model is loaded with the new weights; then a twin is made, filled with NaN, and loaded with
-   them too. The model must not notice, and the two must agree bit by bit.
+2. A twin is made, filled with NaN, and loaded with the model's own weights. The model must not
+   notice, and the twin must then hold what the engine's own start had left in the model.
+3. The twin is copied into the model, which must then be as it was at the start.
 
-Otherwise every installation loads the model in the pause, as does this one, and the report says so.
+Otherwise every installation loads the model in the pause, and the report says why.
 """
 
 from __future__ import annotations
@@ -20,20 +22,27 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from asyncrl.engine.adapters import MergingBuffer, weights_of_model
 from asyncrl.engine.errors import WeightsError, WeightsSupersededError
 from asyncrl.engine.remote.calls import StagingReport
-from asyncrl.engine.remote.worker.twin import Attributes, Twin, loaded_parts, unchanged
+from asyncrl.engine.remote.worker.twin import (
+    Attributes,
+    Twin,
+    differing,
+    loaded_parts,
+    unchanged,
+)
 from asyncrl.engine.weights import NamedTensors, StagedWeights
-from asyncrl.wire.weights.fingerprint import fingerprint
-from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.wire.weights.layout import WeightManifest
 from asyncrl.wire.weights.reader import WeightBuffer
 
 _SHOWN = 5
+_SHIFT = 3 / 64
+"""Added to numbers. No power of two, so it undoes no change of the mantissa's highest bit."""
 
 
 class Loader(Protocol):
@@ -75,7 +84,7 @@ class Loader(Protocol):
 
 
 class WorkerWeights:
-    """The staged weights of one rank. `begin`, `report` and `install` never block long.
+    """The staged weights of one rank: `prove` once, then `begin`, `report` and `install`.
 
     Args:
         loader: the engine's.
@@ -97,11 +106,86 @@ class WorkerWeights:
         self._staging: Future[None] | None = None
         self._twin_device = loader.device if on_device else torch.device("cpu")
         self._twin: Twin | None = None
-        self._why_reloads = ""
+        self._why_reloads = "copying was not proved to do what loading does"
 
     def _base(self, _names: Collection[str]) -> dict[str, torch.Tensor]:
         """What adapters are added to; loaders need all weights, not only those that change."""
+        return self._own()
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        """The weights that the model was started with, named as they are published."""
         return weights_of_model(self._loader.model_path, self._loader.dtype)
+
+    def prove(self) -> None:
+        """Find out whether all later versions can be copied from a twin; it may take minutes.
+
+        While nothing is served, and the model has the weights of its start, which it has afterwards
+        too.
+
+        Raises:
+            WeightsReadError: transformers cannot load the model that the engine was started with.
+            WeightsError: the engine cannot load new weights into this model.
+        """
+        model, own = self._loader.model, list(self._own().items())
+        with torch.inference_mode():
+            started = loaded_parts(model)
+            try:
+                self._twin, found = self._proved(model, started, own)
+            except WeightsError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever loaders raise; it is reported
+                self._why_reloads = self._cannot(error)
+            else:
+                if self._twin is not None:
+                    self._why_reloads = ""
+                    return
+                more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+                self._why_reloads = (
+                    f"copying would not do what {self._loader.name}'s loading does to "
+                    f"{', '.join(found[:_SHOWN])}{more}"
+                )
+            self._loader.load(model, own)
+            left = differing(started, loaded_parts(model))
+            if left:
+                self._why_reloads += f"; and it leaves other numbers than its start in {left[0]}"
+
+    def _proved(
+        self, model: torch.nn.Module, started: dict[str, Any], own: NamedTensors
+    ) -> tuple[Twin | None, list[str]]:
+        """A twin, and nothing; or None, and what speaks against copying from it.
+
+        With a twin, the model is as it was at the start; otherwise it may hold anything.
+
+        Args:
+            model: that decodes.
+            started: `loaded_parts` of it.
+            own: the weights that it holds.
+        """
+        attributes = Attributes(model)
+        self._loader.load(model, other_numbers(own, self._loader.device))
+        found = attributes.changed()
+        if found:
+            return None, found
+        others = loaded_parts(model)
+        untouched = unchanged(started, others)
+        self._loader.check_unchanged(untouched)
+        twin = Twin(model, self._twin_device, untouched)
+        try:
+            self._loader.adopt(twin)
+            twin.poison()
+            self._loader.load(twin.model, own)
+            found = attributes.changed() + twin.differences(started)
+            if len(unchanged(others, loaded_parts(model))) < len(others):
+                found.append("the model itself, while it loads a copy of it")
+            if not found:
+                twin.install()
+                found = differing(started, loaded_parts(model))
+        except BaseException:
+            self._forget(twin)
+            raise
+        if found:
+            self._forget(twin)
+        return (None if found else twin), found
 
     def begin(self, manifest: WeightManifest) -> None:
         """Begin to stage a published version."""
@@ -134,10 +218,8 @@ class WorkerWeights:
         with self._staged.install(policy_version) as tensors, torch.inference_mode():
             if self._twin is not None:
                 self._twin.install()
-            elif self._why_reloads:
-                self._loader.load(self._loader.model, tensors)
             else:
-                self._install_first(tensors)
+                self._loader.load(self._loader.model, tensors)
         self._loader.installed(policy_version)
         return self._why_reloads
 
@@ -145,58 +227,6 @@ class WorkerWeights:
     def copies(self) -> bool:
         """Whether installing copies: it was proved to do what loading does."""
         return self._twin is not None
-
-    def _install_first(self, tensors: NamedTensors) -> None:
-        """Load the model, and find out whether all later versions can be copied from a twin."""
-        model, twin = self._loader.model, None
-        try:
-            twin, found = self._prove(model, tensors)
-        except WeightsError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever loaders raise; it is reported
-            why = self._cannot(error)
-        else:
-            if twin is not None and not found:
-                self._twin = twin
-                return
-            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            why = (
-                f"copying would not do what {self._loader.name}'s loading does to "
-                f"{', '.join(found[:_SHOWN])}{more}"
-            )
-        self._reload_from_now(why, twin)
-        self._loader.load(model, tensors)
-
-    def _prove(
-        self, model: torch.nn.Module, tensors: NamedTensors
-    ) -> tuple[Twin | None, list[str]]:
-        """A twin, loaded, and what speaks against copying from it. Leaves the model loaded."""
-        attributes, parts = Attributes(model), loaded_parts(model)
-        self._loader.load(model, _other_numbers(tensors))
-        found = attributes.changed()
-        if found:
-            return None, found
-        untouched = unchanged(parts, loaded_parts(model))
-        self._loader.check_unchanged(untouched)
-        self._loader.load(model, tensors)
-        twin = Twin(model, self._twin_device, untouched)
-        try:
-            self._loader.adopt(twin)
-            twin.poison()
-            attributes, before = Attributes(model), _fingerprint_of(model)
-            self._loader.load(twin.model, tensors)
-            found = attributes.changed() + twin.differences()
-            if _fingerprint_of(model) != before:
-                found.append("the model itself, while it loads a copy of it")
-        except BaseException:
-            self._forget(twin)
-            raise
-        return twin, found
-
-    def _reload_from_now(self, why: str, twin: Twin | None) -> None:
-        if twin is not None:
-            self._forget(twin)
-        self._twin, self._why_reloads = None, why
 
     def _forget(self, twin: Twin) -> None:
         self._loader.forget(twin)
@@ -218,7 +248,8 @@ class WorkerWeights:
                 if self._loader.device.type == "cuda":  # the thread's stream is not the model's
                     torch.cuda.synchronize(self._loader.device)
         except Exception as error:  # noqa: BLE001 - whatever loaders raise; it is reported
-            self._reload_from_now(self._cannot(error), twin)
+            self._twin, self._why_reloads = None, self._cannot(error)
+            self._forget(twin)
 
 
 def _use_device(device: torch.device) -> None:
@@ -227,19 +258,27 @@ def _use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _other_numbers(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of the same shapes with other values in every place, one by one."""
+def other_numbers(
+    tensors: NamedTensors, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of the same shapes with other finite values in every place, one by one.
+
+    Each is copied to the device and changed there, in place: its highest bit of the mantissa, which
+    changes all but zeros and subnormal numbers by a quarter or more, and then `_SHIFT`, for those.
+
+    Args:
+        tensors: with finite numbers of 2 or 4 bytes; those that are not floating-point stay.
+        device: where the engine loads to; one tensor at a time lies there besides.
+    """
     for name, tensor in tensors:
         if tensor.is_floating_point():
-            shift = torch.linspace(0.5, 1.5, tensor.numel(), device=tensor.device)
-            yield name, (tensor.float() + shift.view(tensor.shape)).to(tensor.dtype)
+            integer = {2: torch.int16, 4: torch.int32}[tensor.itemsize]
+            highest = round(0.5 / torch.finfo(tensor.dtype).eps)
+            other = tensor.to(device, copy=True)
+            other.view(integer).bitwise_xor_(highest)
+            yield name, other.add_(_SHIFT)
         else:
             yield name, tensor
-
-
-def _fingerprint_of(model: torch.nn.Module) -> Fingerprint:
-    """Of all parameters with numbers; those whose packed copies are used are empty."""
-    return fingerprint((name, one) for name, one in model.named_parameters() if one.numel())
 
 
 def check_finite(tensors: NamedTensors) -> None:

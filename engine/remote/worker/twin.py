@@ -14,8 +14,7 @@ two functions. SGLang packs nothing.
 
 Whether this does what loading into the model itself does depends on the layers: loading may leave
 something that is neither a parameter nor that function. `Attributes` and `differences` find out;
-`asyncrl.engine.remote.worker.staging` asks them once, with numbers that all differ from those
-before.
+`asyncrl.engine.remote.worker.staging` asks them once, before anything is served.
 """
 
 from __future__ import annotations
@@ -70,14 +69,17 @@ class Twin:
         self._untouched = frozenset(untouched)
         live = list(model.modules())
         twins = {id(one): _shallow(one) for one in live}
-        memory, self._tensors = _copied_to(device, model)
+        on_gpu = any(one.device.type == "cuda" for one in model.parameters())
+        memory, views = _memory_for(model, device)
+        self._pin = Pin(memory) if on_gpu and device.type == "cpu" else None
+        self._tensors = {id(one): (one, view) for one, view in views}
+        for own, copy in self._tensors.values():
+            copy.copy_(own.detach())
         self._loaded = [
             self._tensors[id(one)][1]
             for name, one in model.named_parameters()
             if name not in self._untouched
         ]
-        on_gpu = any(one.device.type == "cuda" for one in model.parameters())
-        self._pin = Pin(memory) if on_gpu and device.type == "cpu" else None
         self.pairs: list[tuple[Any, Any]] = [(one, twins[id(one)]) for one in live]
         """Each module of the model, and its twin."""
         self.model = twins[id(model)]
@@ -124,8 +126,13 @@ class Twin:
         if device is not None and device.type == "cuda":
             torch.cuda.synchronize(device)  # the twin is loaded again from now on
 
-    def differences(self) -> list[str]:
-        """What the model does not hold as the twin does, bit by bit. No step may run."""
+    def differences(self, wanted: dict[str, Any]) -> list[str]:
+        """What the twin does not hold as the model did, by digests. No step may run.
+
+        Args:
+            wanted: `loaded_parts` of the model, when it held the numbers that the twin was loaded
+                with. Buffers are compared with those of the model as it is now.
+        """
         names = {id(module): name for name, module in self.pairs[0][0].named_modules()}
         found: list[str] = []
         for module, twin in self.pairs:
@@ -139,17 +146,24 @@ class Twin:
                     f"{path}.{name}"
                     for name, tensor in held.items()
                     if tensor is not None
-                    and not (
-                        _same_bits(tensor, staged[name]) and self._is_ours(tensor, staged[name])
-                    )
+                    and not self._holds(tensor, staged[name], wanted.get(_part(path, name)))
                 ]
         for module, twin in self._packed():
-            is_kept = getattr(module, PACKED) is getattr(twin, PACKED)
-            if is_kept and _part(names[id(module)], PACKED) in self._untouched:
+            part = _part(names[id(module)], PACKED)
+            before = wanted[part]
+            is_kept = before.function is getattr(twin, PACKED)
+            if is_kept and part in self._untouched:
                 continue
-            if not _same_products(module, twin):
+            if not _is_packed_anew(twin, before):
                 found.append(f"the packed weight of {names[id(module)]!r}")
         return found
+
+    def _holds(self, live: Tensor, staged: Tensor, wanted: Any) -> bool:
+        """Whether a tensor of the twin has the numbers that are wanted, where it should lie."""
+        if not isinstance(live, nn.Parameter):
+            return _same_bits(live, staged)
+        is_same = _note_of(staged.detach().to(live.device)) == wanted
+        return bool(is_same) and self._is_ours(live, staged)
 
     def _is_ours(self, held: Tensor, staged: Tensor) -> bool:
         """Whether installing copies this parameter, from where loading has put it."""
@@ -163,22 +177,35 @@ class Twin:
 
 
 def loaded_parts(model: nn.Module) -> dict[str, Any]:
-    """What stands for each parameter and each packed weight of a model, to see which it is given.
+    """What stands for each parameter and each packed weight of a model, tied ones by every name.
 
-    Two of them are compared by `unchanged`.
+    Two of them are compared by `unchanged` and `differing`.
     """
-    parts = {name: _note_of(one) for name, one in model.named_parameters()}
-    packed = {
-        _part(path, PACKED): vars(module)[PACKED]
-        for path, module in model.named_modules()
-        if PACKED in vars(module)
-    }
-    return parts | packed
+    parts: dict[str, Any] = {}
+    notes: dict[int, _Note] = {}
+    for name, one in model.named_parameters(remove_duplicate=False):
+        parts[name] = notes[id(one)] = notes.get(id(one)) or _note_of(one)
+    for path, module in model.named_modules():
+        if PACKED in vars(module):
+            function = vars(module)[PACKED]
+            product = _product(module, function, module.weight)
+            parts[_part(path, PACKED)] = _Packed(function, product)
+    return parts
 
 
 def unchanged(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     """Keys of `loaded_parts` that have the same numbers, or the same function."""
     return {name for name in before if name in after and _is_same(after[name], before[name])}
+
+
+def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Keys of `loaded_parts` that have other numbers, or another product."""
+    same = unchanged(before, after)
+    return [
+        name
+        for name, one in before.items()
+        if name not in same and not (isinstance(one, _Packed) and one.gives_as(after.get(name)))
+    ]
 
 
 def _part(path: str, name: str) -> str:
@@ -218,6 +245,20 @@ class _Note:
     kind: str
     shape: tuple[int, ...]
     sums: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Stands for a packed weight."""
+
+    function: Any
+    product: Tensor | None
+    """What it gives for random rows; None: the layer does not say how wide they are."""
+
+    def gives_as(self, other: Any) -> bool:
+        """Whether another one gives the same bits."""
+        given = other.product if isinstance(other, _Packed) else None
+        return self.product is not None and given is not None and _same_bits(self.product, given)
 
 
 _PLAIN = (bool, int, float, str, bytes, frozenset, type(None), _Note)
@@ -305,10 +346,14 @@ def _bound(value: Any, twins: dict[int, Any]) -> Any:
     return value
 
 
-def _copied_to(
-    device: torch.device, model: nn.Module
-) -> tuple[Tensor, dict[int, tuple[nn.Parameter, Tensor]]]:
-    """Memory with a copy of each parameter; and by its id, each parameter with its copy."""
+def _memory_for(
+    model: nn.Module, device: torch.device
+) -> tuple[Tensor, list[tuple[nn.Parameter, Tensor]]]:
+    """Memory of the model's size; and each parameter, with the part of the memory that is for it.
+
+    Raises:
+        ValueError: a parameter does not lie in memory row by row.
+    """
     parameters = list(model.named_parameters())
     loose = [name for name, one in parameters if not one.is_contiguous()]
     if loose:
@@ -318,16 +363,17 @@ def _copied_to(
         for name, one in parameters
     )
     memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    copies = {}
-    for (_, one), spec in zip(parameters, specs, strict=True):
-        copies[id(one)] = one, tensor_view(memory, spec)
-        copies[id(one)][1].copy_(one.detach())
-    return memory, copies
+    views = [
+        (one, tensor_view(memory, spec)) for (_, one), spec in zip(parameters, specs, strict=True)
+    ]
+    return memory, views
 
 
 def _is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
+    if isinstance(one, _Packed) and isinstance(other, _Packed):
+        return _is_same(one.function, other.function)
     if isinstance(one, MethodType) and isinstance(other, MethodType):
         return one.__func__ is other.__func__ and one.__self__ is other.__self__
     return type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other)
@@ -340,25 +386,40 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (one, other)))
 
 
-def _same_products(module: Any, twin: Any) -> bool:
-    """Whether both products give the same bits for random rows, and neither reads other memory.
+def _product(module: Any, function: Any, weight: Tensor) -> Tensor | None:
+    """What a product of a layer gives for the same random rows; None: it does not say their width.
 
-    A product may read the weight that it is called with, or a copy of its own, but no other tensor:
-    after swapping, the model's would read the twin's.
+    Args:
+        module: the layer.
+        function: its product.
+        weight: that it is called with.
     """
     width = getattr(module, "input_size_per_partition", None) or getattr(
         module, "embedding_dim", None
     )
     if width is None:
-        return False
+        return None
     dtype = getattr(module, "params_dtype", None) or module.weight.dtype
     rows = torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
-    theirs, ours = getattr(module, PACKED), getattr(twin, PACKED)
-    given = twin.weight.detach().clone()
-    found = ours(rows, given, None)
-    if theirs is ours and not ours(rows, given * float("nan"), None).isnan().all():
-        return False  # loading has not packed anew
+    found: Tensor = function(rows, weight, None)
+    return found
+
+
+def _is_packed_anew(twin: Any, before: _Packed) -> bool:
+    """Whether a twin's product gives what the model's gave, and reads no other memory.
+
+    A product may read the weight that it is called with, or a copy of its own, but no other tensor:
+    after swapping, the model's would read the twin's.
+    """
+    function, given = getattr(twin, PACKED), twin.weight.detach().clone()
+    found = _product(twin, function, given)
+    if found is None or before.product is None:
+        return False
+    if function is before.function:
+        poisoned = _product(twin, function, given * float("nan"))
+        if poisoned is None or not poisoned.isnan().all():
+            return False  # loading has not packed anew
     twin.weight.data.fill_(float("nan"))
-    alone = ours(rows, given, None)
+    alone = _product(twin, function, given)
     twin.weight.data.copy_(given)
-    return _same_bits(theirs(rows, module.weight, None), found) and _same_bits(found, alone)
+    return alone is not None and _same_bits(before.product, found) and _same_bits(found, alone)

@@ -181,14 +181,19 @@ class SglangCore:
         report = await self._call("stage new weights", SglangWorker.asyncrl_staging)
         return msgspec.convert(report, StagingReport)
 
-    async def install(self, policy_version: int) -> str:
+    async def install(self, policy_version: int, limit: float) -> str:
         """Put the staged weights in place and stamp what is drawn from now on; only while paused.
+
+        Args:
+            policy_version: that is staged.
+            limit: of the wait for it, in seconds.
 
         Returns:
             Why SGLang had to load them in the pause (`RemoteWorker.asyncrl_install`), or "".
         """
         install = SglangWorker.asyncrl_install
-        reason = await self._call("install new weights", install, policy_version)
+        what = "install new weights"
+        reason = await self._call_within(limit, what, install, policy_version)
         self.policy_version = policy_version
         self._installations += 1
         return reason
@@ -214,19 +219,33 @@ class SglangCore:
         what: str,
         method: Callable[Concatenate[SglangWorker, P], T],
         *args: P.args,
-        **_none: P.kwargs,
+        **none: P.kwargs,
     ) -> T:
         """Call a method of the worker; the result of rank 0.
 
         Raises:
             EngineError: it failed, SGLang died, or it did not answer in time.
         """
+        return await self._call_within(None, what, method, *args, **none)
+
+    async def _call_within(
+        self,
+        limit: float | None,
+        what: str,
+        method: Callable[Concatenate[SglangWorker, P], T],
+        *args: P.args,
+        **_none: P.kwargs,
+    ) -> T:
+        """As `_call`, with a limit of its own in seconds; None: that of calls."""
         self._process.check()
         number = next(self._numbers)
         waiting = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             self._process.send(Call(number, method.__name__, list(args)))
-            answer = await self._process.ask(waiting, what)
+            answer = await self._process.ask(waiting, what, limit=limit)
+        except TimeoutError as error:
+            why = f"asked to {what}, SGLang did not answer within {limit:g} s"
+            raise self.failure(why) from error
         finally:
             self._answers.pop(number, None)
         if answer.error:

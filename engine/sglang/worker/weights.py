@@ -116,6 +116,8 @@ class SglangLoader:
 class SglangWeights:
     """The calls about weights, made in all ranks between two steps. All ranks return the same.
 
+    Making it proves how new weights are installed: minutes, for large models.
+
     Args:
         scheduler: SGLang's.
         ranks: of this process.
@@ -136,6 +138,7 @@ class SglangWeights:
             raise WeightsError(f"SGLang cannot take new weights: {reason}")
         self._loader = SglangLoader(runner)
         self._weights = WorkerWeights(self._loader, on_device=on_device)
+        in_all_ranks(ranks, self._weights.prove)
         self._fingerprint: Iterator[Fingerprint | None] = iter(())
         scheduler.record_weight_version_change(new_version="0")
 

@@ -95,7 +95,8 @@ class VllmCore:
             from asyncrl.engine.vllm.client.api import LoRARequest
 
             self._adapter = LoRARequest("policy", ADAPTER_ID, "never read")
-        await self._call(
+        await self._call_within(
+            config.vllm.start_limit,  # it proves how new weights are installed
             "attach to its worker",
             VllmWorker.asyncrl_attach,
             os.getpid(),
@@ -190,14 +191,19 @@ class VllmCore:
         found = await self._call("stage new weights", VllmWorker.asyncrl_staging)
         return StagingReport.of_all([msgspec.convert(one, StagingReport) for one in found])
 
-    async def install(self, policy_version: int) -> str:
+    async def install(self, policy_version: int, limit: float) -> str:
         """Put the staged weights in place and stamp what is drawn from now on; only while paused.
+
+        Args:
+            policy_version: that is staged.
+            limit: of the wait for it, in seconds.
 
         Returns:
             Why vLLM had to load them in the pause (`RemoteWorker.asyncrl_install`), or "".
         """
         install = VllmWorker.asyncrl_install
-        reasons = await self._call("install new weights", install, policy_version)
+        what = "install new weights"
+        reasons = await self._call_within(limit, what, install, policy_version)
         version = self.process.vllm.llm.update_weight_version(str(policy_version))
         await self.process.ask(version, "set its weight version")
         self.policy_version = policy_version
@@ -228,9 +234,20 @@ class VllmCore:
         **kwargs: P.kwargs,
     ) -> list[T]:
         """Call a method of the worker extension; one result for each worker."""
+        return await self._call_within(None, what, method, *args, **kwargs)
+
+    async def _call_within(
+        self,
+        limit: float | None,
+        what: str,
+        method: Callable[Concatenate[VllmWorker, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
+        """As `_call`, with a limit of its own in seconds; None: that of calls."""
         llm = self.process.vllm.llm
         call = llm.collective_rpc(method.__name__, args=args, kwargs=kwargs)
-        return await self.process.ask(call, what)
+        return await self.process.ask(call, what, limit=limit)
 
 
 def _params(

@@ -132,6 +132,9 @@ class AdapterWeights(WorkerWeights):
         self._adapter = adapter
         self._staged = StagedWeights(check_finite, _AdapterBuffer(loader.dtype))
 
+    def prove(self) -> None:
+        """Do nothing: an adapter is always copied."""
+
     def install(self, policy_version: int) -> str:
         """As `WorkerWeights.install`: a copy, always."""
         with self._staged.install(policy_version) as tensors, torch.inference_mode():

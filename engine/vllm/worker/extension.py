@@ -52,6 +52,8 @@ class WorkerExtension(VllmWorker):
     ) -> None:
         """Install our drawing, scoring and drafting, and exit when process `parent` has ended.
 
+        It also proves how new weights are installed: minutes, for large models.
+
         Args:
             parent: id of the generator's process.
             top_k: K of the reported lists; 0: none is reported.
@@ -70,6 +72,7 @@ class WorkerExtension(VllmWorker):
             self._weights = WorkerWeights(VllmLoader(self), on_device=stage_on_device)
         else:
             self._weights = AdapterWeights(VllmLoader(self), self._adapter)
+        self._weights.prove()
         if runner.speculative_config is not None:
             prepare_plainly(runner)
         drafter = _drafter_of(runner)

@@ -116,8 +116,9 @@ class CoreSampler:
 
     def _output(self, tokens: torch.Tensor, drawn: LogitDraws, tickets: NDArray[np.int64]) -> Any:
         reported = slice(1 + self._batch.top_k_logprobs)
-        # In place of vLLM's ranks, which nothing reads here.
-        ranks = torch.from_numpy(tickets).to(tokens.device)
+        # In place of vLLM's ranks. Nothing on the device reads them, and vLLM only brings them to
+        # the host (0.32.0, `LogprobsTensors`), so they stay there: a copy would be waited for.
+        ranks = torch.from_numpy(tickets)
         tensors = self._table(drawn.ids[:, reported], drawn.logprobs[:, reported], ranks)
         shared = self._ranks.share_tokens(tokens)
         return self._result(sampled_token_ids=shared, logprobs_tensors=tensors)

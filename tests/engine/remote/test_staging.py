@@ -1,4 +1,4 @@
-"""New weights of a rank: proved at the first installation, then copied from a twin.
+"""New weights of a rank: copying from a twin is proved at the start, then it is done.
 
 The model stacks two projections and loads by methods of its layers, as SGLang's models do.
 """
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.engine.errors import WeightsError
-from asyncrl.engine.remote.worker.staging import WorkerWeights
+from asyncrl.engine.remote.worker import staging
+from asyncrl.engine.remote.worker.staging import WorkerWeights, other_numbers
 from asyncrl.engine.remote.worker.twin import Twin
 from asyncrl.wire.weights.writer import published
 
@@ -77,14 +78,56 @@ class Sharing(Model):
         super().load_weights(given.items())
 
 
+class Meddling(Sharing):
+    """Its twin loads into both."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        given = dict(tensors)
+        super().load_weights(given.items())
+        self.norm.data.copy_(given["norm"])
+
+
+class Uncopied(Model):
+    """Only the model itself can be loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own_id = id(self)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if id(self) != self.own_id:
+            raise KeyError("unknown module")
+        super().load_weights(tensors)
+
+
+class Ignoring(Uncopied):
+    """The same, and it says nothing."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if id(self) == self.own_id:
+            super().load_weights(tensors)
+
+
+class Rounding(Model):
+    """A later loading leaves other numbers than the first one."""
+
+    scale = 1.0
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights([(name, one * self.scale) for name, one in tensors])
+        Rounding.scale = 1.0 + 1e-6
+
+
 class Loader:
-    """As an engine's."""
+    """As an engine's, which has loaded `policy(0)`."""
 
     name = "the engine"
     device, dtype = torch.device("cpu"), torch.float32
+    model_path = ""
 
     def __init__(self, model: Model) -> None:
         self.model: nn.Module = model
+        model.load_weights(policy(0).items())
         self.loaded: list[str] = []
         self.forgotten = 0
         self.versions: list[int] = []
@@ -140,22 +183,35 @@ def holds(loader: Loader, tensors: dict[str, Tensor]) -> bool:
     return torch.equal(model.both.weight, both) and torch.equal(model.norm, tensors["norm"])
 
 
-def test_the_first_version_is_loaded_and_the_others_are_copied() -> None:
-    loader = Loader(Model())
+@pytest.fixture(autouse=True)
+def _own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory that every engine here was started from."""
+    monkeypatch.setattr(staging, "weights_of_model", lambda _path, _dtype: policy(0))
+
+
+def started(model: Model) -> tuple[Loader, WorkerWeights]:
+    """An engine that has proved how it installs."""
+    loader = Loader(model)
     weights = WorkerWeights(loader)
+    weights.prove()
+    return loader, weights
+
+
+def test_copying_is_proved_before_the_first_version_and_leaves_the_model_as_it_was() -> None:
+    loader, weights = started(Model())
+    assert weights.copies
+    assert loader.loaded == ["model", "twin"]
+    assert holds(loader, policy(0))
     for version in (1, 2, 3):
         before = len(loader.loaded)
         assert give(weights, version, policy(version)) == ""
         assert holds(loader, policy(version))
-        assert weights.copies
-        done = loader.loaded[before:]
-        assert done == (["model", "model", "twin"] if version == 1 else ["twin"])
+        assert loader.loaded[before:] == ["twin"]
     assert loader.versions == [1, 2, 3]
 
 
 def test_the_model_keeps_its_weights_until_the_installation() -> None:
-    loader = Loader(Model())
-    weights = WorkerWeights(loader)
+    loader, weights = started(Model())
     give(weights, 1, policy(1))
     stage(weights, 2, policy(2))
     assert holds(loader, policy(1))
@@ -167,25 +223,51 @@ def test_the_model_keeps_its_weights_until_the_installation() -> None:
     assert holds(loader, policy(3))
 
 
+_MISSES = "copying would not do what the engine's loading does to "
+_ITSELF = "the model itself, while it loads a copy of it"
+
+
 @pytest.mark.parametrize(
     ("model", "named", "twins"),
     [
-        (Deriving, "copying would not do what the engine's loading does to .squares", 0),
-        (Sharing, "copying would not do what the engine's loading does to .norm", 1),
+        (Deriving, f"{_MISSES}.squares", 0),
+        (Sharing, f"{_MISSES}.norm, {_ITSELF}", 1),
+        (Meddling, f"{_MISSES}{_ITSELF}", 1),
+        (Uncopied, "cannot load into a copy of its modules: KeyError: 'unknown module'", 1),
+        (Ignoring, f"{_MISSES}.norm, both.weight", 1),
     ],
 )
 def test_what_a_copy_would_miss_is_loaded_in_the_pause(
     model: type[Model], named: str, twins: int
 ) -> None:
-    loader = Loader(model())
-    weights = WorkerWeights(loader)
+    loader, weights = started(model())
+    assert holds(loader, policy(0)), "also if it does not copy"
+    assert not weights.copies
     for version in (1, 2):
-        why = give(weights, version, policy(version))
-        assert named in why
+        assert give(weights, version, policy(version)).endswith(named)
         assert holds(loader, policy(version))
         assert not weights.copies
     assert loader.loaded[-1] == "model"
     assert loader.forgotten == twins
+
+
+def test_a_loading_that_does_something_else_than_the_engines_start_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Rounding, "scale", 1.0)
+    _, weights = started(Rounding())
+    assert not weights.copies
+    why = give(weights, 1, policy(1))
+    assert why.startswith(f"{_MISSES}.norm")
+    assert why.endswith("; and it leaves other numbers than its start in norm")
+
+
+def test_what_was_not_proved_is_loaded_in_the_pause() -> None:
+    loader = Loader(Model())
+    weights = WorkerWeights(loader)
+    assert give(weights, 1, policy(1)) == "copying was not proved to do what loading does"
+    assert loader.loaded == ["model"]
+    assert holds(loader, policy(1))
 
 
 def test_weights_that_a_model_skips_are_an_error() -> None:
@@ -195,15 +277,27 @@ def test_weights_that_a_model_skips_are_an_error() -> None:
         def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
             super().load_weights((name, one) for name, one in tensors if name != "norm")
 
-    weights = WorkerWeights(Loader(Skipping()))
-    stage(weights, 1, policy(1))
     with pytest.raises(WeightsError, match="not loaded: norm"):
-        weights.install(1)
+        started(Skipping())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_other_numbers_differ_in_every_place_and_are_finite(dtype: torch.dtype) -> None:
+    """All numbers of 16 bits there are; what is made of zeros changes too."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    given = every.view(torch.bfloat16 if dtype == torch.float32 else dtype).to(dtype)
+    given = given[given.isfinite()]
+    before = given.clone()
+    ((_, other), (_, index)) = other_numbers([("a", given), ("index", every)], torch.device("cpu"))
+    assert other.isfinite().all()
+    assert not (other == given).any()
+    assert not (torch.exp(other[before == 0]) == 1).any()
+    assert torch.equal(given, before), "the engine's own numbers are copied first"
+    assert torch.equal(index, every)
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:
-    loader = Loader(Model())
-    weights = WorkerWeights(loader)
+    loader, weights = started(Model())
     give(weights, 1, policy(1))
     broken = policy(2)
     broken["norm"][3] = torch.inf

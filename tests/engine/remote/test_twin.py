@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from asyncrl.engine.remote.worker.twin import Attributes, Twin, loaded_parts, unchanged
+from asyncrl.engine.remote.worker.twin import (
+    Attributes,
+    Twin,
+    differing,
+    loaded_parts,
+    unchanged,
+)
 
 CPU = torch.device("cpu")
 WIDTH, VOCABULARY = 4, 6
@@ -103,7 +109,7 @@ def test_equal_trees_have_no_differences() -> None:
     twin = Twin(model, CPU)
     for tree in (model, twin.model):
         tree.load(2)
-    assert twin.differences() == []
+    assert twin.differences(loaded_parts(model)) == []
 
 
 @torch.inference_mode()
@@ -114,7 +120,7 @@ def test_one_bit_is_a_difference(place: str) -> None:
     name = place.rpartition(".")
     tensor = getattr(model.get_submodule(name[0]), name[2])
     tensor.view(-1)[-1] = torch.nextafter(tensor.view(-1)[-1], torch.tensor(9.0))
-    assert place in twin.differences()
+    assert place in twin.differences(loaded_parts(model))
 
 
 @torch.inference_mode()
@@ -125,10 +131,10 @@ def test_another_packed_weight_is_a_difference() -> None:
     torch.randn(VOCABULARY, WIDTH, generator=generator)
     weight = torch.randn(WIDTH, WIDTH, generator=generator)
     twin.model.inner.pack(weight)
-    assert twin.differences() == []
+    assert twin.differences(loaded_parts(model)) == []
     weight[2, 1] += 1e-5
     twin.model.inner.pack(weight)
-    assert twin.differences() == ["the packed weight of 'inner'"]
+    assert twin.differences(loaded_parts(model)) == ["the packed weight of 'inner'"]
 
 
 def test_what_loading_has_left_as_it_was_is_a_difference() -> None:
@@ -137,10 +143,10 @@ def test_what_loading_has_left_as_it_was_is_a_difference() -> None:
     twin = Twin(model, CPU)
     for tree in (model, twin.model):
         tree.load(1)
-    assert twin.differences() == []
+    assert twin.differences(loaded_parts(model)) == []
     twin.poison()
     twin.model.load(1)
-    assert twin.differences() == ["norm.bias"], "which no loading sets"
+    assert twin.differences(loaded_parts(model)) == ["norm.bias"], "which no loading sets"
 
 
 def test_what_no_loading_changes_is_left_as_it_is() -> None:
@@ -153,20 +159,20 @@ def test_what_no_loading_changes_is_left_as_it_is() -> None:
     twin = Twin(model, CPU, untouched)
     twin.poison()
     twin.model.load(2)
-    assert twin.differences() == []
+    assert twin.differences(loaded_parts(model)) == []
     model.norm.load_state_dict({"weight": torch.ones(WIDTH), "bias": torch.zeros(WIDTH)})
-    assert twin.differences() == ["norm.weight"]
+    assert twin.differences(loaded_parts(model)) == ["norm.weight"]
 
 
 def test_a_packed_weight_that_no_loading_changes_may_be_shared() -> None:
     model = loaded(1)
     parts = loaded_parts(model)
-    assert Twin(model, CPU, unchanged(parts, parts)).differences() == []
+    assert Twin(model, CPU, unchanged(parts, parts)).differences(loaded_parts(model)) == []
 
 
 def test_a_packed_weight_that_was_not_packed_anew_is_a_difference() -> None:
     model = loaded(1)
-    assert Twin(model, CPU).differences() == ["the packed weight of 'inner'"]
+    assert Twin(model, CPU).differences(loaded_parts(model)) == ["the packed weight of 'inner'"]
 
 
 def test_a_parameter_that_loading_has_put_elsewhere_is_a_difference() -> None:
@@ -175,9 +181,29 @@ def test_a_parameter_that_loading_has_put_elsewhere_is_a_difference() -> None:
     twin = Twin(model, CPU)
     twin.model.inner.load(torch.zeros(WIDTH, WIDTH))
     model.inner.load(torch.zeros(WIDTH, WIDTH))
-    assert twin.differences() == []
+    assert twin.differences(loaded_parts(model)) == []
     twin.model.norm.weight = nn.Parameter(twin.model.norm.weight.detach().clone())
-    assert twin.differences() == ["norm.weight"]
+    assert twin.differences(loaded_parts(model)) == ["norm.weight"]
+
+
+@torch.inference_mode()
+def test_the_twin_is_compared_with_what_the_model_held_and_copying_restores_it() -> None:
+    """The model holds something else meanwhile."""
+    model = loaded(1)
+    started, before = loaded_parts(model), logits(model)
+    model.load(2)
+    twin = Twin(model, CPU, {"norm.bias"})
+    twin.poison()
+    twin.model.load(3)
+    found = {"embed.weight", "norm.weight", "head.weight", "the packed weight of 'inner'"}
+    assert set(twin.differences(started)) == found
+    twin.model.load(1)
+    assert twin.differences(started) == []
+    others = {"embed.weight", "norm.weight", "head.weight", "inner.cpu_linear"}
+    assert set(differing(started, loaded_parts(model))) == others
+    twin.install()
+    assert differing(started, loaded_parts(model)) == []
+    assert torch.equal(logits(model), before)
 
 
 class Unpacked(Packed):
@@ -203,7 +229,7 @@ def test_a_product_that_reads_the_layers_memory_cannot_be_swapped(
     model.load(torch.ones(WIDTH, WIDTH))
     twin = Twin(model, CPU)
     twin.model.load(torch.ones(WIDTH, WIDTH))
-    assert twin.differences() == found
+    assert twin.differences(loaded_parts(model)) == found
 
 
 class Setting(Model):

@@ -46,7 +46,8 @@ class FakeCore:
     async def resume(self) -> None:
         self.calls.append("resume")
 
-    async def install(self, policy_version: int) -> str:
+    async def install(self, policy_version: int, limit: float) -> str:
+        assert limit == 0.05
         if self.broken:
             raise EngineError("the core died")
         self.calls.append(("install", policy_version))
@@ -81,13 +82,13 @@ def manifest(version: int, *shape: int) -> WeightManifest:
 def play(
     core: FakeCore, scene: Callable[[WeightSwap, Pausing], Coroutine[Any, Any, None]]
 ) -> list[Any]:
-    """Runs a scene with a timeout of 0.05 s for staging; gives the calls of the core."""
+    """Runs a scene, where 2 numbers may take 0.05 s; gives the calls of the core."""
 
     async def run() -> None:
         streams: Any = FakeStreams(core.calls)
         pausing = Pausing(core, streams)  # type: ignore[arg-type]
         shapes = ModelShapes({"a": (2,)}, frozenset({"a"}), {})
-        await scene(WeightSwap(core, streams, pausing, shapes, 0.05), pausing)  # type: ignore[arg-type]
+        await scene(WeightSwap(core, streams, pausing, shapes, lambda n: 0.05 * n / 64), pausing)  # type: ignore[arg-type]
 
     asyncio.run(run())
     return core.calls
@@ -148,7 +149,7 @@ def test_loading_in_the_pause_is_said_once(caplog: pytest.LogCaptureFixture) -> 
 
     play(FakeCore([STAGED], why_reloaded="layer 'x' is odd"), scene)
     assert [one.levelname for one in caplog.records] == ["WARNING"]
-    assert "vLLM loads new weights while it is paused" in caplog.text
+    assert "vLLM loads new weights while it is paused, 0.0 s for each version" in caplog.text
     assert caplog.text.rstrip().endswith("layer 'x' is odd")
 
 

@@ -57,6 +57,7 @@ def test_a_model_whose_loading_leaves_more_than_tensors_is_reloaded(
 ) -> None:
     """As where vLLM derives something from the weights. What decodes is right all the same."""
     llm = served.engine._process.vllm.llm
+    served.install(served.old)
     served.call(llm.collective_rpc("asyncrl_fault", args=("deriving", NORM)))
     try:
         for seed, model in enumerate((served.new, served.old)):
