@@ -86,7 +86,7 @@ class VllmCore:
         self.process.fail(error)
 
     async def attach(self, config: EngineConfig) -> None:
-        """Put our drawing, scoring and drafting into vLLM's worker.
+        """Put our drawing, scoring and drafting into vLLM's worker, which compiles what draws.
 
         Args:
             config: of the engine.
@@ -95,15 +95,14 @@ class VllmCore:
             from asyncrl.engine.vllm.client.api import LoRARequest
 
             self._adapter = LoRARequest("policy", ADAPTER_ID, "never read")
-        await self._call(
-            "attach to its worker",
-            VllmWorker.asyncrl_attach,
-            os.getpid(),
-            config.top_k_logprobs,
-            config.logits_bytes,
-            config.weight_staging == "device",
-        )
         llm = self.process.vllm.llm
+        on_device = config.weight_staging == "device"
+        attached = llm.collective_rpc(
+            VllmWorker.asyncrl_attach.__name__,
+            args=(os.getpid(), config.top_k_logprobs, config.logits_bytes, on_device),
+        )
+        limit = config.vllm.start_limit
+        await self.process.ask(attached, "attach to its worker", limit=limit)
         await self.process.ask(llm.update_weight_version("0"), "set its weight version")
         await self.process.ask(llm.get_supported_tasks(), "name its tasks")
 

@@ -106,23 +106,24 @@ class VllmProcess:
         if self.ended is not None:
             raise EngineError(str(self.ended)) from self.ended
 
-    async def ask(self, call: Awaitable[T], what: str) -> T:
+    async def ask(self, call: Awaitable[T], what: str, *, limit: float | None = None) -> T:
         """Await a call to the core, but not past its death or the time limit.
 
         Args:
             call: to wait for.
             what: is asked; for the error: "asked to {what}, vLLM's engine core died".
+            limit: of the wait, in seconds; None: that of calls.
 
         Raises:
             EngineError: the call failed, the core died, or it did not answer in time.
         """
-        limit = self._config.vllm.call_timeout_seconds
+        seconds = self._config.vllm.call_timeout_seconds if limit is None else limit
         task = asyncio.ensure_future(call)
         died = asyncio.ensure_future(self.died.wait())
         try:
-            await asyncio.wait([task, died], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, died], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                why = "died" if died.done() else f"did not answer within {limit:g} s"
+                why = "died" if died.done() else f"did not answer within {seconds:g} s"
                 raise self.failure(f"asked to {what}, vLLM's engine core {why}")
             error = task.exception()
             if error is not None:
