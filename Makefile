@@ -11,16 +11,20 @@ STEPS   ?=
 EXTRAS  ?=
 SET     ?=
 GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
-# The versions that all tests passed with, on Linux without a GPU. PINNED= takes the newest that pyproject.toml admits.
-PINNED  ?= $(if $(GPU),,$(filter Linux,$(shell uname -s)))
+# Without a GPU the versions that all tests passed with, with one those of the CUDA image, whose hashes are of PyPI's files
+# only. On Linux; PINNED= takes the newest that pyproject.toml admits.
+PINNED  ?= $(filter Linux,$(shell uname -s))
+SETUP_LOCK := requirements/$(if $(GPU),cuda,setup).lock
 # uv, and tools of one target each: what they depend on changes nothing in the environments.
 TOOLS   := $(VENV)-tools
+# Tritons that GPUs get, whose compilers the tests run: torch's (cuda.lock) and that of SGLang's torch 2.14.1.
+TRITONS := $(VENV)-triton/3.7.1/.ready $(VENV)-triton/3.8.0/.ready
 # uv puts one copy of a package on the disk and links it into each environment.
 UV      := PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) TORCH_BUILD=$(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),cpu)) \
   requirements/uv.sh $(TOOLS)/bin/uv
 INSTALL := pip install --quiet --compile-bytecode
-PIP     := $(UV) $(INSTALL) --python $(VENV)/bin/python $(if $(PINNED),--constraint requirements/setup.lock)
-SGLANG_PIP := $(UV) $(INSTALL) --python $(SGLANG_VENV)/bin/python $(if $(PINNED),--constraint requirements/sglang.lock)
+PIP     := $(UV) $(INSTALL) --python $(VENV)/bin/python $(if $(PINNED),--constraint $(SETUP_LOCK) --no-verify-hashes)
+SGLANG_PIP := $(UV) $(INSTALL) --python $(SGLANG_VENV)/bin/python $(if $(PINNED),$(if $(GPU),,--constraint requirements/sglang.lock))
 LOCKS   := cpu-vllm cpu cuda
 DEPLOY_DIR ?= /var/tmp/asyncrl-deploy
 # Whole files per worker, long ones first (tests/conftest.py). Three workers on two cores were not faster.
@@ -50,7 +54,7 @@ run: $(VENV)/.core $(if $(filter launcher.kind=ray,$(SET)),$(VENV)/.ray) $(if $(
 	  $(if $(filter sglang,$(ENGINE)),--set engine.sglang.python=$(SGLANG_VENV)/bin/python) \
 	  --set run.name=$(RUN) $(if $(STEPS),--set run.steps=$(STEPS)) $(foreach s,$(SET),--set $(s))
 
-test: lint types $(VENV)/.ray $(VENV)/.vllm $(SGLANG_VENV)/.ready setup-environments prometheus chromium ## lint, types, import contract and all tests, real vLLM and SGLang among them
+test: lint types $(VENV)/.ray $(VENV)/.vllm $(SGLANG_VENV)/.ready setup-environments $(TRITONS) prometheus chromium ## lint, types, import contract and all tests, real vLLM and SGLang among them
 	$(COMPILED)
 	$(PYTEST) $(PARALLEL) --durations=20 --outcome $(OUTCOME)
 
@@ -144,7 +148,7 @@ prometheus chromium:
 	  && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends $@ >/dev/null; }
 
 clean: ## remove the environment and caches (runs/ stays)
-	rm -rf $(VENV) $(SGLANG_VENV) $(VENV)-verifiers $(VENV)-openenv $(TOOLS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG_VENV) $(VENV)-verifiers $(VENV)-openenv $(VENV)-triton $(TOOLS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(TOOLS)/bin/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "asyncrl needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -156,7 +160,7 @@ $(TOOLS)/.ready: $(TOOLS)/bin/uv
 	@touch $@
 
 # torch is named so that its CPU build is taken where there is no GPU.
-$(VENV)/.core: pyproject.toml requirements/setup.lock requirements/uv.sh | $(TOOLS)/bin/uv
+$(VENV)/.core: pyproject.toml $(SETUP_LOCK) requirements/uv.sh | $(TOOLS)/bin/uv
 	@test -x $(VENV)/bin/python || $(UV) venv --quiet --seed --python $(PYTHON) $(VENV)
 	@echo "installing asyncrl and torch"
 	$(PIP) torch==2.13.0 -e .
@@ -190,6 +194,12 @@ $(SGLANG_VENV)/.ready: pyproject.toml requirements/sglang.in requirements/sglang
 	$(if $(GPU),$(SGLANG_PIP) sglang==0.5.23 $(SGLANG_OURS),$(SGLANG_PIP) --requirement requirements/sglang.in)
 	$(if $(GPU),,$(SGLANG_PIP) --no-deps $(SGLANG_BARE))
 	$(SGLANG_PIP) --no-deps -e .
+	@touch $@
+
+# Beside the environment's own Triton, which a CPU build of torch does not use.
+$(TRITONS): $(VENV)-triton/%/.ready: | $(VENV)/.core
+	@echo "installing Triton $* to compile kernels for GPUs"
+	$(UV) $(INSTALL) --python $(VENV)/bin/python --no-deps --target $(@D) triton==$*
 	@touch $@
 
 # Libraries of environments whose packages contradict vLLM's, and each other's (mcp): workers of

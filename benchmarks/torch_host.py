@@ -143,7 +143,7 @@ def run(rounds: int, rows: int, tokens: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = smallest_model(Path(folder), rows)
-    warm_up(drafting=True)
+    warm_up(model, listed=K, drafting=True)
     core = core_of(model, rows)
     measure(core, 0, rows, tokens)  # everything loaded, memory touched
     measured = [measure(core, 1 + i, rows, tokens) for i in range(rounds)]

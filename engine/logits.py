@@ -24,6 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.engine.drawing import Drawn, Streams, TopK, draw, top_k
+from asyncrl.engine.drawing import warm_up as warm_up_drawing
+from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.sampling import SamplingColumns, processed_logprobs
 from asyncrl.engine.verification import KeptBatch, KeptColumns, Reading, Verdict, name_tokens, read
 
@@ -109,11 +111,18 @@ class ProcessedRows:
 
 
 class FusedRows:
-    """Distributions that the kernels for GPUs compute from `[R, V]` logits at each call."""
+    """Distributions that the kernels for GPUs compute from `[R, V]` logits at each call.
 
-    def __init__(self, logits: torch.Tensor, sampling: SamplingColumns) -> None:
+    Args:
+        logits: `[R, V]`
+        sampling: of the R rows.
+        k: shorter lists are cut from lists of this length, for which kernels are compiled.
+    """
+
+    def __init__(self, logits: torch.Tensor, sampling: SamplingColumns, k: int = 1) -> None:
         self._logits = logits
         self._sampling = sampling
+        self._k = k
 
     def draw(self, k: int, streams: Streams, rows: NDArray[np.int64] | None = None) -> Drawn:
         """See `Distributions`. K is 1 to `MAX_FUSED_K`."""
@@ -128,7 +137,8 @@ class FusedRows:
         n = len(self._logits) if rows is None else len(rows)
         zeros = np.zeros(n, np.int64)
         streams = Streams(zeros.astype(np.uint64), zeros, zeros.astype(np.uint64))
-        return self.draw(k, streams, rows).listed  # the draw is not used
+        listed = self.draw(max(k, self._k), streams, rows).listed  # the draw is not used
+        return TopK(listed.ids[:, :k], listed.logprobs[:, :k])
 
     def read(self, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
         """See `Distributions`."""
@@ -171,11 +181,11 @@ def distributions_of(
     Args:
         logits: `[R, V]` of any floating-point type; may be overwritten.
         sampling: of the R rows.
-        k: the longest list that will be asked for.
+        k: K of the engine, at least the length of the lists that will be asked for.
         max_bytes: memory that may be held at once to process rows; None: all at once.
     """
     if fused(logits, k):
-        return FusedRows(logits, sampling)
+        return FusedRows(logits, sampling, k)
     return ProcessedRows(process_all(logits.float(), sampling, max_bytes))
 
 
@@ -221,7 +231,12 @@ def draw_from_logits(
 
 
 def read_from_logits(
-    logits: torch.Tensor, sampling: SamplingColumns, columns: KeptColumns, k: int = 0
+    logits: torch.Tensor,
+    sampling: SamplingColumns,
+    columns: KeptColumns,
+    k: int = 0,
+    *,
+    listed: int = 1,
 ) -> LogitReading:
     """Look up given tokens, and list the most probable ones if `k` > 0. All rows in one piece.
 
@@ -230,11 +245,36 @@ def read_from_logits(
             `rows_at_once` rows.
         sampling: of the N rows.
         columns: `[N]` what is looked up.
-        k: K of the lists.
+        k: length of the lists.
+        listed: K of the engine, at least `k`.
     """
-    distributions = distributions_of(logits, sampling, max(k, 1))
+    distributions = distributions_of(logits, sampling, max(k, listed))
     reading = distributions.read(np.arange(len(logits)), columns)
     return LogitReading(reading, distributions.top_k(k) if k else None)
+
+
+def warm_up(logits: torch.Tensor, k: int) -> None:
+    """Compile, or load, what draws and reads, so that no step does: to be called before the first.
+
+    Seconds once per machine on a CPU; on a GPU half a minute, and again for other types of logits,
+    sizes of the vocabulary and K.
+
+    Args:
+        logits: `[n, V]` of the output layer; only type, device and V count.
+        k: K of the engine's draws.
+    """
+    if not fused(logits, k):
+        warm_up_drawing()
+        return
+    tokens = np.zeros(1, np.int32)
+    columns = KeptColumns.only_tokens(tokens, k)._replace(exact=np.ones(1, np.bool_))
+    streams = Streams(columns.noise_seeds, columns.positions, columns.noise_seeds)
+    for sampling in (SamplingParams(1), SamplingParams(1, top_p=0.5)):
+        even, ways = torch.zeros_like(logits[:1]), SamplingColumns.of([sampling])
+        draw_from_logits(even, ways, k, streams, max_bytes=1)
+        read_from_logits(even, ways, columns, k, listed=k)
+    if logits.device.type == "cuda":
+        torch.cuda.synchronize(logits.device)
 
 
 def fused(logits: torch.Tensor, k: int) -> bool:

@@ -6,6 +6,10 @@ says both how probable a token is and which of equally probable ones comes first
 Arguments in capitals are compile-time constants. `n` rows, `vocabulary` tokens, `stride` between
 rows of logits, `count` parts of a row. `columns` are what `asyncrl.engine.logits_triton` packs; the
 last one says which row of the logits a row is.
+
+Triton would compile a kernel again for an `n`, `stride` or `vocabulary` that is 1 or the first one
+that is a multiple of 16, and for logits at an address that is not one: in a step, for seconds. So
+the kernels take all of these as they come.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ import triton.language as tl
 _LOWEST = tl.constexpr(-(1 << 63))
 _HIGHEST = tl.constexpr((1 << 63) - 1)
 _IDS = tl.constexpr(0xFFFFFFFF)
+_jit = triton.jit(do_not_specialize=["logits", "n", "vocabulary", "stride", "count", "k", "c"])
+"""For kernels that a step starts."""
 
 
-@triton.jit
+@_jit
 def summarise_kernel(  # type: ignore[no-untyped-def]
     logits, columns, floors, keys, maxima, sums, n, vocabulary, stride, count,
     K: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CUT: tl.constexpr,  # noqa: N803
@@ -49,7 +55,7 @@ def summarise_kernel(  # type: ignore[no-untyped-def]
         tl.store(keys + at * K + tl.arange(0, K), best)
 
 
-@triton.jit
+@_jit
 def draw_kernel(  # type: ignore[no-untyped-def]
     logits, columns, floors, keys, maxima, sums, tokens, ids, values, n, vocabulary, stride, count,
     k, K: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,  # noqa: N803
@@ -99,7 +105,7 @@ def draw_kernel(  # type: ignore[no-untyped-def]
     tl.store(values + out + 1 + at, padded, mask=at < k)
 
 
-@triton.jit
+@_jit
 def look_up_kernel(  # type: ignore[no-untyped-def]
     logits, columns, floors, maxima, sums, ids, values, names, name_values, n, vocabulary, stride,
     count, c, C: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
@@ -133,7 +139,7 @@ def look_up_kernel(  # type: ignore[no-untyped-def]
     tl.store(name_values + row, (found - top) - norm)
 
 
-@triton.jit
+@_jit
 def cut_kernel(logits, columns, floors, n, vocabulary, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Write the least key of a row that top-k, top-p and min-p leave in."""
     row = tl.program_id(0).to(tl.int64)

@@ -10,7 +10,7 @@ No array over the vocabulary is written. What is computed is defined by `asyncrl
 `asyncrl.engine.sampling`: the same random bits, the order of ids, the same rule for equal values
 (lower id first). Logarithms and sums may differ from theirs in the last bits.
 
-It has run in Triton's interpreter and was compiled for sm_90, never on a GPU
+It has run in Triton's interpreter and was compiled for GPUs from an A100 to a B200, never on a GPU
 (`tests/engine/test_logits_triton.py`).
 """
 
@@ -30,6 +30,8 @@ from asyncrl.rollout.trajectory import SeedArray
 
 _BLOCK, _CUT_BLOCK = 2048, 512
 _BLOCKS_A_PART = 4
+_LISTED = 128
+"""Tokens that `look_up_kernel` takes for a row: it is compiled once for all lengths of lists."""
 _SEED, _POSITION, _NOISE, _PLACE, _TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _ROW = range(9)
 """Rows of the packed columns: int64, or the bits of float64."""
 
@@ -137,7 +139,7 @@ def look_up_rows(
         look_up_kernel[(n,)](
             *parts[:3], *parts[4:6], ids, values, names, name_values, n, logits.shape[1],
             parts.logits.stride(0), parts.maxima.shape[1], ids.shape[1],
-            C=triton.next_power_of_2(ids.shape[1]),
+            C=max(_LISTED, triton.next_power_of_2(ids.shape[1])),
             PARTS=triton.next_power_of_2(parts.maxima.shape[1]), BLOCK=_BLOCK, CUT=parts.cut,
             num_warps=8,
         )  # fmt: skip
@@ -170,6 +172,11 @@ def _pack(
     return on_host.to(device, non_blocking=True)
 
 
+def _width(k: int) -> int:
+    """Keys that kernels keep of a row. At least 2: a `topk` of 1 gives a number in Triton 3.7."""
+    return max(2, triton.next_power_of_2(k)) if k else 0
+
+
 def _signed(seeds: SeedArray) -> np.ndarray:
     return np.ascontiguousarray(seeds).view(np.int64)
 
@@ -181,7 +188,7 @@ def _summarise_all(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     count = triton.cdiv(vocabulary, _BLOCK * _BLOCKS_A_PART)
-    width = triton.next_power_of_2(k) if k else 0
+    width = _width(k)
     cut = bool(sampling.truncated.any())
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:

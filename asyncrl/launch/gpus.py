@@ -17,10 +17,12 @@ from pathlib import Path
 from asyncrl.errors import UserError
 
 PROC = Path("/proc/driver/nvidia/gpus")
+PROC_VERSION = Path("/proc/driver/nvidia/version")
 _SECONDS = 30.0
 """Longest wait for nvidia-smi: without its persistence daemon it initialises every GPU first."""
 _WHOLE = re.compile(r"^GPU (\d+): (.+?) \(UUID: (GPU-[^)]+)\)")
 _VERSION = re.compile(r"^(\d+)\.(\d+)$")
+_DRIVER = re.compile(r"\b\d{3,}\.\d+(?:\.\d+)?\b")
 _PART = re.compile(r"^\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
 
 
@@ -83,6 +85,22 @@ def parse_query(text: str) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
         if (found := _VERSION.match(version)) is not None:
             capability[uuid] = int(found[1]), int(found[2])
     return memory, capability
+
+
+def driver_version() -> str | None:
+    """Version of NVIDIA's driver, as "580.65.06"; None: there is none, or it does not say."""
+    try:
+        if shutil.which("nvidia-smi") is None:
+            return parse_driver(PROC_VERSION.read_text(encoding="utf-8", errors="replace"))
+        return parse_driver(_ask("--query-gpu=driver_version", "--format=csv,noheader"))
+    except (OSError, UserError):
+        return None
+
+
+def parse_driver(text: str) -> str | None:
+    """The first version in what nvidia-smi or /proc says of the driver."""
+    found = _DRIVER.search(text)
+    return None if found is None else found[0]
 
 
 def parse_list(text: str) -> list[Gpu]:

@@ -12,6 +12,9 @@ import os
 import resource
 import shutil
 import socket
+import subprocess
+import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +27,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.agents.config import AgentsConfig, host_and_port
 from asyncrl.launch.agents.secret import read_secret
-from asyncrl.launch.gpus import Gpu, TorchBuild
+from asyncrl.launch.gpus import PROC_VERSION, Gpu, TorchBuild, driver_version
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 
 _GIB = 2**30
@@ -37,7 +40,25 @@ _FILES = 4096
 _CLOCK_SECONDS = 2.0
 _FIRST_YEAR = 2025
 _PLUGIN = "asyncrl_cpu_sampling"
-_COMPILERS = ("c++", "g++", "clang++")
+_CXX_COMPILERS = ("c++", "g++", "clang++")
+_C_COMPILERS = ("gcc", "clang")
+"""Those that Triton looks for (triton/runtime/build.py)."""
+_DRIVERS = {12: 525, 13: 580}
+"""The oldest major version of NVIDIA's driver for each major version of CUDA, without NVIDIA's
+cuda-compat."""
+_KERNEL_SECONDS = 120.0
+_KERNEL = """\
+import torch, triton
+import triton.language as tl
+
+@triton.jit
+def add_one(number):
+    tl.store(number, tl.load(number) + 1)
+
+number = torch.zeros(1, device="cuda")
+add_one[(1,)](number)
+assert number.item() == 1
+"""
 
 
 class Finding(NamedTuple):
@@ -62,9 +83,14 @@ def check_everything(
         gpus: that were found; None: it could not be found out.
         build: of torch.
     """
-    yield compiler(shutil.which)
+    on_gpu = is_for_gpu(gpus, build)
+    yield compiler(shutil.which, on_gpu=on_gpu)
     yield shared_memory(SHARED_MEMORY)
-    yield gpus_are_usable(gpus, build, has_driver=Path("/proc/driver/nvidia/version").exists())
+    yield gpus_are_usable(gpus, build, has_driver=PROC_VERSION.exists())
+    if on_gpu:
+        yield python_headers(Path(sysconfig.get_path("include")))
+        yield driver(driver_version(), build)
+        yield triton_kernel(subprocess.run)
     yield from vllm_build(_version_of, _plugins())
     yield ports(config)
     if config.launcher.kind == "agents":
@@ -76,15 +102,117 @@ def check_everything(
     yield clock(folder, time.time())  # noqa: TID251 - the clock itself is judged
 
 
-def compiler(which: Callable[[str], str | None]) -> Finding:
-    """VLLM and torch.compile build kernels with it when an engine starts."""
-    found = next((path for name in _COMPILERS if (path := which(name))), None)
+def is_for_gpu(gpus: list[Gpu] | None, build: TorchBuild) -> bool:
+    """Whether runs use a GPU here, as far as one knows without asking CUDA."""
+    return bool(gpus) and build.cuda is not None
+
+
+def compiler(which: Callable[[str], str | None], *, on_gpu: bool) -> Finding:
+    """What builds kernels when an engine starts: inductor's are C++ on a CPU, Triton's C on a GPU.
+
+    Args:
+        which: finds programs.
+        on_gpu: whether the kernels are for a GPU.
+    """
+    names = _C_COMPILERS if on_gpu else _CXX_COMPILERS
+    kind = "C" if on_gpu else "C++"
+    found = next((path for name in names if (path := which(name))), None)
     if found is not None:
-        return Finding(f"C++ compiler: {found}")
+        return Finding(f"{kind} compiler: {found}")
+    if on_gpu:
+        return Finding(
+            "a C compiler, with which Triton builds what starts kernels on a GPU: no engine draws "
+            "a token without",
+            "Install one: apt-get install gcc libc6-dev (Debian, Ubuntu), dnf install gcc (Fedora)",
+        )
     return Finding(
         "a C++ compiler, with which vLLM and torch build kernels when an engine starts",
         "Install one: apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora). The "
         "torch engine works without",
+    )
+
+
+def python_headers(folder: Path) -> Finding:
+    """Triton's launchers are modules of this Python, compiled at the first kernel.
+
+    Args:
+        folder: where this Python's headers should be.
+    """
+    header = folder / "Python.h"
+    if header.exists():
+        return Finding(f"Python's headers: {header}")
+    python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    return Finding(
+        f"Python's headers, with which Triton builds what starts kernels on a GPU: no {header}",
+        f"Install them: apt-get install {python}-dev (Debian, Ubuntu and deadsnakes), "
+        "dnf install python3-devel (Fedora)",
+    )
+
+
+def driver(version: str | None, build: TorchBuild) -> Finding:
+    """Torch finds no GPU under a driver that is older than its CUDA.
+
+    Args:
+        version: of NVIDIA's driver; None: not known.
+        build: of torch, for CUDA.
+    """
+    major = (build.cuda or "").partition(".")[0]
+    needed = _DRIVERS.get(int(major)) if major.isdigit() else None
+    if version is None or needed is None:
+        return Finding(f"NVIDIA driver: {version or 'not known'}, CUDA of torch: {build.cuda}")
+    if int(version.partition(".")[0]) >= needed:
+        return Finding(f"NVIDIA driver {version}, which CUDA {build.cuda} runs under")
+    fix = (
+        f"Install driver {needed} or newer (on data-centre GPUs NVIDIA's package "
+        f"cuda-compat-{major}-0 will do)"
+    )
+    if int(version.partition(".")[0]) >= _DRIVERS[12]:
+        torch = build.version.partition("+")[0]
+        fix += (
+            f", or builds for CUDA 12: pip install --force-reinstall torch=={torch} "
+            "--index-url https://download.pytorch.org/whl/cu126, and vLLM's wheel for CUDA 12 "
+            "(docs/install.md)"
+        )
+    return Finding(
+        f"a driver for CUDA {build.cuda}, which torch {build.version} is built for: {version} is "
+        f"installed, and {needed} is the oldest",
+        fix,
+    )
+
+
+def triton_kernel(run: Callable[..., subprocess.CompletedProcess[str]]) -> Finding:
+    """Whether a kernel of a line is compiled and runs on the first GPU, from nothing.
+
+    Args:
+        run: as `subprocess.run`. This process must not hold a GPU.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
+        script = Path(folder, "kernel.py")
+        script.write_text(_KERNEL, encoding="utf-8")
+        try:
+            done = run(
+                [sys.executable, str(script)],
+                env=os.environ | {"TRITON_CACHE_DIR": str(Path(folder, "cache"))},
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=_KERNEL_SECONDS,
+            )
+            said = done.stderr if done.returncode else None
+        except (OSError, subprocess.SubprocessError) as error:
+            said = str(error)
+    if said is None:
+        return Finding(
+            f"Triton: a kernel was compiled and ran on a GPU ({time.monotonic() - began:.0f} s)"
+        )
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    # A compiler's own message comes before Python's, which only says that it failed.
+    why = next((line for line in lines if "fatal error:" in line), lines[-1] if lines else "")
+    return Finding(
+        f"a Triton kernel that runs on a GPU, as those do that draw: {why or 'no word of why'}",
+        "Mend what lacks besides this; otherwise look at "
+        '`python -c "import torch; print(torch.zeros(1).cuda())"`',
     )
 
 

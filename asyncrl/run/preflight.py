@@ -17,6 +17,7 @@ from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.sglang.interpreter import check_interpreter
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.errors import UserError
+from asyncrl.launch.gpus import find_gpus, torch_build
 from asyncrl.launch.ray.opening import check_ray
 from asyncrl.monitoring.sinks.config import missing_credentials, missing_package
 from asyncrl.rewards import judge, reward_model
@@ -26,7 +27,7 @@ from asyncrl.rewards.functions import BUILTIN
 from asyncrl.rewards.loading import load_function
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.run.lora_check import check_peft, check_serving
-from asyncrl.run.machine_checks import compiler
+from asyncrl.run.machine_checks import compiler, is_for_gpu
 from asyncrl.tasks.map_messages import MAP
 from asyncrl.user_functions import check_name
 
@@ -72,10 +73,13 @@ def check_machine(config: RunConfig) -> None:
 
 
 def _check_compiler(config: RunConfig) -> None:
-    if config.trainer.compile and (finding := compiler(shutil.which)).fix:
+    if not config.trainer.compile:
+        return
+    on_gpu = config.trainer.device != "cpu" and is_for_gpu(find_gpus(), torch_build())
+    if (finding := compiler(shutil.which, on_gpu=on_gpu)).fix:
         raise UserError(
-            "trainer.compile: true needs a C++ compiler, and this machine has none. Set it to "
-            f"false, or: {finding.fix}"
+            f"trainer.compile: true needs a C{'' if on_gpu else '++'} compiler, and this machine "
+            f"has none. Set it to false, or: {finding.fix}"
         )
 
 

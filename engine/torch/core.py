@@ -182,6 +182,7 @@ class DecodeCore:
             requests,
             max_tokens=self._settings.max_prefill_tokens,
             max_bytes=self._settings.logits_bytes,
+            listed=self._settings.listed,
             policy_version=self.policy_version,
         )
 

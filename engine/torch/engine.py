@@ -90,7 +90,6 @@ class TorchEngine:
             fused=config.torch.fused,
             wide_logits=config.has_float32_logits(on_cpu=device.type == "cpu"),
         )
-        await asyncio.to_thread(warm_up, drafting=self._max_draft_tokens > 0)
         settings = CoreSettings(
             max_step_tokens=config.torch.max_step_tokens,
             max_draft_tokens=self._max_draft_tokens,
@@ -101,6 +100,8 @@ class TorchEngine:
             logits_bytes=config.logits_bytes,
             weight_staging=config.weight_staging,
         )
+        drafting = self._max_draft_tokens > 0
+        await asyncio.to_thread(warm_up, model, listed=settings.listed, drafting=drafting)
         core = self._core = DecodeCore(model, settings, self._source, seed=self._seed)
         self._thread = DecodeThread(
             lambda: core.step(),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from asyncrl.cache import tree
 from asyncrl.engine.drafting.proposals import warm_up as warm_up_proposals
 from asyncrl.engine.drafting.step_times import warm_up as warm_up_step_times
 from asyncrl.engine.drafting.trees import plant
-from asyncrl.engine.drawing import warm_up as warm_up_drawing
+from asyncrl.engine.logits import warm_up as warm_up_drawing
+from asyncrl.engine.torch.model import SlotModel
 from asyncrl.engine.torch.step_kernels import (
     GeneratedTokens,
     advance_rows,
@@ -21,10 +23,15 @@ from asyncrl.engine.torch.step_kernels import (
 from asyncrl.rollout.acceptance import accept_tree, warm_up_verification
 
 
-def warm_up(*, drafting: bool) -> None:
-    """Load the kernels that a core uses, or compile them (a few seconds, once per machine).
+@torch.inference_mode()
+def warm_up(model: SlotModel, *, listed: int, drafting: bool) -> None:
+    """Load the kernels that a core uses, or compile them: once per machine, for a few seconds.
+
+    On a GPU half a minute.
 
     Args:
+        model: what is sampled from.
+        listed: K of its draws.
         drafting: whether there is a cache to draft from.
     """
     if drafting:
@@ -38,7 +45,8 @@ def warm_up(*, drafting: bool) -> None:
     accept_tree(np.zeros(3, np.int64), trees.tokens, trees.parents, trees.offsets)
     warm_up_proposals()
     warm_up_verification()
-    warm_up_drawing()
+    first = np.zeros(1, np.int32)
+    warm_up_drawing(model.forward_fresh(first, first + 1, np.zeros(1, np.int64)), listed)
     _warm_up_step()
 
 

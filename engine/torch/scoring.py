@@ -19,6 +19,7 @@ def score_all(
     *,
     max_tokens: int,
     max_bytes: int,
+    listed: int,
     policy_version: int,
 ) -> list[Score]:
     """Score requests; contexts go through the model packed and sorted by length.
@@ -29,6 +30,7 @@ def score_all(
         max_tokens: most tokens of one pass; a single longer request still goes, alone.
         max_bytes: memory for the float32 logits of one pass, with the same exception, and as much
             to process them.
+        listed: K of the engine, at least that of each request.
         policy_version: of the weights.
     """
     order = sorted(range(len(requests)), key=lambda i: _length(requests[i]))
@@ -39,13 +41,13 @@ def score_all(
         wanted = len(requests[i].tokens) * model.vocab_size
         full = tokens + _length(requests[i]) > max_tokens or 4 * (logits + wanted) > max_bytes
         if batch and full:
-            scores |= _score_batch(model, requests, batch, max_bytes, policy_version)
+            scores |= _score_batch(model, requests, batch, max_bytes, listed, policy_version)
             batch, tokens, logits = [], 0, 0
         batch.append(i)
         tokens += _length(requests[i])
         logits += wanted
     if batch:
-        scores |= _score_batch(model, requests, batch, max_bytes, policy_version)
+        scores |= _score_batch(model, requests, batch, max_bytes, listed, policy_version)
     return [scores[i] for i in range(len(requests))]
 
 
@@ -58,6 +60,7 @@ def _score_batch(
     requests: Sequence[ScoreRequest],
     batch: list[int],
     max_bytes: int,
+    listed: int,
     policy_version: int,
 ) -> dict[int, Score]:
     chosen = [requests[i] for i in batch]
@@ -76,7 +79,7 @@ def _score_batch(
     distributions = distributions_of(
         model.forward_fresh(packed, lengths, wanted),
         sampling.at(np.repeat(np.arange(len(chosen)), counts)),
-        k,
+        listed,
         max_bytes,
     )
     targets = KeptColumns.only_tokens(packed[wanted + 1], 0)

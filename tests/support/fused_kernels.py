@@ -1,8 +1,11 @@
 """Runs the kernels of `asyncrl.engine.logits_triton`.
 
-python fused_kernels.py compile       compiles them for sm_90
-python fused_kernels.py interpreted   the other parts, in Triton's interpreter: prints a JSON object
-                                      of what each of them says, or its traceback
+python fused_kernels.py compile SM:K ...        compiles them for GPUs of these compute
+                                                capabilities (90 is 9.0) and these K: prints JSON,
+                                                a `Compiled` for each
+python fused_kernels.py interpreted [PART ...]  the other parts, in Triton's interpreter: prints a
+                                                JSON object of what each of them says, or its
+                                                traceback
 
 A program of its own, because Triton decides when it is imported whether it interprets or compiles.
 """
@@ -12,12 +15,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 import tempfile
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -66,7 +70,23 @@ POINTERS = {
     "columns": "*i64", "floors": "*i64", "keys": "*i64", "tokens": "*i64", "names": "*i64",
     "maxima": "*fp32", "sums": "*fp32", "values": "*fp32", "name_values": "*fp32", "ids": "*i32",
 }  # fmt: skip
-CONSTANTS = {"K": 64, "C": 128, "PARTS": 32, "BLOCKS": 4, "CUT": True}
+CONSTANTS = {"C": 128, "PARTS": 32, "BLOCKS": 4, "CUT": True}
+
+
+class Compiled(NamedTuple):
+    """What a compilation has given."""
+
+    triton: str
+    """Version."""
+    kernel: str
+    sm: int
+    """Compute capability, times 10."""
+    k: int
+    """K of the engine's lists."""
+    seconds: float
+    """Of all CPUs, ptxas included."""
+    instructions: int
+    """In the PTX."""
 
 
 def sampling_of(ways: list[dict[str, float]], rows: int) -> SamplingColumns:
@@ -96,6 +116,7 @@ def compare() -> None:
     outside = named = 0
     for vocabulary, k, rows, dtype in (
         (50, 4, 6, torch.float32), (150, 5, 6, torch.bfloat16), (3, 5, 4, torch.float32),
+        (50, 1, 6, torch.float32),
     ):  # fmt: skip
         for ways, n in ((PLAIN, 3), (CUT, rows)):
             found = _same_draws(logits_of(n, vocabulary, dtype), k, sampling_of(ways, n))
@@ -299,35 +320,52 @@ def count() -> None:
     print("tensors", counter.count)
 
 
-def compile_all() -> None:
-    """For sm_90, with the largest lists and truncation; prints what was compiled."""
-    from triton import compile as compile_kernel
+def compile_for(wanted: list[str]) -> None:
+    """With truncation; what does not depend on K only where K is 64."""
+    compiled = []
+    for one in wanted:
+        sm, k = map(int, one.split(":"))
+        compiled += [_compiled(name, sm, k) for name in ("summarise_kernel", "draw_kernel")]
+        if k == engine_logits.MAX_FUSED_K:
+            compiled += [_compiled(name, sm, k) for name in ("look_up_kernel", "cut_kernel")]
+    print(json.dumps([one._asdict() for one in compiled]))
+
+
+def _compiled(name: str, sm: int, k: int) -> Compiled:
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    for name in ("summarise_kernel", "draw_kernel", "look_up_kernel", "cut_kernel"):
-        kernel = getattr(logits_triton, name)
-        block = logits_triton._CUT_BLOCK if name == "cut_kernel" else logits_triton._BLOCK
-        constants = CONSTANTS | {"BLOCK": block}
-        signature, values = {}, {}
-        for place, argument in enumerate(kernel.arg_names):
-            if argument in constants:
-                signature[argument], values[(place,)] = "constexpr", constants[argument]
-            else:
-                pointer = "*bf16" if argument == "logits" else POINTERS.get(argument, "i32")
-                signature[argument] = pointer
-        source = ASTSource(kernel, signature, values)
-        compiled = compile_kernel(
-            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}
-        )
-        assert compiled.asm["cubin"]
-        print(name)
+    kernel = getattr(logits_triton, name)
+    block = logits_triton._CUT_BLOCK if name == "cut_kernel" else logits_triton._BLOCK
+    constants = CONSTANTS | {"BLOCK": block, "K": logits_triton._width(k)}
+    signature, values = {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument], values[(place,)] = "constexpr", constants[argument]
+        else:
+            pointer = "*bf16" if argument == "logits" else POINTERS.get(argument, "i32")
+            signature[argument] = pointer
+    source = ASTSource(kernel, signature, values)
+    began = _cpu_seconds()
+    made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": 8})
+    assert made.asm["cubin"]
+    lines = [line.strip() for line in made.asm["ptx"].splitlines()]
+    instructions = sum(line.endswith(";") and not line.startswith((".", "//")) for line in lines)
+    return Compiled(triton.__version__, name, sm, k, _cpu_seconds() - began, instructions)
 
 
-def interpreted() -> None:
+def _cpu_seconds() -> float:
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+def interpreted(wanted: list[str]) -> None:
     """Each part; one that fails does not stop the others."""
     said = {}
     for part, sizes in ((count, {}), (names, {}), (compare, SMALL), (engine, SMALL)):
+        if wanted and part.__name__ not in wanted:
+            continue
         with (
             contextlib.redirect_stdout(io.StringIO()) as out,
             patch.multiple(logits_triton, **sizes) if sizes else contextlib.nullcontext(),
@@ -342,4 +380,4 @@ def interpreted() -> None:
 
 if __name__ == "__main__":
     with patch.object(engine_logits, "fused", lambda _logits, k: 0 < k <= 64):
-        compile_all() if sys.argv[1] == "compile" else interpreted()
+        (compile_for if sys.argv[1] == "compile" else interpreted)(sys.argv[2:])

@@ -1,4 +1,4 @@
-"""What tests need of the machine: Prometheus, Chromium, and a kernel that makes namespaces.
+"""What tests need of the machine: Prometheus, Chromium, a kernel that makes namespaces, Tritons.
 
 `make test` installs the programs where it may. A test that lacks one fails there, and is skipped
 elsewhere.
@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,20 @@ def needs(program: str) -> pytest.MarkDecorator:
         not any(map(shutil.which, names)) and not _may_install(),
         reason=f"{program} is not installed (Debian: apt-get install {package})",
     )
+
+
+def triton_folder(version: str, config: pytest.Config) -> Path:
+    """The folder of a Triton that GPUs get, for PYTHONPATH. Fails in `make test`, which makes it.
+
+    Skips elsewhere if there is none.
+    """
+    folder = Path(f"{sys.prefix}-triton", version)
+    if not (folder / "triton").is_dir():
+        missing = f"Triton {version} is not in {folder}: make {folder}/.ready"
+        if config.getoption("outcome") is None:
+            pytest.skip(missing)
+        pytest.fail(missing)
+    return folder
 
 
 def needs_namespaces() -> pytest.MarkDecorator:

@@ -37,6 +37,7 @@ class Scorer:
         vocab_size: V.
         ranks: of this worker; rank 0 scores.
         max_bytes: memory that scoring may hold at once (`asyncrl.engine.logits`).
+        listed: K of the engine, at least the length of the reported lists.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class Scorer:
         vocab_size: int,
         ranks: Ranks,
         max_bytes: int,
+        listed: int,
     ) -> None:
         self._compute_logits = compute_logits
         self._vocab_size = vocab_size
         self._ranks = ranks
         self._max_bytes = max_bytes
+        self._listed = listed
 
     def read(self, hidden_states: torch.Tensor, parts: list[ScoredPart]) -> None:
         """Read the scored positions of a step, a slab of bounded memory at a time.
@@ -90,6 +93,7 @@ class Scorer:
             _sampling([part.request for part in parts], np.array(counts)),
             KeptColumns.concatenated([part.request.columns.part(part.span) for part in parts]),
             max(part.request.k if part.request.reports_top_k else 0 for part in parts),
+            listed=self._listed,
         )
         for part, source in zip(parts, sources, strict=True):
             _fill(part, found, source)
@@ -156,7 +160,7 @@ class Scorer:
             logits = self._compute_logits(torch.stack(hidden))
             if verdict is not None and batch is not None:
                 these = sampling.at(np.arange(part.start, part.stop))
-                distributions = distributions_of(logits, these, 1)
+                distributions = distributions_of(logits, these, self._listed)
                 distributions.name_tokens(batch, verdict, rows[part], np.arange(len(logits)))
 
     def _rows_at_once(self, sampling: SamplingColumns) -> int:

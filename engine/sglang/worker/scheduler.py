@@ -15,8 +15,10 @@ import os
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from asyncrl.engine.drawing import UNREPORTED_K
-from asyncrl.engine.drawing import warm_up as warm_up_drawing
+from asyncrl.engine.logits import warm_up as warm_up_drawing
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.scoring import Scorer
 from asyncrl.engine.sglang.messages import (
@@ -84,7 +86,8 @@ class ClientScheduler(Scheduler):
         self.rows = SchedulerBatch(self.requests, settings.top_k or UNREPORTED_K)
         output_layer = OutputLayer(runner.model)
         size = self.model_config.vocab_size
-        scorer = Scorer(output_layer.logits, size, self.ranks, settings.logits_bytes)
+        listed = self.rows.listed
+        scorer = Scorer(output_layer.logits, size, self.ranks, settings.logits_bytes, listed)
         self.scoring = PrefillScoring(self.rows, scorer, self.reporting)
         output_layer.serve(self.scoring)
         parts = self.rows, self.ranks, self.reporting, settings.logits_bytes
@@ -95,7 +98,8 @@ class ClientScheduler(Scheduler):
         weights = SglangWeights(self, self.ranks, on_device=settings.stage_on_device)
         self.calls = WorkerCalls(self, weights)
         if self.ranks.leads:
-            warm_up_drawing()
+            # SGLang gives float32, whatever the model computes in (layers/logits_processor.py).
+            warm_up_drawing(torch.empty(1, size, device=runner.device), listed)
             warm_up_verification()
 
     # What SGLang's __init__ calls to make its parts.

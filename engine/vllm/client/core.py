@@ -86,7 +86,7 @@ class VllmCore:
         self.process.fail(error)
 
     async def attach(self, config: EngineConfig) -> None:
-        """Put our drawing, scoring and drafting into vLLM's worker.
+        """Put our drawing, scoring and drafting into vLLM's worker, which compiles what draws.
 
         Args:
             config: of the engine.

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 
 from asyncrl.engine.drawing import UNREPORTED_K
-from asyncrl.engine.drawing import warm_up as warm_up_drawing
+from asyncrl.engine.logits import warm_up as warm_up_drawing
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.staging import WorkerWeights
 from asyncrl.engine.vllm.remote import VllmWorker
@@ -79,7 +80,11 @@ class WorkerExtension(VllmWorker):
         if drafter is not None:
             drafter.attach(runner, batch, sampler)
         if ranks.leads:
-            warm_up_drawing()
+            model = runner.model_config
+            warm_up_drawing(
+                torch.empty(1, model.get_vocab_size(), dtype=model.head_dtype, device=self.device),
+                batch.listed,
+            )
             warm_up_verification()
         _exit_with(parent)
 

@@ -35,7 +35,11 @@ class CoreScorer:
         self._runner = runner
         self._batch = batch
         self._scorer = Scorer(
-            runner.model.compute_logits, runner.model_config.get_vocab_size(), ranks, max_bytes
+            runner.model.compute_logits,
+            runner.model_config.get_vocab_size(),
+            ranks,
+            max_bytes,
+            batch.listed,
         )
         self._requests: dict[str, ScoredRequest] = {}
 

@@ -14,7 +14,13 @@ import pytest
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch import gpus
-from asyncrl.launch.gpus import find_gpus, parse_list, parse_query, torch_build
+from asyncrl.launch.gpus import (
+    driver_version,
+    find_gpus,
+    parse_list,
+    parse_query,
+    torch_build,
+)
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.processes.spec import ChildSpec, keys_of
@@ -54,6 +60,23 @@ def answers(path: Path, listed: str, code: int = 0) -> None:
         '#!/bin/sh\nif [ "$1" = -L ]; then {}; else {}; fi\n'.format(*texts) + f"exit {code}\n"
     )
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_the_version_of_the_driver(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "PROC_VERSION", smi.parent / "version")
+    assert driver_version() is None
+    (smi.parent / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
+        "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
+    )
+    assert driver_version() == "580.65.06"
+    smi.write_text(
+        '#!/bin/sh\n[ "$1" = --query-gpu=driver_version ] && echo 535.104 && echo 535.104'
+    )
+    smi.chmod(0o755)
+    assert driver_version() == "535.104"
+    smi.write_text("#!/bin/sh\necho Failed to initialize NVML\nexit 9\n")
+    assert driver_version() is None
 
 
 def test_whole_gpus(smi: Path) -> None:

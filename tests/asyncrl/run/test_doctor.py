@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +14,12 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.agents.secret import write_secret
 from asyncrl.launch.gpus import Gpu, TorchBuild
-from asyncrl.run import devices, doctor
+from asyncrl.run import devices, doctor, preflight
 from asyncrl.run import machine_checks as checks
 from asyncrl.run.doctor import diagnose
+
+CU130 = TorchBuild("2.13.0+cu130", "13.0")
+KERNEL = checks.triton_kernel
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +30,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             module, "find_gpus", lambda: [Gpu(str(i), f"GPU-{i}", "L20", 46068, i) for i in (0, 1)]
         )
-        monkeypatch.setattr(module, "torch_build", lambda: TorchBuild("2.13.0+cu130", "13.0"))
+        monkeypatch.setattr(module, "torch_build", lambda: CU130)
+    monkeypatch.setattr(checks, "driver_version", lambda: "580.65.06")
+    monkeypatch.setattr(checks, "triton_kernel", lambda _run: checks.Finding("Triton: it ran"))
 
 
 def said(config: RunConfig) -> str:
@@ -79,8 +86,14 @@ def test_what_the_machine_lacks_comes_with_what_to_do(
 ) -> None:
     cpu = TorchBuild("2.13.0+cpu", None)
     gpu = Gpu("0", "GPU-0", "L20", 46068, 0)
-    assert checks.compiler({"g++": "/usr/bin/g++"}.get).fix == ""
-    assert "apt-get install g++" in checks.compiler(lambda _: None).fix
+    gcc, gxx = {"gcc": "/usr/bin/gcc"}.get, {"g++": "/usr/bin/g++"}.get
+    assert str(checks.compiler(gxx, on_gpu=False)) == "ok: C++ compiler: /usr/bin/g++"
+    assert "apt-get install g++" in checks.compiler(gcc, on_gpu=False).fix
+    assert str(checks.compiler(gcc, on_gpu=True)) == "ok: C compiler: /usr/bin/gcc"
+    assert "apt-get install gcc libc6-dev" in checks.compiler(gxx, on_gpu=True).fix
+    assert f"python3.{sys.version_info[1]}-dev" in checks.python_headers(tmp_path).fix
+    (tmp_path / "Python.h").touch()
+    assert checks.python_headers(tmp_path).fix == ""
     assert "--index-url" in checks.gpus_are_usable([gpu], cpu, has_driver=True).fix
     assert "--gpus all" in checks.gpus_are_usable([], cpu, has_driver=True).fix
     assert checks.gpus_are_usable([], cpu, has_driver=False).fix == ""
@@ -102,6 +115,75 @@ def test_what_the_machine_lacks_comes_with_what_to_do(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: small)
     assert "trainer.keep_checkpoints" in checks.disk(tmp_path).fix
     assert "--shm-size" in checks.shared_memory(tmp_path).fix
+
+
+def test_a_driver_that_is_too_old_for_torchs_cuda_is_named_with_both_ways_out() -> None:
+    found = checks.driver("535.104.05", CU130)
+    assert found.text.endswith("535.104.05 is installed, and 580 is the oldest")
+    assert "Install driver 580 or newer" in found.fix
+    assert "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126" in found.fix
+    assert checks.driver("580.65.06", CU130).fix == ""
+    assert checks.driver("535.104.05", TorchBuild("2.13.0+cu126", "12.6")).fix == ""
+    older = checks.driver("470.82.01", TorchBuild("2.13.0+cu126", "12.6"))
+    assert "Install driver 525 or newer" in older.fix
+    assert "--index-url" not in older.fix
+    for version, build in ((None, CU130), ("535.1", TorchBuild("(unknown)", "unknown"))):
+        assert checks.driver(version, build).fix == ""
+
+
+def test_a_kernel_is_compiled_from_nothing_in_a_process_of_its_own() -> None:
+    asked: list[dict[str, str]] = []
+
+    def run(command: list[str], **named: Any) -> subprocess.CompletedProcess[str]:
+        compile(Path(command[1]).read_text(), "kernel.py", "exec")
+        assert not Path(named["env"]["TRITON_CACHE_DIR"]).exists()
+        asked.append(named["env"])
+        return answers.pop(0)
+
+    gcc = "driver.c:1:10: fatal error: Python.h: No such file\nTraceback\nCalledProcessError: gcc\n"
+    lost = "Traceback\nRuntimeError: The NVIDIA driver on your system is too old\n"
+    answers = [subprocess.CompletedProcess("", code, "", said) for code, said in (
+        (0, ""), (1, gcc), (1, lost), (-11, ""),
+    )]  # fmt: skip
+    assert KERNEL(run).fix == ""
+    assert "fatal error: Python.h" in KERNEL(run).text
+    assert KERNEL(run).text.endswith("driver on your system is too old")
+    assert KERNEL(run).text.endswith("no word of why")
+    assert len(asked) == 4
+
+    def late(*_arguments: Any, **_named: Any) -> subprocess.CompletedProcess[str]:
+        raise subprocess.TimeoutExpired("python", 120)
+
+    assert "timed out after 120 seconds" in KERNEL(late).text
+
+
+def test_what_a_gpu_needs_is_looked_at_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "driver_version", lambda: "535.104.05")
+    text = said(load_config(None))
+    assert "lacks: a driver for CUDA 13.0" in text
+    assert "ok: Triton: it ran" in text
+    assert "Python's headers" in text
+    monkeypatch.setattr(doctor, "find_gpus", list)
+    text = said(load_config(None))
+    assert "driver" not in text
+    assert "Triton" not in text
+
+
+def test_compiling_the_trainer_needs_the_compiler_of_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = load_config(None, ["trainer.compile=true"])
+    monkeypatch.setattr(preflight, "torch_build", lambda: CU130)
+    monkeypatch.setattr(preflight, "find_gpus", lambda: [Gpu("0", "GPU-0", "L20", 46068, 0)])
+    monkeypatch.setattr(shutil, "which", {"gcc": "/usr/bin/gcc"}.get)
+    preflight.check_machine(config)
+    monkeypatch.setattr(preflight, "find_gpus", list)
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
+        preflight.check_machine(config)
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    monkeypatch.setattr(preflight, "find_gpus", lambda: [Gpu("0", "GPU-0", "L20", 46068, 0)])
+    with pytest.raises(UserError, match=r"needs a C compiler, .* apt-get install gcc"):
+        preflight.check_machine(config)
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

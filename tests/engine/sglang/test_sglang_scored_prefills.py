@@ -29,7 +29,7 @@ class Scene:
         self.requests = Requests()
         reporting = Reporting(self.requests, Outbox(self.sent.append, Gauges, 1))
         self.batch = SchedulerBatch(self.requests)
-        scorer = Scorer(lambda hidden: hidden @ HEAD, VOCAB, Ranks(), 1 << 20)
+        scorer = Scorer(lambda hidden: hidden @ HEAD, VOCAB, Ranks(), 1 << 20, 8)
         self.scoring = PrefillScoring(self.batch, scorer, reporting)
         self.outbox = reporting.outbox
         self.tokens: dict[str, np.ndarray] = {}
