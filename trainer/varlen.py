@@ -15,6 +15,7 @@ It exists for 16-bit types on CUDA only; everything else takes the padded way
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ from asyncrl.trainer.transfer import to_device
 MAX_HEAD = 256
 """Numbers of a head that the kernel takes at most."""
 _LOW = (torch.bfloat16, torch.float16)
+_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether several heads of queries may share one of keys. In torch 2.11 they may not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,11 @@ def attend(
     queries, heads, values = (one[0].transpose(0, 1).to(kind) for one in (query, key, value))
     if keys.order is not None:
         heads, values = (_InOrder.apply(one, keys.order) for one in (heads, values))
+    shared, grouped = queries.shape[1] // heads.shape[1], {}
+    if _GROUPED:
+        grouped = {"enable_gqa": shared > 1}
+    elif shared > 1:
+        heads, values = (one.repeat_interleave(shared, 1) for one in (heads, values))
     out = varlen_attn(
         queries.contiguous(),
         heads.contiguous(),
@@ -127,7 +135,7 @@ def attend(
         keys.max_keys,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
+        **grouped,
     )
     assert isinstance(out, Tensor)  # noqa: S101 - a tuple only where more is asked for
     return out[None]

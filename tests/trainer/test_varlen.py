@@ -33,7 +33,7 @@ def definition(
     *,
     scale: float | None,
     window_size: tuple[int, int],
-    enable_gqa: bool,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """What `torch.nn.attention.varlen.varlen_attn` computes, one segment after the other."""
     left, right = window_size
@@ -91,13 +91,17 @@ def _both_ways(
 
 @pytest.mark.parametrize(("lengths", "families"), FAMILIES)
 @pytest.mark.parametrize("window", [None, 3, 1])
+@pytest.mark.parametrize("grouped", [True, False])
 def test_both_ways_are_equal_by_the_kernels_definition(
     monkeypatch: pytest.MonkeyPatch,
     lengths: list[int],
     families: tuple[Family, ...],
     window: int | None,
+    grouped: bool,
 ) -> None:
+    """Also with the kernel of torch 2.11, which knows no groups of heads."""
     monkeypatch.setattr(varlen, "varlen_attn", definition)
+    monkeypatch.setattr(varlen, "_GROUPED", grouped)
     layout = Layout.of(lengths, torch.device("cpu"), families)
     padded, without = _both_ways(monkeypatch, layout, window, torch.float64, "cpu")
     for one, other in zip(padded, without, strict=True):

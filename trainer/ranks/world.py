@@ -31,6 +31,9 @@ from asyncrl.trainer.rank_network import LOOPBACK, is_loopback
 from asyncrl.trainer.ranks.network import Peer, check_peers, interface_in, listen_at, this_machine
 
 _PREFIX = "rank-"
+# Their names until torch 2.12; since then the old ones warn.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class World:
@@ -60,11 +63,11 @@ class World:
             return [own]
         with self._waiting(what):
             sizes = torch.empty(self.size, dtype=torch.int64)
-            dist.all_gather_single(sizes, torch.tensor([len(own)]))
+            _all_gather(sizes, torch.tensor([len(own)]))
             longest = max(1, int(sizes.max()))
             padded = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
             received = torch.empty(self.size * longest, dtype=torch.uint8)
-            dist.all_gather_single(received, padded)
+            _all_gather(received, padded)
         rows = received.view(self.size, longest)
         return [rows[rank, :size].numpy().tobytes() for rank, size in enumerate(sizes.tolist())]
 
@@ -102,12 +105,12 @@ class World:
     def reduce_scatter(self, own: Tensor, given: Tensor, what: str) -> None:
         """Sum `[size, n]` over the ranks and put this rank's row into `own` `[n]`."""
         with self._waiting(what):
-            dist.reduce_scatter_single(own, given.view(-1))
+            _reduce_scatter(own, given.view(-1))
 
     def all_gather(self, all_rows: Tensor, own: Tensor, what: str) -> None:
         """Put each rank's `own` `[n]` into its row of `[size, n]`."""
         with self._waiting(what):
-            dist.all_gather_single(all_rows.view(-1), own)
+            _all_gather(all_rows.view(-1), own)
 
     def close(self) -> None:
         """Leave. Idempotent; waits for nobody."""
