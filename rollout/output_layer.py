@@ -22,7 +22,7 @@ def float32_logits(
     """
     wide = None if bias is None else bias.float()
     if hidden.is_cuda and hidden.dtype.itemsize == 2:
-        flat = torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=torch.float32)
-        logits = flat.unflatten(0, hidden.shape[:-1])
+        flat: torch.Tensor = torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=torch.float32)
+        logits: torch.Tensor = flat.unflatten(0, hidden.shape[:-1])
         return logits if wide is None else logits + wide
     return linear(hidden.float(), weight.float(), wide)

@@ -98,7 +98,9 @@ class Policy:
         other = bool(gradient_checkpointing or compiled or lora)
         self._fused = self._fused_decoder(fused and not other)
         self._check_packing(model_path)
-        if self._compute_dtype == torch.bfloat16:
+        # A model of an adapter is held in 16 bits, so it was compared in them; one that is divided
+        # among ranks is still on the CPU, whose kernels say nothing about those of its device.
+        if self._compute_dtype != self.model.dtype and not self.is_sharded:
             self._check_packing_as_trained(model_path)
         _set_modes(self.model, gradient_checkpointing=gradient_checkpointing)
         if compiled:

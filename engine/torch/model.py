@@ -271,9 +271,10 @@ def load_model(
 
 def _widen_logits(model: Any) -> None:
     """Have a plain 16-bit output layer give float32, which models then scale and cap."""
-    head = model.get_output_embeddings()
-    if type(head) is torch.nn.Linear and head.weight.dtype.itemsize == 2:
-        head.forward = lambda hidden: float32_logits(hidden, head.weight, head.bias)  # type: ignore[method-assign]
+    head: Any = model.get_output_embeddings()
+    is_plain = type(head) is torch.nn.Linear
+    if is_plain and head.weight.dtype.itemsize == 2:
+        head.forward = lambda hidden: float32_logits(hidden, head.weight, head.bias)
 
 
 def _refuse_by_config(model: Any, path: str, max_len: int) -> None:

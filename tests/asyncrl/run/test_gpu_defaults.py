@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
 
 from asyncrl.cache.config import DRAFT_TOKENS, CacheConfig
-from asyncrl.config import RunConfig, dump_config, parse_config
+from asyncrl.config import RunConfig, dump_config, load_config, parse_config
 from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import GpuNeeds, GpuPlan, plan_gpus
+from asyncrl.run import prepare as prepare_module
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.execute import _with_drafts
 from asyncrl.run.gpu_defaults import visits_of, with_drafts_that_pay, with_trainer_dtype
+from asyncrl.run.launching import Launching
+from asyncrl.run.prepare import Prepared
 from asyncrl.trainer.config import TrainerConfig
 
 
@@ -129,3 +137,38 @@ def test_a_number_of_the_users_stays_and_an_unused_one_is_not_mentioned() -> Non
 def test_visits_follow_from_steps_and_rows() -> None:
     run = config(run={"steps": 100}, scheduler={"groups_per_step": 16})
     assert visits_of(run, 800) == 2
+
+
+def test_a_run_is_prepared_with_what_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare_module, "place", lambda _config: plan((9, 0), (9, 0)))
+    console = Console(record=True, width=200)
+    found = prepare_module.prepare(config(engine={"max_model_len": 512}), console)
+    assert found.config.trainer.dtype == "bfloat16"
+    assert found.config.cache.max_draft_tokens == 16
+    said = console.export_text()
+    assert "compute    trainer in bfloat16" in said
+    assert "drafts     at most 16 tokens" in said
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("cuda", 0), ("cpu", 16)])
+def test_drafts_are_decided_when_a_launcher_knows_the_devices(
+    tmp_path: Path, device: Any, tokens: int
+) -> None:
+    run = config(
+        engine={"kind": "vllm"}, launcher={"kind": "ray"}, run={"directory": str(tmp_path)}
+    )
+    task = Mock(train=[None] * 1_000_000)
+    directory = RunDirectory.create(run, resume=False, clean=False)
+    used: list[RunConfig] = []
+    launching = Launching(Mock(), "", "", "", device, Mock(), used.append)
+    said: list[str] = []
+    found = _with_drafts(Prepared(run, "", task), directory, launching, said.append)
+    directory.close()
+    assert used == [found.config]
+    assert found.config.cache.max_draft_tokens == tokens
+    assert load_config(directory.path / "config.yaml") == found.config
+    assert len(said) == (device == "cuda")
+    assert _with_drafts(found, directory, launching, said.append) is found
