@@ -17,7 +17,9 @@ The same for a real vLLM (`benchmarks.weights_remote`), in float32: `vllm_instal
 `--engine sglang` measures a real SGLang, which has no way before.
 
 Weights between nodes are measured by `benchmarks.weights_chain`, broadcasts by
-`benchmarks.weights_broadcast`; `--part` chooses one of the three.
+`benchmarks.weights_broadcast`, what an engine proves before it is ready by
+`benchmarks.weights_proof` (`--gb`: of the model's weights in bfloat16); `--part` chooses one of
+the four.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from asyncrl.wire.weights.fingerprint import fingerprint
 from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
 from asyncrl.wire.weights.reader import WeightBuffer
 from asyncrl.wire.weights.writer import WeightPublisher
-from benchmarks import weights_broadcast, weights_chain
+from benchmarks import weights_broadcast, weights_chain, weights_proof
 from benchmarks.report import add_smoke, write_json
 from benchmarks.weights_remote import measure_remote
 
@@ -74,12 +76,25 @@ class Effort:
     """Of which there are several."""
     hidden: int = 1024
     layers: int = 8
+    proof_gb: float = 1.0
+    """Of the model whose installation is proved."""
     kinds: tuple[str, ...] = ("torch", "vllm")
     """Engines, unless one is chosen."""
 
 
 QUICK, FULL = Effort(7, 3, 4, 5), Effort(25, 9, 12, 15)
-SMOKE = Effort(1, 1, 1, 1, nbytes=2_000_000, receivers=1, hidden=128, layers=2, kinds=("torch",))
+SMOKE = Effort(
+    1,
+    1,
+    1,
+    1,
+    nbytes=2_000_000,
+    receivers=1,
+    proof_gb=0.002,
+    hidden=128,
+    layers=2,
+    kinds=("torch",),
+)
 
 
 @dataclass(slots=True)
@@ -328,7 +343,10 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--engine", choices=("torch", "vllm", "sglang"), help="only this one; default: torch, vllm"
     )
-    parser.add_argument("--part", choices=("engines", "chain", "broadcast"), help="only this one")
+    parser.add_argument(
+        "--part", choices=("engines", "chain", "broadcast", "proof"), help="only this one"
+    )
+    parser.add_argument("--gb", type=float, help="of the model of `--part proof`; default: 1")
     add_smoke(parser)
     arguments = parser.parse_args(given)
     effort = SMOKE if arguments.smoke else QUICK if arguments.quick else FULL
@@ -351,11 +369,24 @@ def main(given: Sequence[str] | None = None) -> None:
         of_broadcasts = weights_broadcast.ratios_of(raw["broadcast"])
         ratios |= of_broadcasts
         weights_broadcast.print_table(raw["broadcast"], of_broadcasts)
+    if arguments.part == "proof" or (arguments.part is None and arguments.engine is None):
+        gb = arguments.gb or effort.proof_gb
+        with TemporaryDirectory() as folder:
+            path = make_model(Path(folder), hidden=effort.hidden, layers=_layers(gb, effort.hidden))
+            raw["proof"] = weights_proof.measure(path, arguments.engine or "torch")
+        ratios |= weights_proof.ratios_of(raw["proof"])
+        weights_proof.print_table(raw["proof"], ratios)
     if arguments.part in (None, "engines"):
         kinds = (arguments.engine,) if arguments.engine else effort.kinds
         _measure_engines(kinds, effort, raw, ratios)
     if arguments.json:
         write_json(arguments.json, "weights", raw, ratios, smoke=arguments.smoke)
+
+
+def _layers(gb: float, hidden: int) -> int:
+    """So many have the numbers, with `make_model`'s sizes, that take `gb` in bfloat16."""
+    each = hidden * (4 * hidden + 3 * (hidden * 11 // 4))
+    return max(1, round((gb * 1e9 / 2 - _VOCABULARY * hidden) / each))
 
 
 def _measure_engines(

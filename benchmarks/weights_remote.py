@@ -33,8 +33,8 @@ from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.sglang_interpreter import sglang_python
 
 _ROWS, _LENGTH = 4, 512
-_EXTENSION = "asyncrl.engine.vllm.client.launch.EXTENSION_PATH"
-_RELOADING = "benchmarks.weights_worker.ReloadingExtension"
+EXTENSION = "asyncrl.engine.vllm.client.launch.EXTENSION_PATH"
+RELOADING = "benchmarks.weights_worker.ReloadingExtension"
 _Found = dict[str, dict[str, list[float]]]
 
 
@@ -78,7 +78,7 @@ async def _versions(
         async with _GENERATING[kind](path, dtype) as engine:
             for turn in range(len(ways) * (repeats + 1)):
                 version, way = turn + 1, ways[turn % len(ways)]
-                # The first one is loaded in the pause to prove that copying may replace it.
+                # The first one takes the memory that the others find.
                 into = found if turn >= len(ways) else defaultdict(lambda: defaultdict(list))
                 manifest = publisher.publish(tensors.items(), version)
                 began = time.perf_counter()
@@ -106,7 +106,8 @@ async def _versions(
     return size
 
 
-def _config(kind: str, dtype: torch.dtype) -> EngineConfig:
+def config_of(kind: str, dtype: torch.dtype) -> EngineConfig:
+    """Of an engine that serves few rows."""
     sglang = SglangConfig(kv_cache_gib=0.5)
     if kind == "sglang":
         sglang = sglang.model_copy(update={"python": sglang_python()})
@@ -142,15 +143,15 @@ async def _generating(engine: RemoteEngine) -> AsyncIterator[RemoteEngine]:
 
 @asynccontextmanager
 async def _vllm(path: str, dtype: torch.dtype) -> AsyncIterator[RemoteEngine]:
-    config, cache = _config("vllm", dtype), CacheConfig(enabled=False)
-    with patch(_EXTENSION, _RELOADING):
+    config, cache = config_of("vllm", dtype), CacheConfig(enabled=False)
+    with patch(EXTENSION, RELOADING):
         async with _generating(VllmEngine(config, path, cache_config=cache, seed=1)) as engine:
             yield engine
 
 
 @asynccontextmanager
 async def _sglang(path: str, dtype: torch.dtype) -> AsyncIterator[RemoteEngine]:
-    config, cache = _config("sglang", dtype), CacheConfig(enabled=False)
+    config, cache = config_of("sglang", dtype), CacheConfig(enabled=False)
     async with _generating(SglangEngine(config, path, cache_config=cache, seed=1)) as engine:
         yield engine
 

@@ -1,0 +1,98 @@
+"""How long an engine takes, before it is ready, to prove how it installs new weights.
+
+A part of `python -m benchmarks.weights`: `--part proof`. With `--engine vllm` in a real vLLM, else
+with a loader that only copies, so that what we add to two of the engine's loadings is seen alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Iterable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.remote.worker.staging import WorkerWeights
+from asyncrl.engine.remote.worker.twin import Twin
+from asyncrl.engine.vllm.client.engine import VllmEngine
+from asyncrl.wire.weights.pretrained import load_causal_lm
+from benchmarks.weights_remote import EXTENSION, RELOADING, config_of
+
+_DTYPE = torch.bfloat16
+
+
+class CopyLoader:
+    """A `Loader` of a model of transformers."""
+
+    name = "the copying loader"
+    device, dtype = torch.device("cpu"), _DTYPE
+
+    def __init__(self, path: str) -> None:
+        self.model_path = path
+        self.model: torch.nn.Module = load_causal_lm(path, _DTYPE)
+
+    def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy by name."""
+        held = dict(model.named_parameters())
+        for name, tensor in tensors:
+            held[name].data.copy_(tensor)
+
+    def adopt(self, twin: Twin) -> None:
+        """Do nothing."""
+
+    def forget(self, twin: Twin) -> None:
+        """Do nothing."""
+
+    def check_unchanged(self, names: Collection[str]) -> None:
+        """Do nothing."""
+
+    def installed(self, policy_version: int) -> None:
+        """Do nothing."""
+
+
+def measure(path: str, kind: str) -> dict[str, Any]:
+    """Seconds of the proof, and the bytes of the weights.
+
+    Args:
+        path: of the model.
+        kind: "vllm", or "torch" for the loader that copies.
+    """
+    if kind == "vllm":
+        return asyncio.run(_on_vllm(path))
+    loader = CopyLoader(path)
+    weights = WorkerWeights(loader)
+    began = time.perf_counter()
+    weights.prove()
+    seconds = time.perf_counter() - began
+    assert weights.copies
+    nbytes = sum(one.nbytes for one in loader.model.parameters())
+    return {"engine": kind, "seconds": seconds, "bytes": nbytes}
+
+
+async def _on_vllm(path: str) -> dict[str, Any]:
+    with patch(EXTENSION, RELOADING):
+        engine = VllmEngine(
+            config_of("vllm", _DTYPE), path, cache_config=CacheConfig(enabled=False), seed=1
+        )
+        try:
+            await engine.start()
+            llm = engine._process.vllm.llm  # noqa: SLF001
+            ((seconds, nbytes),) = await llm.collective_rpc("timed_proof")
+        finally:
+            await engine.close()
+    return {"engine": "vllm", "seconds": seconds, "bytes": nbytes}
+
+
+def ratios_of(raw: dict[str, Any]) -> dict[str, float]:
+    """Of what `measure` gives."""
+    return {"proof_gb_per_second": raw["bytes"] / raw["seconds"] / 1e9}
+
+
+def print_table(raw: dict[str, Any], ratios: dict[str, float]) -> None:
+    print(
+        f"proof on {raw['engine']}: {raw['bytes'] / 1e9:.2f} GB in {raw['seconds']:.1f} s, "
+        f"{ratios['proof_gb_per_second']:.2f} GB/s"
+    )
