@@ -38,7 +38,7 @@ PYTEST := $(KEPT) ASYNCRL_SGLANG_PYTHON="$(abspath $(SGLANG_VENV))/bin/python" $
 OUTCOME := .pytest_cache/outcome.json
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang setup-environments run test second-try test-busy check lint types format docs site bench locks sbom test-deploy prometheus chromium alerts grafana-schema clean
+.PHONY: help setup setup-sglang setup-environments run test second-try test-busy check lint types format docs site bench locks sbom gpu-bundle test-deploy prometheus chromium alerts grafana-schema clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -123,6 +123,20 @@ sbom: $(TOOLS)/.ready ## list of the Python packages of each image (CycloneDX, d
 	@mkdir -p dist/sbom
 	for name in $(LOCKS); do $(TOOLS)/bin/python -W ignore -m cyclonedx_py requirements requirements/$$name.lock --pyproject pyproject.toml \
 	  --output-reproducible --output-file dist/sbom/asyncrl-$$name.cdx.json || exit 1; done
+
+# For a machine with a GPU, torch and numba, but without a network (docs/gpus.md). llvmlite alone, which numba needs, is
+# 57 MB. The folder's requirements.txt names no versions: pip then leaves alone what that machine has.
+GPU_PYTHON ?= $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+PLATFORMS := $(foreach glibc,28 27 26 24 17,--platform manylinux_2_$(glibc)_$(shell uname -m)) --platform manylinux2014_$(shell uname -m)
+gpu-bundle: $(VENV)/.core ## wheels that `asyncrl gpu-check` needs on a machine with torch and numba: gpu-bundle/ (GPU_PYTHON=3.12; NUMBA=1: numba too)
+	@rm -rf gpu-bundle && mkdir gpu-bundle
+	@{ grep -v '^#' requirements/gpu-bundle.in; $(if $(NUMBA),echo numba;) } > gpu-bundle/requirements.txt
+	@$(UV) pip compile --quiet --no-header --no-annotate --no-emit-index-url --python-version $(GPU_PYTHON) \
+	  --constraint requirements/setup.lock gpu-bundle/requirements.txt > gpu-bundle/versions
+	@$(VENV)/bin/python -m pip --disable-pip-version-check download -qq --no-deps --only-binary=:all: --implementation cp \
+	  --python-version $(GPU_PYTHON) $(PLATFORMS) --dest gpu-bundle --requirement gpu-bundle/versions
+	@rm gpu-bundle/versions && cd gpu-bundle && du --apparent-size --block-size=kB *.whl | sort -rn && du --apparent-size --total --block-size=MB *.whl | tail -1
+	@echo "there: pip install --no-index --find-links gpu-bundle --requirement gpu-bundle/requirements.txt"
 
 test-deploy: $(VENV)/.dev ## Docker Compose and Kubernetes for real, each in a verdict: root on Debian 12, nothing else prepared (an hour, 20 GB)
 	SAVE=$(DEPLOY_DIR)/asyncrl.tar DEPLOY_DIR=$(DEPLOY_DIR) bash tests/deploy/compose.sh

@@ -14,26 +14,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.cache.config import CacheConfig
-from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.factory import create_engine
-from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams
-from asyncrl.processes.generator.background import BackgroundTasks
-from asyncrl.processes.generator.noise_floor import NoiseFloorProbe
-from asyncrl.rollout.trajectory import SampleId, TrajectoryBuilder, VerifiableTrajectory
-from asyncrl.simulation.lengths import Survival
+from asyncrl.gpu_check.generating import Case, measure
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
-from asyncrl.wire.noise_floor import NoiseFloor
 from benchmarks.report import add_smoke, write_json
 from benchmarks.tiny_models import SMOKE_START, random_qwen3
 
@@ -41,68 +31,6 @@ VOCABULARY = 5000
 """Of the flat model."""
 DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
 KS = (8, 64)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is measured."""
-
-    model: str
-    kind: Literal["torch", "vllm"]
-    dtype: Literal["float32", "bfloat16"]
-    top_k: int
-    responses: int
-    length: int
-    """Tokens of each response."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """What came out."""
-
-    measured: NoiseFloor
-    outside: float
-    """Share of the tokens outside the top K."""
-    model: float
-    """The share that the simulator's model says is rejected."""
-
-
-async def measure(case: Case, path: Path) -> Found:
-    """Generate responses with an engine and verify each of them again."""
-    config = EngineConfig(
-        kind=case.kind, dtype=case.dtype, slots=32, max_model_len=case.length + 16,
-        top_k_logprobs=case.top_k,
-    )  # fmt: skip
-    engine = create_engine(config, str(path), cache_config=CacheConfig(), seed=1)
-    await engine.start()
-    try:
-        sampling = SamplingParams(max_tokens=case.length, top_k_logprobs=case.top_k)
-        responses = await asyncio.gather(
-            *(_response(engine, sampling, index) for index in range(case.responses))
-        )
-        probe, tasks = NoiseFloorProbe(engine, sampling, every=1), BackgroundTasks()
-        for response in responses:
-            probe.consider(response, tasks)
-            await probe.idle()
-        tasks.raise_failure()
-    finally:
-        await engine.close()
-    listed = [(one.topk_ids == one.tokens[:, None]).any(axis=1).mean() for one in responses]
-    outside = 1.0 - float(np.mean(listed))
-    noise = (probe.measured.abs_mean or 0.0) / 2
-    model = Survival("block", decisive=1.0, outside=outside, noise=noise)
-    return Found(probe.measured, outside, 1.0 - model.expected([case.length], 0.0))
-
-
-async def _response(engine: Engine, sampling: SamplingParams, index: int) -> VerifiableTrajectory:
-    prompt = np.array([1 + index % 8, 2, 3], np.int32)
-    builder = TrajectoryBuilder(SampleId(index, 0), f"prompt {index % 8}", prompt)
-    own = replace(sampling, seed=index)
-    async for chunk in engine.generate(
-        GenerateRequest(f"r{index}", builder.prompt_id, prompt, own)
-    ):
-        chunk.append_to(builder)
-    return builder.finish("length")
 
 
 def models(folder: Path, *, smoke: bool) -> dict[str, Path]:

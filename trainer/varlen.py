@@ -120,7 +120,8 @@ def attend(
     queries, heads, values = (one[0].transpose(0, 1).to(kind) for one in (query, key, value))
     if keys.order is not None:
         heads, values = (_InOrder.apply(one, keys.order) for one in (heads, values))
-    shared, grouped = queries.shape[1] // heads.shape[1], {}
+    shared = queries.shape[1] // heads.shape[1]
+    grouped: dict[str, Any] = {}
     if _GROUPED:
         grouped = {"enable_gqa": shared > 1}
     elif shared > 1:

@@ -24,3 +24,42 @@ def doctor(
     from asyncrl.run.doctor import diagnose
 
     diagnose(load_config(config_file, overrides or []), typer.echo)
+
+
+@app.command(
+    "gpu-check",
+    rich_help_panel=MACHINE,
+    epilog="Example: asyncrl gpu-check --limit-minutes 10 --json gpu-check.json",
+)
+def gpu_check(
+    only: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Parts, by commas; default: all.")
+    ] = None,
+    shows: Annotated[bool, typer.Option("--list", help="List the parts and exit.")] = False,
+    small: Annotated[
+        bool | None,
+        typer.Option("--small/--full", help="The smallest sizes, without measuring; as on a CPU."),
+    ] = None,
+    limit_minutes: Annotated[
+        float, typer.Option(min=0.1, help="For all parts; what does not fit is left out.")
+    ] = 60.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write verdicts and numbers.")
+    ] = None,
+    page_file: Annotated[
+        Path | None, typer.Option("--page", metavar="FILE", help="Write them as an HTML page.")
+    ] = None,
+) -> None:
+    """Try what a run needs of a GPU, part by part: ok, failed or left out, each with its reason.
+
+    Exit code 0: no part failed. Without a GPU every part that can runs in its smallest size.
+    """
+    from asyncrl.gpu_check.command import check, chosen
+
+    parts = chosen(only)
+    if shows:
+        for part in parts:
+            typer.echo(f"{part.name:13} {part.seconds:5.0f} s  {part.what}")
+        return
+    if not check(parts, typer.echo, limit_minutes * 60, small, json_file, page_file):
+        raise typer.Exit(1)

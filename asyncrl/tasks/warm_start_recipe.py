@@ -54,6 +54,17 @@ POSITIONS = 512
 RECIPE = WarmStart()
 AGENT_RECIPE = WarmStart(task="agent", steps=1000, digits=(2, 3), expected=(0.0, 1.0))
 """Of `builtin:agent`, which plays the built-in environments carelessly."""
+MINIATURE = WarmStart(
+    hidden_size=32,
+    intermediate_size=32,
+    heads=1,
+    head_dim=32,
+    steps=4,
+    batch_size=4,
+    dev_problems=8,
+    expected=(0.0, 1.0),
+)
+"""The built-in model in miniature: trained in a moment, and wrong about everything."""
 
 
 def recipe_fields(recipe: WarmStart) -> dict[str, Any]:

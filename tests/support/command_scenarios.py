@@ -161,6 +161,11 @@ RUN_BY: dict[str, str] = {
     "tests/asyncrl/run/test_doctor.py::test_sglangs_interpreter_is_named_with_what_is_wrong_with_it": """
         asyncrl doctor CONFIG --set engine.kind=sglang
     """,
+    "tests/asyncrl/test_gpu_check.py::test_a_cpu_runs_every_part_that_it_can_and_names_the_others": """
+        asyncrl gpu-check
+        asyncrl gpu-check --limit-minutes 10 --json gpu-check.json
+        python -m asyncrl gpu-check
+    """,
     "tests/docs/test_generated_pages.py::test_the_generated_pages_are_current": """
         python docs/generate.py
         python -m asyncrl.config_reference > docs/configuration.md
@@ -214,6 +219,7 @@ NOT_RUN: dict[str, str] = {
         git clone URL asyncrl && cd asyncrl
         make bench
         make bench BENCHMARKS="cache turns"
+        make gpu-bundle GPU_PYTHON=3.12
         make grafana-schema
         make lint
         make locks
@@ -235,6 +241,8 @@ NOT_RUN: dict[str, str] = {
         make test-busy
         make test-deploy
         pip install --no-deps
+        pip install --no-index --find-links gpu-bundle --requirement gpu-bundle/requirements.txt
+        pip install --no-index --no-deps --target DIR gpu-bundle/*.whl
         pip install -e .
         pip install -e . --constraint requirements/setup.lock
         pip install -e '.[lora]'

@@ -1,0 +1,369 @@
+"""Parts about engines: tokens per second, the noise floor, new weights.
+
+All take the same random model, in the shape of a Qwen3 with 0.6 billion parameters. Its logits have
+the spread of a trained model's, so that rounding costs what it costs there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.factory import create_engine
+from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams
+from asyncrl.gpu_check.parts import Context, LeftOut, PartFailed, Said
+from asyncrl.processes.generator.background import BackgroundTasks
+from asyncrl.processes.generator.noise_floor import NoiseFloorProbe
+from asyncrl.rollout.trajectory import SampleId, TrajectoryBuilder, VerifiableTrajectory
+from asyncrl.simulation.lengths import Survival
+from asyncrl.wire.noise_floor import NoiseFloor
+
+LARGE = {
+    "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+SMALL = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+_SPREAD = 4.0
+"""Standard deviation of the logits."""
+
+
+def random_model(context: Context) -> Path:
+    """The folder of the model that parts take; the first one that asks makes it."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    path = context.folder / ("small-model" if context.small else "model")
+    if path.exists():
+        return path
+    shape = SMALL if context.small else LARGE
+    torch.manual_seed(0)
+    with torch.device(context.device):
+        config = Qwen3Config(
+            **shape, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None
+        )
+        model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        output = model.get_output_embeddings().weight
+        norm = _SPREAD / (output.float().std() * shape["hidden_size"] ** 0.5)
+        model.model.norm.weight.fill_(float(norm))
+    with tempfile.TemporaryDirectory(dir=context.folder) as unfinished:
+        model.to(torch.bfloat16).save_pretrained(unfinished)
+        Path(unfinished).rename(path)
+        Path(unfinished).mkdir()  # for the clean-up to find
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an engine is asked for."""
+
+    rows: int
+    """Requests at once."""
+    prompt: int
+    """Tokens of a prompt."""
+    tokens: int
+    """Of each response."""
+
+    @classmethod
+    def of(cls, context: Context) -> Work:
+        """By the size."""
+        return cls(4, 8, 24) if context.small else cls(64, 64, 256)
+
+
+def engine(context: Context) -> Said:
+    """Measure the torch engine."""
+    return _engine_part("the torch engine", context, {"kind": "torch"})
+
+
+def vllm(context: Context) -> Said:
+    """Measure vLLM without drafts, and vLLM alone."""
+    said, numbers = _engine_part("vLLM", context, {"kind": "vllm"})
+    alone = _vllm_alone(context)
+    share = numbers["tokens_a_second"] / alone if alone else None
+    beside = f"{share:.0%} of `vllm bench latency`" if share else "`vllm bench latency` failed"
+    return f"{said}; {beside}", {**numbers, "bench_tokens_a_second": alone, "share": share}
+
+
+def vllm_drafts(context: Context) -> Said:
+    """Measure vLLM with drafts: the second round repeats the first."""
+    return _engine_part("vLLM with drafts", context, {"kind": "vllm"}, max_draft_tokens=16)
+
+
+def vllm_tp2(context: Context) -> Said:
+    """Measure vLLM on two GPUs."""
+    settings = {"kind": "vllm", "vllm": {"tensor_parallel_size": 2}}
+    return _engine_part("vLLM on two GPUs", context, settings)
+
+
+def sglang(context: Context) -> Said:
+    """Measure SGLang without drafts."""
+    from asyncrl.engine.sglang.interpreter import check_interpreter
+
+    try:
+        check_interpreter(EngineConfig(kind="sglang").sglang)
+    except EngineError as error:
+        raise LeftOut(f"SGLang is not installed ({error})") from error
+    return _engine_part("SGLang", context, {"kind": "sglang"})
+
+
+def _engine_part(
+    name: str, context: Context, settings: Mapping[str, Any], max_draft_tokens: int = 0
+) -> Said:
+    work = Work.of(context)
+    config = EngineConfig(
+        device=context.device, slots=work.rows, max_model_len=work.prompt + work.tokens,
+        **settings,
+    )  # fmt: skip
+    cache = CacheConfig(max_draft_tokens=max_draft_tokens, enabled=max_draft_tokens > 0)
+    made = create_engine(config, str(random_model(context)), cache_config=cache, seed=1)
+    numbers = asyncio.run(_speed(made, work, int(_shape(context)["vocab_size"])))
+    said = (
+        f"{name}: {work.rows} rows, {numbers['tokens_a_second']:,.0f} tokens/s, "
+        f"{numbers['ms_a_step']:.1f} ms a step ({numbers['steps']} steps); ready after "
+        f"{numbers['start_seconds']:.0f} s, first round {numbers['first_round_seconds']:.1f} s"
+    )
+    return said, numbers
+
+
+def _shape(context: Context) -> Mapping[str, int]:
+    return SMALL if context.small else LARGE
+
+
+async def _speed(made: Engine, work: Work, vocabulary: int) -> dict[str, Any]:
+    """Two rounds of the same requests; the first one compiles and warms up."""
+    began = time.perf_counter()
+    await made.start()
+    ready = time.perf_counter()
+    try:
+        first = await _round(made, work, vocabulary)
+        warm, before = time.perf_counter(), made.stats().steps
+        second = await _round(made, work, vocabulary)
+        seconds, steps = time.perf_counter() - warm, made.stats().steps - before
+    finally:
+        await made.close()
+    tokens = sum(map(len, second))
+    if tokens != work.rows * work.tokens:
+        raise PartFailed(f"{tokens} tokens came, not {work.rows * work.tokens}")
+    if not all(np.isfinite(one).all() for one in (*first, *second)):
+        raise PartFailed("log-probabilities of drawn tokens are not finite")
+    return {
+        "rows": work.rows, "tokens": tokens, "steps": steps, "seconds": seconds,
+        "tokens_a_second": tokens / seconds, "ms_a_step": 1000 * seconds / max(steps, 1),
+        "start_seconds": ready - began, "first_round_seconds": warm - ready,
+    }  # fmt: skip
+
+
+async def _round(made: Engine, work: Work, vocabulary: int) -> list[np.ndarray[Any, Any]]:
+    """The log-probabilities of each response."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, vocabulary, (work.rows, work.prompt)).astype(np.int32)
+
+    async def response(index: int) -> np.ndarray[Any, Any]:
+        sampling = SamplingParams(work.tokens, seed=index)
+        asked = GenerateRequest(f"r{index}", f"p{index}", prompts[index], sampling)
+        chunks = [chunk.logprobs async for chunk in made.generate(asked)]
+        return np.concatenate(chunks)
+
+    return list(await asyncio.gather(*map(response, range(work.rows))))
+
+
+def _vllm_alone(context: Context) -> float | None:
+    """Tokens per second of `vllm bench latency` with the same work; None if it fails."""
+    work, result = Work.of(context), context.folder / "vllm-bench.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "latency"),
+            *("--model", str(random_model(context)), "--skip-tokenizer-init"),
+            *("--batch-size", str(work.rows), "--input-len", str(work.prompt)),
+            *("--output-len", str(work.tokens), "--max-model-len", str(work.prompt + work.tokens)),
+            *("--num-iters-warmup", "1", "--num-iters", "2", "--output-json", str(result)),
+        ],
+        check=False,
+    )  # what it prints stands in the part's log
+    if done.returncode or not result.exists():
+        return None
+    seconds: float = json.loads(result.read_text(encoding="utf-8"))["avg_latency"]
+    return work.rows * work.tokens / seconds
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the noise floor is measured of."""
+
+    model: str
+    kind: Literal["torch", "vllm"]
+    dtype: Literal["auto", "float32", "bfloat16"]
+    top_k: int
+    responses: int
+    length: int
+    """Tokens of each response."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of the engine."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came out."""
+
+    measured: NoiseFloor
+    outside: float
+    """Share of the tokens outside the top K."""
+    model: float
+    """The share that the simulator's model says is rejected."""
+
+
+async def measure(case: Case, path: Path) -> Found:
+    """Generate responses with an engine and verify each of them again."""
+    config = EngineConfig(
+        kind=case.kind, dtype=case.dtype, slots=32, max_model_len=case.length + 16,
+        top_k_logprobs=case.top_k, **case.engine,
+    )  # fmt: skip
+    made = create_engine(config, str(path), cache_config=CacheConfig(), seed=1)
+    await made.start()
+    try:
+        sampling = SamplingParams(max_tokens=case.length, top_k_logprobs=case.top_k)
+        responses = await asyncio.gather(
+            *(_response(made, sampling, index) for index in range(case.responses))
+        )
+        probe, tasks = NoiseFloorProbe(made, sampling, every=1), BackgroundTasks()
+        for response in responses:
+            probe.consider(response, tasks)
+            await probe.idle()
+        tasks.raise_failure()
+    finally:
+        await made.close()
+    listed = [(one.topk_ids == one.tokens[:, None]).any(axis=1).mean() for one in responses]
+    outside = 1.0 - float(np.mean(listed))
+    noise = (probe.measured.abs_mean or 0.0) / 2
+    model = Survival("block", decisive=1.0, outside=outside, noise=noise)
+    return Found(probe.measured, outside, 1.0 - model.expected([case.length], 0.0))
+
+
+async def _response(made: Engine, sampling: SamplingParams, index: int) -> VerifiableTrajectory:
+    prompt = np.array([1 + index % 8, 2, 3], np.int32)
+    builder = TrajectoryBuilder(SampleId(index, 0), f"prompt {index % 8}", prompt)
+    own = replace(sampling, seed=index)
+    async for chunk in made.generate(GenerateRequest(f"r{index}", builder.prompt_id, prompt, own)):
+        chunk.append_to(builder)
+    return builder.finish("length")
+
+
+_VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "float32 logits": {"logits_dtype": "float32"},
+    "batch-invariant": {"batch_invariant": True},
+}
+"""Settings of the engine; those that it does not have are named as such."""
+_WORST_NATS = 0.3
+"""Mean difference of log-probabilities above which an engine decodes and scores other things."""
+
+
+def noise_floor(context: Context) -> Said:
+    """Measure what verification rejects under unchanged weights, with the remedies that exist."""
+    kind = "bfloat16" if context.gpus else "float32"
+    sizes = {"responses": 2, "length": 16} if context.small else {"responses": 32, "length": 1024}
+    numbers: dict[str, Any] = {"dtype": kind, **sizes}
+    sentences, path = [], random_model(context)
+    for name, settings in _VARIANTS.items():
+        if not set(settings) <= set(EngineConfig.model_fields):
+            numbers[name] = "not a setting of this version"
+            continue
+        try:
+            case = Case("random", "torch", kind, 64, engine=settings, **sizes)  # type: ignore[arg-type]
+            found = asyncio.run(measure(case, path)).measured
+        except (EngineError, ValueError) as error:
+            numbers[name] = f"refused: {error}"
+            continue
+        nats, share = found.abs_mean or 0.0, found.share or 0.0
+        numbers[name] = {"nats": nats, "rejected": share, "cut": found.cut_samples}
+        sentences.append(f"{name} {nats:.1e} nats a token, {share:.1%} rejected")
+        if nats > _WORST_NATS:
+            raise PartFailed(f"{name}: decoding and scoring differ by {nats:.2f} nats", numbers)
+    return f"{kind}, {sizes['length']} tokens: {'; '.join(sentences)}", numbers
+
+
+def weights(context: Context) -> Said:
+    """Install new weights in the torch engine, twice."""
+    return _weights_part("the torch engine", context, "torch")
+
+
+def vllm_weights(context: Context) -> Said:
+    """Install new weights in vLLM, twice: the first one is proved against a reload."""
+    return _weights_part("vLLM", context, "vllm")
+
+
+def _weights_part(name: str, context: Context, kind: Literal["torch", "vllm"]) -> Said:
+    work = Work.of(context)
+    config = EngineConfig(
+        kind=kind, device=context.device, slots=work.rows, max_model_len=work.prompt + work.tokens
+    )
+    path = random_model(context)
+    cache = CacheConfig(max_draft_tokens=0, enabled=False)
+    made = create_engine(config, str(path), cache_config=cache, seed=1)
+    numbers = asyncio.run(_installed(made, config, path, context))
+    one, other = numbers["installations"]
+    said = (
+        f"{name}: {numbers['gb']:.2f} GB, staged and installed in {sum(one):.2f} s the first time "
+        f"and {sum(other):.2f} s the second (pauses {one[1]:.3f} and {other[1]:.3f} s)"
+    )
+    return said, numbers
+
+
+async def _installed(
+    made: Engine, config: EngineConfig, path: Path, context: Context
+) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl.wire.weights.fingerprint import fingerprint
+    from asyncrl.wire.weights.layout import SHARED_MEMORY
+    from asyncrl.wire.weights.writer import WeightPublisher
+
+    dtype = getattr(torch, config.weights_dtype(on_cpu=context.device == "cpu"))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    tensors = {one: value.detach() for one, value in model.named_parameters()}
+    await made.start()
+    installations = []
+    try:
+        with WeightPublisher(SHARED_MEMORY, f"gpu-check-{time.monotonic_ns()}") as publisher:
+            for version in (1, 2):
+                for value in tensors.values():
+                    value.mul_(1.0 + 2.0**-6)  # not rounded away in bfloat16
+                manifest = publisher.publish(tensors.items(), version)
+                began = time.perf_counter()
+                await made.stage_weights(manifest)
+                staged = time.perf_counter()
+                await made.pause()
+                await made.install_weights(version)
+                await made.resume()
+                installations.append((staged - began, time.perf_counter() - staged))
+                wanted = fingerprint(model.state_dict().items()).tensors
+                found = (await made.fingerprint()).tensors
+                other = [name for name in found if not found[name].agrees_with(wanted[name])]
+                if other or not found:
+                    raise PartFailed(
+                        f"after installation {version} {len(other)} of {len(found)} tensors are "
+                        f"not what was published: {', '.join(other[:3])}"
+                    )
+    finally:
+        await made.close()
+    nbytes = sum(value.nbytes for value in tensors.values())
+    return {"gb": nbytes / 1e9, "installations": installations}

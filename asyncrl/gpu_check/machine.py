@@ -1,0 +1,117 @@
+"""Parts about the machine: the driver, and what compiles kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from asyncrl.gpu_check.parts import Context, PartFailed, Said
+
+_DOCTOR_NEEDS = ("pydantic", "msgspec", "zmq", "yaml", "prometheus_client")
+_QUERY = "index,name,driver_version,memory.total,memory.used,clocks.max.sm,compute_mode"
+
+
+def count_gpus(_context: Context) -> Said:
+    """Count the GPUs that torch sees."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return f"torch sees {gpus}", {"gpus": gpus}
+
+
+def driver(context: Context) -> Said:
+    """Say what there is, add two numbers on each GPU, and list what `asyncrl doctor` misses."""
+    import torch
+
+    numbers: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nvidia_smi": _nvidia_smi(),
+        "gpus": [],
+    }
+    for index in range(context.gpus):
+        found = torch.cuda.get_device_properties(index)
+        one = torch.full((1024,), 1.0, device=f"cuda:{index}")
+        if (one + one).sum().item() != 2048.0:
+            raise PartFailed(f"GPU {index} ({found.name}) adds wrongly", numbers)
+        numbers["gpus"].append(
+            {
+                "name": found.name,
+                "capability": f"{found.major}.{found.minor}",
+                "gib": round(found.total_memory / 2**30, 1),
+                "multiprocessors": found.multi_processor_count,
+            }
+        )
+    numbers["doctor"] = findings = _doctor()
+    lacks = [line for line in findings if line.startswith(("lacks", "refused"))]
+    named = ", ".join(f"{one['name']} ({one['gib']} GiB)" for one in numbers["gpus"])
+    what = f"torch {torch.__version__}, {named or 'no GPU'}"
+    if context.gpus and any(line.startswith("refused") for line in lacks):
+        raise PartFailed(f"{what}; a run with the defaults is {lacks[-1]}", numbers)
+    said = f"doctor misses {len(lacks)}: {' | '.join(lacks)}" if lacks else "doctor misses nothing"
+    return f"{what}; {said if findings else 'doctor needs packages that are missing'}", numbers
+
+
+def _nvidia_smi() -> list[str]:
+    """The lines of `_QUERY` for each GPU, or what is wrong."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return (done.stdout or done.stderr).splitlines()
+
+
+def _doctor() -> list[str]:
+    """The lines of `asyncrl doctor` for a run with all defaults; none without its packages."""
+    if any(importlib.util.find_spec(name) is None for name in _DOCTOR_NEEDS):
+        return []
+    from asyncrl.config import load_config
+    from asyncrl.errors import UserError
+    from asyncrl.run.doctor import diagnose
+
+    lines: list[str] = []
+    try:
+        diagnose(load_config(None, []), lines.append)
+    except UserError as error:
+        lines.append(f"refused: {error}")
+    return [line for line in lines if line]
+
+
+def compiler(context: Context) -> Said:
+    """Compile a kernel of one line and run it; without a GPU, interpret it."""
+    if not context.gpus:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+    import torch
+    import triton
+
+    from asyncrl.gpu_check.one_kernel import add_one
+
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    c_compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
+    numbers = {
+        "triton": triton.__version__,
+        "c_compiler": c_compiler,
+        "python_header": str(header) if header.exists() else None,
+        "interpreted": not context.gpus,
+    }
+    found = torch.zeros(64, device=context.device)
+    try:
+        add_one[(1,)](found, 64)
+    except Exception as error:
+        missing = [
+            name
+            for name, there in (("a C compiler (gcc)", c_compiler), (str(header), header.exists()))
+            if not there
+        ]
+        why = f"; missing: {' and '.join(missing)}" if missing else ""
+        raise PartFailed(f"Triton {triton.__version__}: {error}{why}", numbers) from error
+    if not bool((found == 1).all()):
+        raise PartFailed(f"a kernel of one line wrote {found.tolist()}, not 1", numbers)
+    how = "compiled and ran" if context.gpus else "interpreted (there is no GPU to compile for)"
+    lacks = "" if c_compiler and header.exists() else "; no C compiler or Python.h: vLLM needs both"
+    return f"Triton {triton.__version__}: a kernel was {how}{lacks}", numbers

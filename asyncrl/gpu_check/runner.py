@@ -1,0 +1,166 @@
+"""Runs the parts of a check one after the other, each in a process of its own with a limit.
+
+A part that hangs, is killed or breaks CUDA for its process does not keep the next one from running.
+Its process leads a group, and the whole group ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.gpu_check.parts import Context, Part, Verdict
+
+Clock = Callable[[], float]
+
+ROOT = Path(__file__).resolve().parents[2]
+_DISCOVERY = Part("discovery", "count the GPUs", "asyncrl.gpu_check.machine:count_gpus", 120)
+_LAST_LINES = 20
+_POLL_SECONDS = 0.02
+_GRACE_SECONDS = 5.0
+"""Between SIGTERM, after which a run removes its shared memory, and SIGKILL."""
+_LEAST_SECONDS = 5.0
+"""With less time left no part is begun."""
+
+
+def count_gpus(folder: Path) -> tuple[int, str]:
+    """Ask torch, in a process of its own, how many GPUs it sees; and why none if that failed."""
+    found = run_part(_DISCOVERY, Context(folder, 0, small=True))
+    return int(found.numbers.get("gpus", 0)), "" if found.verdict == "ok" else found.sentence
+
+
+def run_parts(
+    parts: Sequence[Part],
+    context: Context,
+    *,
+    limit_seconds: float,
+    say: Callable[[Verdict], None],
+    missing: Sequence[str] | None = None,
+    clock: Clock = time.monotonic,
+) -> list[Verdict]:
+    """Run what this machine can run.
+
+    Args:
+        parts: in order.
+        context: for all of them.
+        limit_seconds: for all parts together. A part that this cuts short is left out, not failed.
+        say: called with each verdict as its part ends.
+        missing: modules that count as not installed; None: what is not found.
+        clock: for the limits.
+    """
+    deadline = clock() + limit_seconds
+    absent = _missing(parts) if missing is None else missing
+    verdicts = []
+    for part in parts:
+        left = deadline - clock()
+        if reason := part.lacks(context.gpus, absent):
+            verdict = Verdict(part.name, "left out", reason)
+        elif left < _LEAST_SECONDS:
+            verdict = Verdict(part.name, "left out", "no time is left (--limit-minutes)")
+        elif left < part.seconds:
+            verdict = run_part(replace(part, seconds=left), context, "left out", clock)
+        else:
+            verdict = run_part(part, context, clock=clock)
+        verdicts.append(verdict)
+        say(verdict)
+    return verdicts
+
+
+def run_part(
+    part: Part, context: Context, late: str = "failed", clock: Clock = time.monotonic
+) -> Verdict:
+    """Run one part to its end or its limit.
+
+    Args:
+        part: to run.
+        context: for it.
+        late: the verdict if its limit ends it; "left out" if that is not the part's own.
+        clock: for the limit.
+    """
+    log, result = (context.folder / f"{part.name}.{end}" for end in ("log", "json"))
+    task = {
+        "function": part.function,
+        "result": str(result),
+        "folder": str(context.folder),
+        "gpus": context.gpus,
+        "small": context.small,
+    }
+    began = clock()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.gpu_check.child", json.dumps(task)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=_environment(),
+        )
+        try:
+            in_time = _ended(process, part.seconds, clock)
+        finally:
+            _end_group(process)
+    seconds = clock() - began
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
+    if not in_time:
+        return _late(part, late, seconds, lines)
+    try:
+        said: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        sentence = f"its process ended with {_ending(process.returncode)}"
+        return Verdict(part.name, "failed", sentence, seconds, {}, lines)
+    failed = said["verdict"] == "failed"
+    return Verdict(part.name, seconds=seconds, last_lines=lines if failed else [], **said)
+
+
+def _late(part: Part, late: str, seconds: float, lines: list[str]) -> Verdict:
+    if late == "left out":
+        sentence = f"no time was left after {seconds:.0f} s of it (--limit-minutes)"
+        return Verdict(part.name, "left out", sentence, seconds, {}, lines)
+    last = f"; it last printed: {lines[-1].strip()}" if lines else ""
+    sentence = f"did not end within its limit of {part.seconds:.0f} s{last}"
+    return Verdict(part.name, "failed", sentence, seconds, {}, lines)
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float, clock: Clock = time.monotonic) -> bool:
+    """Whether it ends within so many seconds; it is not reaped, so that its id stays its own."""
+    deadline = clock() + seconds
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while os.waitid(os.P_PID, process.pid, options) is None:
+        if clock() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process that runs, in order if it can, and all that it has left; then reap it."""
+    for number, grace in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, 0.0)):
+        if number == signal.SIGKILL or not _ended(process, 0.0):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            _ended(process, grace)
+    process.wait()
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
+def _missing(parts: Sequence[Part]) -> list[str]:
+    names = {name for part in parts for name in part.packages}
+    return [name for name in sorted(names) if importlib.util.find_spec(name) is None]
+
+
+def _ending(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,172 @@
+"""Parts of two processes: a broadcast of weights, and a training step of two ranks.
+
+Each process sees one GPU of its own, as in a run. Without GPUs they are connected by gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asyncrl.gpu_check.parts import Context, PartFailed, Said
+
+_APART = 0.02
+"""Relative difference of gradients' norms between ways to divide a step, for rounding."""
+
+
+def nccl(context: Context) -> Said:
+    """Send weights from one process to another, as `launcher.weights: broadcast` does."""
+    mib = 1 if context.small else 1024
+    sent, received = _pair("broadcast", context, mib=mib)
+    if not received["equal"]:
+        raise PartFailed("what was received is not what was sent", received)
+    by = "NCCL" if context.gpus else "gloo (there is no GPU)"
+    connected, speed = sent["connect_seconds"], sent["gb_a_second"]
+    return f"{by}: connected in {connected:.1f} s, {mib:,} MiB at {speed:.1f} GB/s", sent
+
+
+def ranks(context: Context) -> Said:
+    """Train a step on two ranks: with the optimizer's state in parts, and with all of it."""
+    ours, others = _pair("step", context)
+    norms = {mode: ours[mode]["grad_norm"] for mode in ("optimizer", "full")}
+    numbers = {"rank 0": ours, "rank 1": others}
+    one, other = norms.values()
+    if abs(one - other) > _APART * one or not one > 0:
+        raise PartFailed(f"the norm of the gradient depends on trainer.sharding: {norms}", numbers)
+    said = (
+        f"sharding: {mode} {ours[mode]['seconds']:.2f} s for {ours[mode]['tokens']:,} tokens a rank"
+        for mode in norms
+    )
+    return "; ".join(said), numbers
+
+
+def _pair(what: str, context: Context, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What both processes say."""
+    with tempfile.TemporaryDirectory(dir=context.folder) as meeting:
+        children = []
+        for rank in range(2):
+            task = {
+                "what": what, "rank": rank, "meeting": meeting, "folder": str(context.folder),
+                "gpus": min(context.gpus, 1), "small": context.small, **more,
+            }  # fmt: skip
+            children.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "asyncrl.gpu_check.two_ranks", json.dumps(task)],
+                    env=os.environ | devices(rank, context.gpus),
+                )
+            )
+        codes = [child.wait() for child in children]
+        if any(codes):
+            raise PartFailed(f"the processes ended with the exit codes {codes}")
+        one, other = (
+            json.loads(Path(meeting, f"said-{rank}").read_text(encoding="utf-8"))
+            for rank in range(2)
+        )
+    return one, other
+
+
+def devices(rank: int, gpus: int) -> dict[str, str]:
+    """The environment of a process that sees one GPU."""
+    if not gpus:
+        return {"OMP_NUM_THREADS": "1"}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(gpus)]
+    return {"CUDA_VISIBLE_DEVICES": names[rank].strip()}
+
+
+def _broadcast(rank: int, meeting: Path, context: Context, mib: int) -> dict[str, Any]:
+    import torch
+
+    from asyncrl.wire.weights.broadcast.groups import GlooGroup, Group, Limits, NcclGroup
+
+    began = time.perf_counter()
+    store = torch.distributed.FileStore(str(meeting / "store"), 2)  # type: ignore[attr-defined]
+    limits = Limits()
+    group: Group
+    if context.gpus:
+        group = NcclGroup(store, rank, 2, torch.device("cuda", 0), limits)
+    else:
+        group = GlooGroup(store, rank, 2, "127.0.0.1", limits)
+    connected = time.perf_counter()
+    wanted = torch.arange(mib << 18, dtype=torch.int32, device=group.device)
+    part = wanted.clone() if rank == 0 else torch.zeros_like(wanted)
+    try:
+        seconds = []
+        for _ in range(3):
+            again = time.perf_counter()
+            group.begin(part.view(torch.uint8))
+            group.wait()
+            seconds.append(time.perf_counter() - again)
+        equal = bool((part == wanted).all())
+    finally:
+        group.close()
+    return {
+        "connect_seconds": connected - began,
+        "gb_a_second": part.nbytes / 1e9 / min(seconds),
+        "equal": equal,
+    }
+
+
+def _step(rank: int, meeting: Path, context: Context) -> dict[str, Any]:
+    import numpy as np
+
+    from asyncrl.gpu_check.generating import random_model
+    from asyncrl.gpu_check.training import GROUP_SIZE, group_of
+    from asyncrl.trainer.config import TrainerConfig
+    from asyncrl.trainer.learner import Learner
+    from asyncrl.trainer.ranks.world import join
+    from asyncrl.trainer.sharding.lockstep import Act, Has, Word
+
+    world = join(meeting / "ranks", rank, 2, on_gpu=context.gpus > 0, join_seconds=120, seconds=120)
+    if rank == 0:
+        random_model(context)
+    world.barrier("the model")
+    length = 16 if context.small else 1024
+    found: dict[str, Any] = {}
+    for mode in ("optimizer", "full"):
+        config = TrainerConfig(
+            ranks=2, sharding=mode, dtype="bfloat16" if context.gpus else "float32",
+            device=context.device, micro_batch_tokens=(GROUP_SIZE + 1) * length, fused=False,
+            correction="none", async_checkpoints=False,
+        )  # fmt: skip
+        learner = Learner(
+            config, str(random_model(context)), group_size=GROUP_SIZE, seed=0, world=world
+        )
+        world.barrier("the start")
+        began = time.perf_counter()
+        group = group_of(rank, length, learner.policy.vocab_size)
+        learner.add_group(group, np.arange(GROUP_SIZE, dtype=np.float32))
+        while learner.lockstep.said(Word(Has.DONE)) is Act.COMPUTE:
+            learner.pad()
+        norm = learner.step().learning.grad_norm
+        world.barrier("the end")
+        found[mode] = {
+            "seconds": time.perf_counter() - began,
+            "tokens": GROUP_SIZE * length,
+            "grad_norm": norm,
+        }
+    world.close()
+    return found
+
+
+def _main() -> None:
+    task = json.loads(sys.argv[1])
+    context = Context(Path(task["folder"]), task["gpus"], task["small"])
+    rank, meeting = task["rank"], Path(task["meeting"])
+    work: dict[str, Callable[[], dict[str, Any]]] = {
+        "broadcast": lambda: _broadcast(rank, meeting, context, task["mib"]),
+        "step": lambda: _step(rank, meeting, context),
+    }
+    said = work[task["what"]]()
+    Path(meeting, f"said-{rank}").write_text(json.dumps(said), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,221 @@
+"""`asyncrl gpu-check`: the runner with stand-ins for parts, and the command on this machine."""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_in_parts
+
+from asyncrl.errors import UserError
+from asyncrl.gpu_check import command
+from asyncrl.gpu_check.parts import PARTS, Context, Part, PartFailed, Verdict
+from asyncrl.gpu_check.runner import ROOT, run_part, run_parts
+
+SUPPORT = Path(stand_in_parts.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of parts find them."""
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+
+
+def part(function: Callable[[Context], Any], **more: Any) -> Part:
+    name = function.__name__
+    return Part(name, name, f"stand_in_parts:{name}", **{"seconds": 60.0, **more})
+
+
+def here(folder: Path, gpus: int = 0) -> Context:
+    return Context(folder, gpus, small=True)
+
+
+def test_each_part_gets_a_verdict_whatever_becomes_of_those_before(tmp_path: Path) -> None:
+    parts = [
+        part(stand_in_parts.dies),
+        part(stand_in_parts.breaks),
+        part(stand_in_parts.finds_a_fault),
+        part(stand_in_parts.cannot_run),
+        part(stand_in_parts.goes_well, packages=("vllm",)),
+        part(stand_in_parts.goes_well, gpus=2),
+        part(stand_in_parts.goes_well, gpus=2, or_cpu=True),
+    ]
+    said: list[Verdict] = []
+    found = run_parts(parts, here(tmp_path), limit_seconds=600, say=said.append, missing=["vllm"])
+    assert found == said
+    assert [(one.verdict, one.sentence) for one in found] == [
+        ("failed", "its process ended with signal SIGKILL"),
+        ("failed", "ValueError: no such kernel"),
+        ("failed", "two and two are five"),
+        ("left out", "there is no such engine"),
+        ("left out", "vllm is not installed"),
+        ("left out", "needs two GPUs, torch sees none"),
+        ("ok", "cpu, small"),
+    ]
+    assert found[0].last_lines == ["last words"]
+    assert found[1].last_lines[0] == "before it broke"
+    assert found[1].last_lines[-2:] == ["ValueError: no such kernel", "and more"]
+    assert found[2].numbers == {"sum": 5}
+    assert found[-1].numbers == {"gpus": 0}
+    assert found[-1].last_lines == []
+
+
+def jumping(folder: Path) -> Callable[[], float]:
+    """A clock that stands until the part that hangs has begun, and is then an hour later."""
+    return lambda: 3600.0 if (folder / "begun").exists() else 0.0
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    verdict = run_part(part(stand_in_parts.hangs), here(tmp_path), clock=jumping(tmp_path))
+    assert verdict.verdict == "failed"
+    assert verdict.sentence == (
+        "did not end within its limit of 60 s; it last printed: waiting for ever"
+    )
+    with (tmp_path / "lock").open() as lock:  # held as long as its child lives
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def test_what_the_limit_of_all_parts_cuts_off_is_left_out(tmp_path: Path) -> None:
+    parts = [part(stand_in_parts.hangs, seconds=9000.0), part(stand_in_parts.goes_well)]
+    found = run_parts(
+        parts, here(tmp_path), limit_seconds=1200, say=lambda _: None, clock=jumping(tmp_path)
+    )
+    assert [(one.verdict, one.sentence) for one in found] == [
+        ("left out", "no time was left after 3600 s of it (--limit-minutes)"),
+        ("left out", "no time is left (--limit-minutes)"),
+    ]
+
+
+def test_a_check_writes_what_it_found_and_says_whether_anything_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "count_gpus", lambda _folder: (0, "torch cannot be imported"))
+    lines: list[str] = []
+    files = tmp_path / "new" / "check.json", tmp_path / "new" / "check.html"
+    parts = [part(stand_in_parts.goes_well), part(stand_in_parts.breaks)]
+    assert not command.check(parts, lines.append, 600, None, *files)
+    assert lines[0] == (
+        "no GPU (torch cannot be imported): every part in its smallest size, no number is a "
+        "measurement"
+    )
+    assert lines[-1] == "1 ok, 1 failed, 0 left out"
+    record = json.loads(files[0].read_text())
+    assert record.keys() == {
+        "name", "date", "small", "gpus", "machine", "versions", "counts", "parts",
+    }  # fmt: skip
+    assert (record["name"], record["small"], record["gpus"]) == ("gpu-check", True, 0)
+    assert record["counts"] == {"ok": 1, "failed": 1, "left out": 0}
+    assert record["machine"]["cores"] > 0
+    assert record["versions"]["torch"]
+    assert all(one.keys() == asdict(Verdict("", "ok", "")).keys() for one in record["parts"])
+    page = files[1].read_text()
+    assert "goes_well" in page
+    assert "ValueError: no such kernel" in page
+    assert command.check(parts[:1], lines.append, 600)
+
+
+def test_parts_are_chosen_by_name_and_stay_in_order() -> None:
+    assert command.chosen(None) == list(PARTS)
+    assert [one.name for one in command.chosen("draws, driver")] == ["driver", "draws"]
+    with pytest.raises(UserError, match=r"--only kernal: there is no part .* Did you mean 'kern"):
+        command.chosen("driver,kernal")
+
+
+@pytest.mark.parametrize("one", PARTS, ids=lambda one: one.name)
+def test_the_function_of_a_part_exists(one: Part) -> None:
+    module, _, name = one.function.partition(":")
+    path = ROOT / f"{module.replace('.', '/')}.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_a_part_says_which_packages_it_lacks() -> None:
+    wanted = Part("p", "", "", 1.0, ("msgspec", "zmq", "vllm"))
+    assert wanted.lacks(0, ["zmq", "msgspec", "numba"]).startswith(
+        "msgspec and pyzmq are not installed; `make gpu-bundle`"
+    )
+    assert wanted.lacks(0, ["vllm"]) == "vllm is not installed"
+    assert wanted.lacks(0, []) == ""
+    assert Part("p", "", "", 1.0, gpus=2).lacks(1, []) == "needs two GPUs, torch sees 1"
+    assert Part("p", "", "", 1.0, gpus=2, or_cpu=True).lacks(1, []) != ""
+
+
+def test_the_table_of_parts_and_the_runner_need_no_package() -> None:
+    """Or a machine that lacks one would not be told so."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import asyncrl.gpu_check.command"],
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_chi_square_finds_what_is_wrong_and_nothing_else() -> None:
+    from asyncrl.gpu_check.drawing import FALSE_ALARM, chi_square_p
+
+    expected = [600.0, 300.0, 92.0, 4.0, 4.0, 0.0]
+    assert chi_square_p([600, 300, 92, 8, 0, 0], expected) == 1.0  # 4 and 4 count together
+    assert chi_square_p([590, 310, 92, 4, 4, 0], expected) > 0.5
+    assert chi_square_p([480, 420, 92, 4, 4, 0], expected) < FALSE_ALARM
+    assert chi_square_p([599, 300, 92, 4, 4, 1], expected) == 0.0
+    assert chi_square_p([40, 60], [50.0, 50.0]) == pytest.approx(0.0455, abs=1e-4)  # two sigmas
+
+
+def test_draws_of_another_distribution_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncrl.engine import logits
+    from asyncrl.gpu_check.drawing import draws
+
+    right = logits.distributions_of
+    assert "follow three distributions" in draws(here(tmp_path))[0]
+    monkeypatch.setattr(
+        logits, "distributions_of", lambda given, *others: right(given * 1.2, *others)
+    )
+    with pytest.raises(PartFailed, match="do not follow the distribution: plain: p ="):
+        draws(here(tmp_path))
+
+
+def test_two_ranks_get_a_gpu_each_of_those_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from asyncrl.gpu_check.two_ranks import devices
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [devices(rank, 2)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)] == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b")
+    assert [devices(rank, 2)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)] == ["GPU-a", "GPU-b"]
+
+
+@pytest.mark.slow
+def test_a_cpu_runs_every_part_that_it_can_and_names_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "gpu-check.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "gpu-check", "--small", "--json", str(file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(file.read_text())
+    if record["gpus"]:
+        pytest.skip("there is a GPU here")
+    left_out = {one["part"]: one["sentence"] for one in record["parts"] if one["verdict"] != "ok"}
+    assert left_out.keys() == {
+        "attention", "vllm", "vllm-drafts", "vllm-weights", "vllm-tp2", "sglang",
+    }  # fmt: skip
+    assert all("GPU" in why or "not installed" in why for why in left_out.values()), left_out
+    numbers = {one["part"]: one["numbers"] for one in record["parts"]}
+    assert numbers["engine"]["steps"] >= 20
+    assert numbers["trainer"]["mfu"] > 0
