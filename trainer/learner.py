@@ -97,6 +97,7 @@ class Learner:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         config = for_own_device(config)
+        world.agree(config.compute_dtype, "trainer.dtype, which auto chooses by each rank's GPU")
         torch.manual_seed(seed)
         learning_rate(config, config.warmup_steps, total_steps)  # refuses an impossible schedule
         self._config, self._model_path, self._group_size = config, model_path, group_size

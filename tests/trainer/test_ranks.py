@@ -15,7 +15,9 @@ import torch
 from ranked_learner import RESUMED, RUNS
 from safetensors.torch import load_file
 
+from asyncrl.trainer.config import TrainerConfig
 from asyncrl.trainer.errors import RankLost, TrainerError
+from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.ranks import ALONE, World
 from asyncrl.trainer.ranks.totals import _TOGETHER
 from asyncrl.trainer.ranks.world import join
@@ -128,6 +130,17 @@ def test_ranks_that_loaded_other_weights_are_refused() -> None:
 
     with pytest.raises(TrainerError, match="disagree on the weights: rank 0: mine; rank 1: other"):
         Others(0, 2).agree("mine", "the weights")
+
+
+def test_ranks_whose_gpus_choose_other_types_are_refused() -> None:
+    class Newer(World):
+        def gather(self, own: bytes, what: str) -> list[bytes]:
+            return [own, b"bfloat16"]
+
+    with pytest.raises(
+        TrainerError, match=r"trainer\.dtype, .*: rank 0: float32; rank 1: bfloat16"
+    ):
+        Learner(TrainerConfig(device="cpu"), "/nowhere", group_size=2, seed=0, world=Newer(0, 2))
 
 
 def test_every_total_of_a_step_is_put_together() -> None:
