@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -135,7 +136,8 @@ class EngineConfig(BaseModel):
     GPU's memory; the pause is a copy within it (docs/gpus.md has the sizes). vLLM and SGLang need
     further host memory for the tensors as they were published."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
-    """Number of CPU threads of the engine's process. null: torch's choice."""
+    """Number of CPU threads of the engine's process. The ranks of a tensor-parallel engine, each of
+    which is a process, divide them. null: torch's choice."""
     top_k_logprobs: int = Field(default=64, ge=0, le=MAX_TOP_K_LOGPROBS)
     """K: number of most probable tokens stored per position, 8 bytes each. A vocabulary of at most
     K tokens is stored whole. `scheduler.on_update: verify` judges these tokens one by one and all
@@ -210,6 +212,11 @@ class EngineConfig(BaseModel):
         if self.kind == "torch":
             return None
         return (self.vllm if self.kind == "vllm" else self.sglang).start_limit
+
+    @property
+    def rank_threads(self) -> int:
+        """CPU threads of each rank's process, at least 1; for engines with their own processes."""
+        return max(1, (self.threads or os.cpu_count() or 1) // self.gpus)
 
     @property
     def gpus(self) -> int:

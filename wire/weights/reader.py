@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -80,6 +81,8 @@ class WeightBuffer:
         self._steps: list[Tensor] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._receiver = BroadcastReceiver(engine_device or device)
+        self._missed = False
+        """Whether the last broadcast did not arrive."""
         self.policy_version: int | None = None
         """The version that the buffer holds; None: nothing whole."""
 
@@ -103,12 +106,21 @@ class WeightBuffer:
         if place is None:
             return False
         landing = _Landing(manifest, self._memory_for(manifest), self._specs, self._tensors)
+        began = time.monotonic()
         try:
             with self._on_stream():
                 self._receiver.receive(manifest, place, landing)
         except WeightsNotReceivedError as error:
-            logger.warning("%s; reading %s instead", error, manifest.path)
+            logger.log(
+                logging.INFO if self._missed else logging.WARNING,
+                "%s; reading %s instead, %.1f s later than without broadcasts",
+                error,
+                manifest.path,
+                time.monotonic() - began,
+            )
+            self._missed = True
             return False
+        self._missed = False
         if self._stream is not None:
             self._stream.synchronize()
         return True

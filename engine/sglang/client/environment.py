@@ -53,7 +53,7 @@ class SglangFolder:
 
 def environment_of(config: EngineConfig, folder: SglangFolder) -> dict[str, str]:
     """The environment variables of SGLang's processes."""
-    threads = str(config.threads or os.cpu_count() or 1)
+    threads = str(config.rank_threads)
     variables = os.environ | {
         MARK_VARIABLE: "1",
         "SGLANG_LOGGING_CONFIG_PATH": str(folder.logging),

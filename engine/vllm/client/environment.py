@@ -66,7 +66,6 @@ def folder_for_sockets() -> dict[str, str]:
 
 def prepare(config: EngineConfig, log: VllmLog) -> None:
     """Set the environment variables that vLLM reads here and, inherited, in its core process."""
-    threads = config.threads or os.cpu_count() or 1
     os.environ.update(
         {
             "VLLM_LOGGING_CONFIG_PATH": str(log.config_path),
@@ -86,7 +85,7 @@ def prepare(config: EngineConfig, log: VllmLog) -> None:
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
             # Cores are shared with the trainer and other generators: the kernel places threads.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(config.rank_threads),
         }
         | ({"VLLM_BATCH_INVARIANT": "1"} if config.batch_invariant else {})
         | folder_for_sockets()

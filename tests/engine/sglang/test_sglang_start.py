@@ -173,11 +173,16 @@ def test_the_environment_has_our_source_tree_and_the_number_of_threads(
     folder = SglangFolder("ERROR")
     try:
         environment = environment_of(EngineConfig(threads=3), folder)
+        ranks = {"kind": "sglang", "sglang": {"tensor_parallel_size": 4}}
+        of_a_rank = environment_of(EngineConfig.model_validate(ranks | {"threads": 8}), folder)
+        of_few = environment_of(EngineConfig.model_validate(ranks | {"threads": 3}), folder)
     finally:
         folder.remove()
     here = str(Path(sys.modules["asyncrl"].__file__ or "").parents[1])
     assert environment["PYTHONPATH"] == os.pathsep.join([here, "/elsewhere"])
     assert environment["OMP_NUM_THREADS"] == "3"
+    assert of_a_rank["OMP_NUM_THREADS"] == of_a_rank["MKL_NUM_THREADS"] == "2"
+    assert of_few["OMP_NUM_THREADS"] == "1"
     assert environment["SGLANG_LOGGING_CONFIG_PATH"].startswith(str(folder.path))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from asyncrl.engine.protocol import (
     ScoreRequest,
     TokenChunk,
 )
+from asyncrl.engine.torch import kernels
 from asyncrl.engine.torch.engine import TorchEngine
 from asyncrl.wire.weights.writer import published
 
@@ -50,6 +53,26 @@ def request(name: str, **changes: Any) -> GenerateRequest:
 
 async def collect(engine: Engine, what: GenerateRequest) -> list[TokenChunk]:
     return [chunk async for chunk in engine.generate(what)]
+
+
+def test_what_draws_is_compiled_in_the_start_for_the_logits_of_the_model(
+    tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[int, torch.dtype, int]] = []
+
+    def warm_up(logits: torch.Tensor, k: int) -> None:
+        compiled.append((logits.shape[1], logits.dtype, k))
+
+    monkeypatch.setattr(kernels, "warm_up_drawing", warm_up)
+
+    async def main() -> None:
+        engine = engine_of(tiny_qwen3, dtype="bfloat16", top_k_logprobs=5)
+        await engine.start()
+        await engine.close()
+
+    run(main())
+    size = json.loads(Path(tiny_qwen3, "config.json").read_text())["vocab_size"]
+    assert compiled == [(size, torch.float32, 5)], "logits are float32, whatever the weights are"
 
 
 def test_many_requests_stream_and_end(tiny_qwen3: str) -> None:

@@ -4,11 +4,13 @@
 vLLM, SGLang and a sharded trainer have their own. Rank 0 sends.
 
 Gloo works on CPUs and is tested. **NCCL has never run here**: no machine of the project's had GPUs
-for more than one member. It is written after torch's interface.
+for more than one member. It is written after torch's interface and tested against a stand-in of it
+(`tests/wire/test_nccl_group.py`).
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -27,6 +29,7 @@ Backend = Literal["gloo", "nccl"]
 
 _CPU = torch.device("cpu")
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 _POLL_SECONDS = 0.0005
 
 
@@ -153,6 +156,10 @@ class NcclGroup:
     Its collectives are asynchronous and have no end if a member has died; so they are polled, and
     the communicator is aborted. NCCL's own watchdog, which would end the process, is told not to.
 
+    It is made in three steps: the object, which needs nobody; the communicator, in the first
+    broadcast, for which torch waits up to 30 min for members that do not come, unless the
+    environment says otherwise; and that broadcast itself. After `close` nothing may be begun.
+
     Args:
         store: where the members find each other; the group's own keys in it.
         rank: 0 sends.
@@ -175,6 +182,8 @@ class NcclGroup:
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=limits.form)  # noqa: SLF001
         options.config.blocking = 0  # so that forming it can be given up
+        # Torch reads it once per process, at the first communicator of this kind.
+        os.environ.setdefault(_NONBLOCKING_TIMEOUT, str(math.ceil(limits.form)))
         with _told("the members could not connect"), _no_watchdog():
             self._nccl: Any = ProcessGroupNCCL(store, rank, size, options)
         self._begun: deque[tuple[Any, Tensor]] = deque()
@@ -182,12 +191,14 @@ class NcclGroup:
         try:
             self.begin(torch.zeros(1, dtype=torch.uint8, device=device))
             self._wait(0, limits.form)  # connected with the first broadcast
-        except GroupBroken:
+        except BaseException:
             self.close()
             raise
 
     def begin(self, part: Tensor) -> None:
         """As `Group.begin`."""
+        if self._nccl is None:
+            raise GroupBroken("a broadcast could not begin: it was closed")
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with _told("a broadcast could not begin"), torch.cuda.stream(self._stream):
             self._begun.append((self._nccl.broadcast(part, 0), part))
@@ -212,8 +223,12 @@ class NcclGroup:
                     if time.monotonic() > deadline:
                         raise GroupBroken(f"a broadcast did not end within {seconds:g} s")
                     time.sleep(_POLL_SECONDS)
-                if not work.is_success():
-                    raise GroupBroken("a broadcast failed")
+                # `is_success` of NCCL's work only raises NotImplementedError.
+                error = work.exception()
+                if error is not None:
+                    first = next(iter(str(error).splitlines()), "")
+                    raise GroupBroken(f"a broadcast failed: {first}") from error
+                work.wait()  # does not: it is complete. Torch lets go of the tensor here.
             self._begun.popleft()
 
 

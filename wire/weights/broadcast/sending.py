@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 25
 
 _POLL_SECONDS = 0.01
+_TRIES = 2
+"""Groups of NCCL that could not be formed, one after another, after which none is tried: each takes
+`Limits.form` of a version's way."""
 _CPU = torch.device("cpu")
 
 
@@ -74,6 +77,10 @@ class WeightSender:
         self._ranks: dict[str, int] = {}
         """Of the group's members."""
         self._generation = 0
+        self._unformed = 0
+        """Groups of NCCL that could not be formed, since the last one that was."""
+        self._broken = False
+        """Whether the last broadcast broke off."""
         self._steps: list[Tensor] = []
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-broadcast", daemon=True)
@@ -113,7 +120,10 @@ class WeightSender:
 
     def _turn(self, now: float) -> None:
         for check_in in self._desk.arrivals():
-            self._meeting.arrive(check_in, now)
+            if self._unformed < _TRIES:
+                self._meeting.arrive(check_in, now)
+            else:
+                self._desk.answer(check_in, Refusal("NCCL did not connect the members"))
         newest = self._newest
         if newest is None:
             return
@@ -132,18 +142,30 @@ class WeightSender:
             if self._send(group, manifest):
                 outcome = "whole"
                 self._meeting.served(members)
+                self._broken = False
             else:
                 outcome = "overwritten"
         except GroupBroken as error:
             self._close_group()
             self._meeting.broke(members)
-            logger.warning(
+            logger.log(
+                logging.INFO if self._broken else logging.WARNING,
                 "the broadcast of version %d to %d engine processes broke off, and they read the "
-                "published file instead: %s",
+                "published file instead, %.1f s later than without broadcasts: %s. Until one "
+                "arrives whole, the next ones are logged at INFO",
                 manifest.policy_version,
                 len(members),
+                time.monotonic() - began,
                 error,
             )
+            self._broken = True
+            if self._unformed == _TRIES:
+                logger.warning(
+                    "NCCL could not connect the members %d times in a row: no version is "
+                    "broadcast any more, and generators read the published file. launcher.weights: "
+                    "files does so from the start; NCCL_DEBUG=INFO lets NCCL say why",
+                    _TRIES,
+                )
         finally:
             self._note(outcome)
         logger.info(
@@ -183,7 +205,10 @@ class WeightSender:
     def _formed(self, size: int, backend: Backend) -> Group:
         store = self._desk.group_store(self._generation)
         if backend == "nccl":
-            return NcclGroup(store, 0, size, self._device, self._limits)
+            self._unformed += 1
+            group = NcclGroup(store, 0, size, self._device, self._limits)
+            self._unformed = 0
+            return group
         return GlooGroup(store, 0, size, self._desk.place.host, self._limits)
 
     def _send(self, group: Group, manifest: WeightManifest) -> bool:

@@ -1,0 +1,47 @@
+"""What vLLM is started with, without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging.config
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.vllm.client.core import VllmCore
+from asyncrl.engine.vllm.client.environment import prepare, process_log
+
+
+@pytest.mark.parametrize(("threads", "ranks", "each"), [(8, 4, "2"), (3, 4, "1"), (3, 1, "3")])
+def test_ranks_divide_the_threads_of_their_engine(
+    monkeypatch: pytest.MonkeyPatch, threads: int, ranks: int, each: str
+) -> None:
+    """Each is a process, and eight with as many threads as cores would get in each other's way."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(logging.config, "dictConfig", lambda _settings: None)
+    settings = {"kind": "vllm", "threads": threads, "vllm": {"tensor_parallel_size": ranks}}
+    prepare(EngineConfig.model_validate(settings), process_log("ERROR"))
+    assert os.environ["OMP_NUM_THREADS"] == each
+
+
+def test_compiling_what_draws_has_the_time_of_a_start() -> None:
+    """Not that of a call: on a GPU it may take longer than a call may."""
+    asked: dict[str, float | None] = {}
+
+    async def ask(call: Any, what: str, *, limit: float | None = None) -> Any:
+        asked[what] = limit
+
+    llm = SimpleNamespace(
+        collective_rpc=lambda name, args: (name, args),
+        update_weight_version=lambda version: version,
+        get_supported_tasks=list,
+    )
+    process: Any = SimpleNamespace(ask=ask, vllm=SimpleNamespace(llm=llm))
+    vllm = {"startup_timeout_seconds": 900, "call_timeout_seconds": 5}
+    config = EngineConfig.model_validate({"kind": "vllm", "vllm": vllm})
+    asyncio.run(VllmCore(process).attach(config))
+    assert asked["attach to its worker"] == 900
+    assert asked["set its weight version"] is None
