@@ -59,7 +59,8 @@ class VllmConfig(BaseModel):
     """Longest wait for vLLM to become ready, at most `launcher.startup_seconds`. null: 90% of that,
     so that vLLM's own error is seen before its process is killed."""
     call_timeout_seconds: float = Field(default=120.0, ge=1, le=WEEK_SECONDS)
-    """Longest wait for vLLM to pause, to resume, or to stage or install weights."""
+    """Longest wait for vLLM to pause or to resume. Staging and installing weights may take 60 s,
+    and 1 s for each 0.3 GB, if that is longer."""
     log_level: str = Field(default="ERROR", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
     """What vLLM writes to stderr. INFO and above also goes to a file, whose end is quoted when vLLM
     fails."""

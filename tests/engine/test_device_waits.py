@@ -44,6 +44,19 @@ from asyncrl.trainer.config import TrainerConfig
 from asyncrl.trainer.learner import Learner
 from asyncrl.wire.weights.fingerprint import fingerprint
 
+BUDGETS: dict[str, dict[str, int]] = {
+    "vLLM: a decode step without drafts": {},
+    "vLLM: a decode step with drafts": {TO_DEVICE: 2},
+    "vLLM: choosing drafts": {},
+    "SGLang: a decode step of an engine without drafts": {},
+    "SGLang: a step in which nothing is drafted": {TO_DEVICE: 3},
+    "SGLang: a step with trees": {TO_DEVICE: 4},
+    "vLLM and SGLang: installing staged weights": {SYNCHRONIZE: 1},
+    "a fingerprint of two tensors": {TO_DEVICE: 2, TO_HOST: 1},
+    "trainer: adding a group": {},
+    "trainer: an optimizer step": {TO_HOST: 1, READ: 1},
+}
+PAGE = Path(__file__).parents[2] / "docs" / "gpus.md"
 VOCAB = 12
 ROWS = 1200
 """More than what CUDA copies from pageable memory without waiting."""
@@ -80,7 +93,7 @@ def test_vllm_without_drafts(device: FakeDevice) -> None:
     draw, logits = sampler(ROWS), torch.zeros(ROWS, VOCAB, device=DEVICE)
     device.waits.clear()
     out = draw(logits, None)
-    assert device.waits == {}
+    assert device.waits == BUDGETS["vLLM: a decode step without drafts"] == {}
     _, logprobs, tickets = out.logprobs_tensors
     assert (out.sampled_token_ids.device, logprobs.device) == (DEVICE, DEVICE)
     assert tickets.tolist() == [7] * ROWS
@@ -88,7 +101,7 @@ def test_vllm_without_drafts(device: FakeDevice) -> None:
 
 
 def test_vllm_with_drafts(device: FakeDevice) -> None:
-    """Where drafts lie, how many each row has, and an index that is assigned to by a host array."""
+    """Copied: where drafts lie, and how many each row has."""
     draw, fed = sampler(3), [2, 0, 1]
     logits = torch.zeros(3 + sum(fed), VOCAB, device=DEVICE)
     drafts = torch.zeros(sum(fed), dtype=torch.int64, device=DEVICE)
@@ -97,7 +110,7 @@ def test_vllm_with_drafts(device: FakeDevice) -> None:
         logits,
         SimpleNamespace(max_spec_len=2, num_draft_tokens=fed, draft_token_ids=drafts),
     )
-    assert device.waits == {TO_DEVICE: 2}
+    assert device.waits == BUDGETS["vLLM: a decode step with drafts"]
 
 
 def sglang(rows: int) -> tuple[SchedulerBatch, Reporting]:
@@ -120,7 +133,7 @@ def test_sglang_without_drafts(device: FakeDevice) -> None:
     logits = torch.zeros(ROWS, VOCAB, device=DEVICE)
     device.waits.clear()
     tokens, _ = draw(logits)
-    assert device.waits == {}
+    assert device.waits == BUDGETS["SGLang: a decode step of an engine without drafts"] == {}
     assert tokens.device == DEVICE
 
 
@@ -140,7 +153,8 @@ def test_sglang_in_a_tree_step(drafted: bool, device: FakeDevice) -> None:
     logits = torch.zeros(len(feed.tokens), VOCAB, device=DEVICE)
     device.waits.clear()
     draw(logits, trees, feed)
-    assert device.waits == {TO_DEVICE: 4 if drafted else 3}
+    kind = "a step with trees" if drafted else "a step in which nothing is drafted"
+    assert device.waits == BUDGETS[f"SGLang: {kind}"]
 
 
 def test_the_drafter(device: FakeDevice) -> None:
@@ -172,7 +186,7 @@ def test_the_drafter(device: FakeDevice) -> None:
     lengths[:] = 9
     drafts = drafter.propose([[4]] * 2, lengths, text)
     assert any(drafts), "what it saw before"
-    assert device.waits == {}
+    assert device.waits == BUDGETS["vLLM: choosing drafts"]
 
 
 @pytest.mark.parametrize("staged", ["host", "device"])
@@ -185,7 +199,7 @@ def test_an_installation(staged: str, device: FakeDevice) -> None:
     device.waits.clear()
     with torch.inference_mode():
         twin.install()
-    assert device.waits == {SYNCHRONIZE: 1}
+    assert device.waits == BUDGETS["vLLM and SGLang: installing staged weights"]
     assert all((one == 2.0).all().item() for one in model.parameters())
 
 
@@ -194,7 +208,7 @@ def test_a_fingerprint(device: FakeDevice) -> None:
     model = nn.Linear(300, 300).to(DEVICE)
     device.waits.clear()
     fingerprint(model.named_parameters())
-    assert device.waits == {TO_DEVICE: 2, TO_HOST: 1}
+    assert device.waits == BUDGETS["a fingerprint of two tensors"]
 
 
 def group(number: int) -> list[Trajectory]:
@@ -227,11 +241,20 @@ def test_a_step_of_the_trainer(
     device.waits.clear()
     for number in range(3):
         learner.add_groups([(group(number), np.array([0.0, 1.0]))])
-    assert device.waits == {}
+    assert device.waits == BUDGETS["trainer: adding a group"]
     metrics = learner.step()
-    assert device.waits == {TO_HOST: 1, READ: 1}, "the sums of the step, the gradient's norm"
+    waits = BUDGETS["trainer: an optimizer step"]
+    assert device.waits == waits, "the sums of the step, the gradient's norm"
     assert metrics.batch.groups == 3
     assert metrics.learning.grad_norm > 0
+
+
+def test_the_page_has_these_counts() -> None:
+    rows = [
+        f"| {what} | {', '.join(f'{n} x {kind}' for kind, n in waits.items()) or '0'} |"
+        for what, waits in BUDGETS.items()
+    ]
+    assert "\n".join(rows) in PAGE.read_text()
 
 
 def test_what_waits_is_counted(device: FakeDevice) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,8 @@ import torch
 
 from asyncrl.engine.errors import EngineStartError, WeightsError, WeightsSupersededError
 from asyncrl.engine.remote.worker.staging import check_finite
-from asyncrl.engine.weights import ModelShapes, NamedTensors, StagedWeights
+from asyncrl.engine.vllm.config import VllmConfig
+from asyncrl.engine.weights import ModelShapes, NamedTensors, StagedWeights, longest_installation
 from asyncrl.wire.weights.layout import TensorSpec, WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher, published
 
@@ -107,3 +109,28 @@ def test_unknown_data_types_are_refused() -> None:
         wrong = (msgspec.structs.replace(spec, dtype="float3"),)
         with pytest.raises(WeightsError, match="unknown data type 'float3'"):
             StagedWeights(check_finite).stage(msgspec.structs.replace(manifest, tensors=wrong))
+
+
+def test_the_page_has_the_limits_and_they_are_twice_what_is_computed() -> None:
+    """The rates are those that the page names: seconds a GB of a proof, staging, and loading."""
+    page = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text()
+    row = re.compile(
+        r"^\| ([\d.]+) billion \| ([\d.]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE
+    )
+    rows = [[float(cell) for cell in found] for found in row.findall(page)]
+    assert [parameters for parameters, *_ in rows] == [7.6, 32.8, 70.6]
+    settings = VllmConfig()
+    for parameters, gigabytes, proof, staging, loading, limit in rows:
+        assert gigabytes == pytest.approx(2 * parameters, rel=0.01)
+        computed = 1.1 * gigabytes, 0.45 * gigabytes, 0.27 * gigabytes
+        assert (proof, staging, loading) == tuple(map(round, computed))
+        longest = longest_installation(round(1e9 * gigabytes), settings.call_timeout_seconds)
+        assert limit == round(longest)
+        assert limit >= 2 * (staging + loading)
+        assert settings.start_limit >= 2 * 3 * proof, "also where eight ranks share the memory"
+
+
+def test_a_users_longer_limit_stays() -> None:
+    assert longest_installation(0) == 60.0
+    assert longest_installation(int(0.3e9), 45.0) == 61.0
+    assert longest_installation(int(0.3e9), 600.0) == 600.0

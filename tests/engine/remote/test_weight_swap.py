@@ -210,3 +210,26 @@ def test_a_failed_installation_ends_the_engine() -> None:
     core = FakeCore([STAGED], broken=True)
     assert play(core, scene) == [("begin", 4), "pause", "flush"]
     assert [str(error) for error in core.failed] == ["the core died"]
+
+
+def test_the_limit_grows_with_all_weights_also_for_an_adapter() -> None:
+    """The manifest of one is small, and all weights are loaded."""
+    limits: list[float] = []
+
+    class Core(FakeCore):
+        async def install(self, policy_version: int, limit: float) -> str:
+            limits.append(limit)
+            return ""
+
+    async def run() -> None:
+        core: Any = Core([STAGED])
+        streams: Any = FakeStreams(core.calls)
+        shapes = ModelShapes({"a": (1000,), "same": (1000,)}, frozenset({"a"}), {"same": "a"})
+        swap = WeightSwap(core, streams, Pausing(core, streams), shapes, float)
+        for size in (4000, 100):
+            spec = TensorSpec("a", "float32", (1000,), 64, 0)
+            await swap.stage(WeightManifest(1, "", size, (spec,)))
+            await swap.install(1)
+
+    asyncio.run(run())
+    assert limits == [4000.0, 2000.0]

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from fake_device import FakeDevice
 from served_vllm import REAL_VLLM
 
 from asyncrl.engine.errors import EngineError
@@ -213,3 +215,25 @@ def test_the_scheduler_is_the_one_that_vllm_would_choose(monkeypatch: pytest.Mon
         assert only.new_logprobs.sampled_token_ranks.tolist() == [11, 12, 0, 0, 0]
         monkeypatch.undo()
         monkeypatch.setattr(Scheduler, "__init__", lambda *_, **__: None)
+
+
+def test_tickets_that_stay_on_the_host_come_with_the_table() -> None:
+    """By all ways that vLLM brings a table from a GPU to the host."""
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    ids = torch.arange(12, dtype=torch.int32).view(4, 3)
+    with FakeDevice() as device:
+        there = torch.device("cuda", 0)
+        sampled = torch.tensor([[1, -1], [2, 3]], device=there)
+        tickets = torch.tensor([11, 11, 12, 12])
+        table = LogprobsTensors(ids.to(there), -ids.float().to(there), tickets)
+        device.waits.clear()
+        copied = table.to_cpu_nonblocking()
+        assert device.waits == {}
+        for one in (table, copied):
+            assert one.tolists().sampled_token_ranks.tolist() == [11, 11, 12, 12]
+        _, accepted = RejectionSampler.parse_output(sampled, 9, (), copied)
+    assert accepted is not None
+    assert accepted.sampled_token_ranks.tolist() == [11, 12, 12]
+    assert accepted.logprob_token_ids.tolist() == ids[[0, 2, 3]].tolist()
