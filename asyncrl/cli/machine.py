@@ -59,7 +59,7 @@ def gpu_check(
     parts = chosen(only)
     if shows:
         for part in parts:
-            typer.echo(f"{part.name:13} {part.seconds:5.0f} s  {part.what}")
+            typer.echo(f"{part.name:17} {part.seconds:5.0f} s  {part.what}")
         return
     if not check(parts, typer.echo, limit_minutes * 60, small, json_file, page_file):
         raise typer.Exit(1)

@@ -34,12 +34,12 @@ from asyncrl.wire.noise_floor import NoiseFloor
 LARGE = {
     "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
     "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 SMALL = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
 _SPREAD = 4.0
 """Standard deviation of the logits."""
@@ -56,10 +56,7 @@ def random_model(context: Context) -> Path:
     shape = SMALL if context.small else LARGE
     torch.manual_seed(0)
     with torch.device(context.device):
-        config = Qwen3Config(
-            **shape, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None
-        )
-        model = Qwen3ForCausalLM(config)
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, eos_token_id=None, bos_token_id=None))
     with torch.no_grad():
         output = model.get_output_embeddings().weight
         norm = _SPREAD / (output.float().std() * shape["hidden_size"] ** 0.5)
@@ -192,6 +189,7 @@ def _vllm_alone(context: Context) -> float | None:
         [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "latency"),
             *("--model", str(random_model(context)), "--skip-tokenizer-init"),
+            "--disable-detokenize",
             *("--batch-size", str(work.rows), "--input-len", str(work.prompt)),
             *("--output-len", str(work.tokens), "--max-model-len", str(work.prompt + work.tokens)),
             *("--num-iters-warmup", "1", "--num-iters", "2", "--output-json", str(result)),
@@ -266,38 +264,51 @@ async def _response(made: Engine, sampling: SamplingParams, index: int) -> Verif
     return builder.finish("length")
 
 
-_VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "plain": {},
-    "float32 logits": {"logits_dtype": "float32"},
-    "batch-invariant": {"batch_invariant": True},
-}
-"""Settings of the engine; those that it does not have are named as such."""
 _WORST_NATS = 0.3
 """Mean difference of log-probabilities above which an engine decodes and scores other things."""
 
 
 def noise_floor(context: Context) -> Said:
     """Measure what verification rejects under unchanged weights, with the remedies that exist."""
-    kind = "bfloat16" if context.gpus else "float32"
-    sizes = {"responses": 2, "length": 16} if context.small else {"responses": 32, "length": 1024}
-    numbers: dict[str, Any] = {"dtype": kind, **sizes}
+    return _noise_floor_part(context, "torch")
+
+
+def vllm_noise_floor(context: Context) -> Said:
+    """Measure it with vLLM."""
+    return _noise_floor_part(context, "vllm")
+
+
+def _noise_floor_part(context: Context, kind: Literal["torch", "vllm"]) -> Said:
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if context.gpus else "float32"
+    responses, length = (2, 16) if context.small else (32, 1024)
+    numbers: dict[str, Any] = {"dtype": dtype, "responses": responses, "length": length}
     sentences, path = [], random_model(context)
-    for name, settings in _VARIANTS.items():
-        if not set(settings) <= set(EngineConfig.model_fields):
-            numbers[name] = "not a setting of this version"
-            continue
+    for name, settings in _variants().items():
         try:
-            case = Case("random", "torch", kind, 64, engine=settings, **sizes)  # type: ignore[arg-type]
+            case = Case("random", kind, dtype, 64, responses, length, settings)
             found = asyncio.run(measure(case, path)).measured
-        except (EngineError, ValueError) as error:
+        except (EngineError, ValueError) as error:  # also: the configuration refuses it
             numbers[name] = f"refused: {error}"
             continue
         nats, share = found.abs_mean or 0.0, found.share or 0.0
         numbers[name] = {"nats": nats, "rejected": share, "cut": found.cut_samples}
-        sentences.append(f"{name} {nats:.1e} nats a token, {share:.1%} rejected")
+        sentences.append(f"{name}: {nats:.1e} nats a token, {share:.1%} rejected")
         if nats > _WORST_NATS:
             raise PartFailed(f"{name}: decoding and scoring differ by {nats:.2f} nats", numbers)
-    return f"{kind}, {sizes['length']} tokens: {'; '.join(sentences)}", numbers
+    if not sentences:
+        raise PartFailed("the engine was refused in every way", numbers)
+    return f"{dtype}, {length} tokens; {'; '.join(sentences)}", numbers
+
+
+def _variants() -> dict[str, dict[str, Any]]:
+    """Settings of an engine, as far as this version has them."""
+    ways: dict[str, dict[str, Any]] = {
+        "logits in the model's type": {"logits_dtype": "model"},
+        "float32 logits": {"logits_dtype": "float32"},
+        "batch-invariant": {"batch_invariant": True},
+    }
+    known = {name: way for name, way in ways.items() if set(way) <= set(EngineConfig.model_fields)}
+    return known or {"as it is": {}}
 
 
 def weights(context: Context) -> Said:

@@ -182,6 +182,14 @@ PARTS = (
         gpus=1,
     ),
     Part(
+        "vllm-noise-floor",
+        "the noise floor of vLLM: logits in its type and in float32, batch-invariant",
+        f"{_HERE}generating:vllm_noise_floor",
+        1200,
+        (*_ENGINE, "vllm"),
+        gpus=1,
+    ),
+    Part(
         "sglang",
         "SGLang without drafts",
         f"{_HERE}generating:sglang",
@@ -233,4 +241,4 @@ class Verdict:
 
     def __str__(self) -> str:
         """One line for people."""
-        return f"{self.verdict:8}  {self.part:12} {self.seconds:6.1f} s  {self.sentence}"
+        return f"{self.verdict:8}  {self.part:16} {self.seconds:6.1f} s  {self.sentence}"

@@ -1,7 +1,7 @@
 """The names of torch that modules use, and whether an installed torch has them.
 
     python tests/support/torch_names.py           the names that this torch lacks
-    python tests/support/torch_names.py --write   the list of those it has: torch_2_11_names.txt
+    python tests/support/torch_names.py --write   adds those it has to torch_2_11_names.txt
 
 With the Python of an environment that holds torch 2.11, this says what `asyncrl gpu-check` could
 not use there. It needs nothing but that torch. A name is `torch.zeros`, or `torch.zeros(device=)`
@@ -109,5 +109,6 @@ if __name__ == "__main__":
     used = names_used()
     lacking = [name for name in used if not exists(name)]
     if sys.argv[1:] == ["--write"]:
-        KNOWN.write_text("".join(f"{name}\n" for name in used if name not in lacking))
+        known = {*KNOWN.read_text().split(), *used} - set(lacking)
+        KNOWN.write_text("".join(f"{name}\n" for name in sorted(known)))
     print("".join(f"{name}  {used[name]}\n" for name in lacking) or "all are there")
