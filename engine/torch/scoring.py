@@ -84,8 +84,8 @@ def _score_batch(
     )
     targets = KeptColumns.only_tokens(packed[wanted + 1], 0)
     picked = distributions.read(np.arange(len(wanted)), targets).own
-    top = distributions.top_k(k)
-    ids, values = top.ids.cpu().numpy(), top.logprobs.cpu().numpy()
+    lists = distributions.top_k(k)
+    ids, values = lists.ids.cpu().numpy(), lists.logprobs.cpu().numpy()
     spans = [slice(end - n, end) for end, n in zip(np.cumsum(counts), counts, strict=True)]
     return {
         i: Score(

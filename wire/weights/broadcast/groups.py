@@ -228,7 +228,7 @@ class NcclGroup:
                 if error is not None:
                     first = next(iter(str(error).splitlines()), "")
                     raise GroupBroken(f"a broadcast failed: {first}") from error
-                work.wait()  # does not: it is complete. Torch lets go of the tensor here.
+                work.wait()  # It is complete, so this returns at once and torch frees the tensor.
             self._begun.popleft()
 
 
