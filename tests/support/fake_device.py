@@ -4,10 +4,12 @@ Tensors on it hold their numbers in host memory, so all code runs, data-dependen
 code does to them is seen as a GPU would see it:
 
     with FakeDevice() as device:
-        x = torch.from_numpy(rows).to("cuda")     # "copy to the device"
-        x[x > 0]                                  # "nonzero"
-        x.sum().item()                            # "read"
+        x = torch.from_numpy(rows).to(torch.device("cuda", 0))   # "copy to the device"
+        x[x > 0]                                                 # "nonzero"
+        x.sum().item()                                           # "read"
     assert device.waits == {"copy to the device": 1, "nonzero": 1, "read": 1}
+
+The device needs its number: without it torch asks the driver for the current one.
 
 Not simulated: Triton's kernels (`fake_kernels`), streams, events, and what happens inside of an
 operation. Kernels that torch has for GPUs only are not there either.
@@ -193,7 +195,7 @@ def _there(one: Any) -> Any:
 
 
 class _Launches:
-    """In place of a Triton kernel: does nothing."""
+    """In place of a Triton kernel: does nothing, so what it would write stays 0."""
 
     def __getitem__(self, _grid: Any) -> Any:
         return lambda *_arguments, **_constants: None
@@ -201,7 +203,7 @@ class _Launches:
 
 @contextmanager
 def fake_kernels() -> Iterator[None]:
-    """Inside, the kernels of `asyncrl.engine.logits_triton` leave their outputs as they are."""
+    """Inside, the kernels of `asyncrl.engine.logits_triton` do nothing."""
     from asyncrl.engine import logits_triton
 
     with ExitStack() as stack:

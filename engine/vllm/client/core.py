@@ -85,18 +85,21 @@ class VllmCore:
         """Refuse every later call with this error, and tell those who wait."""
         self.process.fail(error)
 
-    async def attach(self, config: EngineConfig) -> None:
-        """Put our drawing, scoring and drafting into vLLM's worker, which compiles what draws.
+    async def attach(self, config: EngineConfig, limit: float) -> None:
+        """Put our drawing, scoring and drafting into vLLM's worker.
+
+        The worker compiles what draws, and proves how it installs weights.
 
         Args:
             config: of the engine.
+            limit: what is left of the start, in seconds.
         """
         if config.vllm.lora_rank:
             from asyncrl.engine.vllm.client.api import LoRARequest
 
             self._adapter = LoRARequest("policy", ADAPTER_ID, "never read")
         await self._call_within(
-            config.vllm.start_limit,  # it proves how new weights are installed
+            limit,
             "attach to its worker",
             VllmWorker.asyncrl_attach,
             os.getpid(),

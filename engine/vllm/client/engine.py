@@ -8,6 +8,7 @@ and `asyncrl.engine.vllm.extras`.
 from __future__ import annotations
 
 import logging
+import time
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.place import CachePlace
@@ -43,9 +44,10 @@ class VllmEngine(RemoteEngine):
         self._process = process = VllmProcess(config)
 
         async def start() -> VllmCore:
+            ends = time.monotonic() + config.vllm.start_limit
             await process.start(model_path, cache_config, seed, place or CachePlace())
             core = VllmCore(process)
-            await core.attach(config)
+            await core.attach(config, max(1.0, ends - time.monotonic()))
             return core
 
         super().__init__(

@@ -193,6 +193,14 @@ def test_a_hanging_worker_is_waited_for_within_limits(
     runner.run(asyncio.wait_for(served.close(), SECONDS))
 
 
+def test_an_installation_has_a_limit_of_its_own(
+    served: SglangEngine, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served._process, "send", lambda _: None)
+    with pytest.raises(EngineError, match=r"weights, SGLang did not answer within 0\.01 s"):
+        runner.run(served._running().core.install(1, 0.01))
+
+
 @pytest.mark.parametrize(
     ("stop", "message"),
     [

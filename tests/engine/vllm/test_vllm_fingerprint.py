@@ -73,7 +73,7 @@ def test_weights_that_were_not_installed_are_named(
     core = sabotaged.engine._running().core
     before = sabotaged.call(sabotaged.engine.fingerprint())
 
-    async def only_counts(policy_version: int) -> None:
+    async def only_counts(policy_version: int, _limit: float) -> None:
         core.policy_version = policy_version
 
     monkeypatch.setattr(core, "install", only_counts)
