@@ -6,16 +6,22 @@ import asyncio
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.drafting.fixed_budget import FixedBudget
 from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.rollout.trajectory import IntArray
 
 
-def test_without_a_cache_a_response_is_drafted_from_its_earlier_text(tiny_qwen3: str) -> None:
+def test_without_a_cache_a_response_is_drafted_from_its_earlier_text(
+    tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So what verification rejected is regenerated fast, too. Nothing else is drafted."""
+    # The usual planner drafts where the steps that it has timed say that it pays.
+    monkeypatch.setattr("asyncrl.engine.torch.core.DraftPlanner", FixedBudget)
 
     async def main() -> None:
         config = EngineConfig(slots=4, max_model_len=64, threads=1, top_k_logprobs=4, device="cpu")
