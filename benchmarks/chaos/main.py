@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stalls(options: argparse.Namespace, setup: Setup, console: Console, load: float) -> int:
-    kinds, times = KINDS, 1 if options.quick else 10
+    kinds, times = {run: KINDS[run] for run in options.types}, 1 if options.quick else 10
     lengths: Sequence[float] = LENGTHS
     if options.smoke:
         kinds, lengths, times = {"arithmetic": ("generator", "connection:data")}, (1.0,), 1
@@ -167,7 +167,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--types",
         metavar="A,B",
-        help=f"only these: {', '.join(VICTIMS)}; with --cluster {', '.join(FAULTS)}",
+        help=f"only these: {', '.join(VICTIMS)}; with --cluster {', '.join(FAULTS)}; with --stalls "
+        f"the runs {', '.join(KINDS)}",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
@@ -175,8 +176,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_smoke(parser)
     options = parser.parse_args(arguments)
     options.kills = options.kills or (20 if options.quick else 60)
-    known: Collection[str] = FAULTS if options.cluster else VICTIMS
-    types = list(FAULTS) if options.cluster else _types(quick=options.quick)
+    known: Collection[str] = FAULTS if options.cluster else KINDS if options.stalls else VICTIMS
+    types = _types(quick=options.quick) if known is VICTIMS else list(known)
     asked = options.types.split(",") if options.types else types
     pairs = [one.partition(":")[::2] for one in asked]
     options.types = {name: int(number or options.kills) for name, number in pairs}

@@ -21,10 +21,12 @@ from typing import Any
 
 from rich.table import Table
 
+from asyncrl.config import load_config
 from asyncrl.launch.identity import ProcessIdentity, identity_of, is_running, send
 from asyncrl.monitoring.errors import RecordError
 from asyncrl.monitoring.group_account import GroupAccount, read_account
 from asyncrl.run.directory import read_state
+from asyncrl.tasks.model import resolve_model
 from benchmarks.chaos.agents_run import AgentsRun
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
 from benchmarks.chaos.victims import with_command
@@ -251,6 +253,7 @@ def measure_stalls(
         found.wanted += len(stalls)
         place, example, settings = RUNS[name]
         own = Setup(setup.config.with_name(example), setup.folder, (*setup.settings, *settings))
+        resolve_model(load_config(own.config, own.settings).model, None)  # made once, in minutes
         _stall_one_after_the_other(place(own, name, 1_000_000), stalls, moments, found)
     return found
 
