@@ -130,12 +130,13 @@ def for_own_device(config: TrainerConfig, engines_dtype: str | None = None) -> T
         config: of the trainer.
         engines_dtype: as in `TrainerConfig.for_device`.
     """
+    if config.dtype != "auto":
+        return config
     device = resolve_device(config.device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     resolved = config.for_device(capability, engines_dtype=engines_dtype)
-    if resolved is not config:
-        where = "a CPU" if capability is None else "a GPU of capability {}.{}".format(*capability)
-        logger.info("trainer.dtype: auto is %s on %s", resolved.dtype, where)
+    where = "a CPU" if capability is None else "a GPU of capability {}.{}".format(*capability)
+    logger.info("trainer.dtype: auto is %s on %s", resolved.dtype, where)
     return resolved
 
 

@@ -237,7 +237,9 @@ def test_a_step_of_the_trainer(
     """Groups are added while the device computes the ones before; the step itself waits twice."""
     monkeypatch.setattr(scoring, "resolve_device", lambda _: DEVICE)
     path = save(make_qwen3(1), tmp_path)
-    learner = Learner(TrainerConfig(device="cuda"), str(path), group_size=2, seed=1)
+    learner = Learner(
+        TrainerConfig(device="cuda", dtype="float32"), str(path), group_size=2, seed=1
+    )
     device.waits.clear()
     for number in range(3):
         learner.add_groups([(group(number), np.array([0.0, 1.0]))])

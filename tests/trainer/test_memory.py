@@ -137,7 +137,8 @@ def test_libraries_are_counted_on_gpus_and_nccl_where_ranks_speak() -> None:
     assert shape is not None
 
     def needs(*, on_gpu: bool, **settings: Any) -> StepMemory:
-        return step_memory(shape, TrainerConfig(**settings), SAMPLES, on_gpu=on_gpu)
+        config = TrainerConfig(dtype="bfloat16", **settings)
+        return step_memory(shape, config, SAMPLES, on_gpu=on_gpu)
 
     assert needs(on_gpu=False, ranks=4).libraries == 0
     one, four = needs(on_gpu=True), needs(on_gpu=True, ranks=4)

@@ -106,7 +106,7 @@ STARTS = {"vllm": vllm_starts, "sglang": sglang_starts}
 def test_an_engine_starts_in_every_order(kind: str, memory: int, share: float) -> None:
     """`share` of the trainer's part is taken before the engine starts, the rest while it does."""
     config, line = shared(settings(kind), memory)
-    needs = EngineNeeds.of(SMALL, config.engine, config.cache.max_draft_tokens)
+    needs = EngineNeeds.of(SMALL, config.engine, config.cache.draft_tokens)
     (said,) = re.findall(r"trainer ([\d.]+) GiB", line)
     part = int(float(said) * GIB)
     real = Device(int(0.992 * memory) << 20)  # torch sees less than nvidia-smi says

@@ -27,21 +27,21 @@ def test_ranks_divide_the_threads_of_their_engine(
     assert os.environ["OMP_NUM_THREADS"] == each
 
 
-def test_compiling_what_draws_has_the_time_of_a_start() -> None:
-    """Not that of a call: on a GPU it may take longer than a call may."""
+def test_compiling_what_draws_has_what_is_left_of_the_start() -> None:
+    """Not the time of a call: on a GPU it may take longer than a call may."""
     asked: dict[str, float | None] = {}
 
     async def ask(call: Any, what: str, *, limit: float | None = None) -> Any:
         asked[what] = limit
 
     llm = SimpleNamespace(
-        collective_rpc=lambda name, args: (name, args),
+        collective_rpc=lambda name, args, kwargs: (name, args, kwargs),
         update_weight_version=lambda version: version,
         get_supported_tasks=list,
     )
     process: Any = SimpleNamespace(ask=ask, vllm=SimpleNamespace(llm=llm))
-    vllm = {"startup_timeout_seconds": 900, "call_timeout_seconds": 5}
+    vllm = {"call_timeout_seconds": 5}
     config = EngineConfig.model_validate({"kind": "vllm", "vllm": vllm})
-    asyncio.run(VllmCore(process).attach(config))
-    assert asked["attach to its worker"] == 900
+    asyncio.run(VllmCore(process).attach(config, 700))
+    assert asked["attach to its worker"] == 700
     assert asked["set its weight version"] is None
