@@ -10,7 +10,6 @@ had the line from the beginning are the same, also when they continue from an ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -44,19 +43,17 @@ def refuse_unknown(changes: Changes) -> None:
                 )
 
 
-def values_at(values: Mapping[str, Any], changes: Changes, step: int) -> dict[str, Any]:
-    """The values of a configuration at a step: changes up to it are made, none are left.
+def changed_at(changes: Changes, step: int) -> dict[str, dict[str, Any]]:
+    """The values by section that a step has by changes up to it.
 
     Args:
-        values: plain values by section, all of them (`RunConfig.model_dump`).
-        changes: of that configuration.
+        changes: of the run.
         step: from 0.
     """
-    changed = {name: dict(section) for name, section in values.items()}
-    changed["run"]["changes"] = {}
+    changed: dict[str, dict[str, Any]] = {}
     for first in sorted(changes):
         if first <= step:
             for key, value in changes[first].items():
                 section, name = key.split(".")
-                changed[section][name] = value
+                changed.setdefault(section, {})[name] = value
     return changed

@@ -14,7 +14,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.changes import refuse_unknown, values_at
+from asyncrl.changes import changed_at, refuse_unknown
 from asyncrl.config_errors import mistakes
 from asyncrl.engine.config import EngineConfig, SamplingConfig
 from asyncrl.environments.config import EnvironmentConfig
@@ -223,8 +223,12 @@ class RunConfig(BaseModel):
     def _every_change_leaves_a_whole_configuration(self) -> Self:
         refuse_unknown(self.run.changes)
         for step in sorted(self.run.changes):
+            values = self.model_dump(mode="json")
+            values["run"]["changes"] = {}
+            for name, changed in changed_at(self.run.changes, step).items():
+                values[name] |= changed
             try:
-                self.at(step)
+                RunConfig.model_validate(values)
             except ValidationError as error:
                 wrong = "; ".join(mistakes({}, error, RunConfig))
                 raise ValueError(f"run.changes, step {step}: {wrong}") from error
@@ -234,8 +238,11 @@ class RunConfig(BaseModel):
         """The configuration of a step: with the changes (`run.changes`) up to it, and no others."""
         if not self.run.changes:
             return self
-        values = self.model_dump(mode="json")
-        return RunConfig.model_validate(values_at(values, self.run.changes, step))
+        parts: dict[str, BaseModel] = {"run": self.run.model_copy(update={"changes": {}})}
+        for name, changed in changed_at(self.run.changes, step).items():
+            before = parts.get(name) or getattr(self, name)
+            parts[name] = type(before).model_validate(before.model_dump(mode="json") | changed)
+        return self.model_copy(update=parts)  # whose other sections are shared
 
     @property
     def reward_labels(self) -> tuple[str, ...]:

@@ -52,6 +52,7 @@ SETTINGS = (
     *("launcher.generators=1", "scheduler.on_update=verify", "scheduler.max_off_policy_steps=0"),
     *("evaluation.every=40", "evaluation.prompts=4", "trainer.checkpoint_every=200"),
     *("trainer.learning_rate=1e-5", "monitoring.live=off"),
+    "cache.max_bytes=2097152",  # full after some 200 steps: what it may take is no growth
 )
 MEMORY_MB, DESCRIPTORS = 20.0, 2
 """How much a process may grow by."""
@@ -111,6 +112,17 @@ class Grown:
             )
         return found
 
+    def series(self) -> dict[str, list[tuple[int, float]]]:
+        """Steps and MB of each process that has samples throughout, a hundred points at most."""
+        return {
+            f"{self.names[process]} ({process.pid})": [
+                (one.step, round(one.own_bytes / 1e6, 1))
+                for one in samples[:: max(1, len(samples) // 100)]
+            ]
+            for process, samples in self.samples.items()
+            if len(samples) >= max(map(len, self.samples.values())) // 2
+        }
+
 
 def _median(samples: Sequence[Sample], what: str) -> float:
     return statistics.median(getattr(one, what) for one in samples)
@@ -128,6 +140,7 @@ class Outcome:
     growth: dict[str, tuple[float, float]]
     staleness_max: int = 0
     evaluations: int = 0
+    series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     def ratios(self) -> dict[str, float]:
         """One number per name."""
@@ -285,6 +298,7 @@ def measure(extent: Extent, folder: Path) -> Outcome:
         ended=soak.ended,
         account=read_account(run.path),
         growth=soak.grown.growth(len(steps)),
+        series=soak.grown.series(),
         staleness_max=max(one.staleness.max for one in steps),
         evaluations=(run.path / "evaluations.jsonl").read_text().count("\n"),
     )
@@ -299,6 +313,7 @@ def _raw(outcome: Outcome, extent: Extent, load: float) -> dict[str, Any]:
         "orders": outcome.orders,
         "ended": outcome.ended,
         "growth_mb_and_descriptors": outcome.growth,
+        "steps_and_mb": outcome.series,
     }
 
 

@@ -133,8 +133,9 @@ class LiveSettings:
         self.config = config
         self._fleet.configure(config.launcher)
         self._evaluation.configure(config)
-        self._unfinished.config = ConfigByStep(config)
-        self._training.take_over(ConfigByStep(config))
+        by_step = ConfigByStep(config)
+        self._unfinished.config = by_step
+        self._training.take_over(by_step)
         await self.tell_trainer()
         level = to_generator.SetLogLevel(config.monitoring.log_level)
         for worker in self._fleet.generators():
