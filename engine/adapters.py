@@ -36,7 +36,7 @@ def weights_of_model(model_path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """
     try:
         model = load_causal_lm(model_path, dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise WeightsReadError(f"the model {model_path}: {error}") from error
     found: dict[str, Tensor] = {}
     seen: set[int] = set()

@@ -124,7 +124,8 @@ class WorkerWeights:
 
         Raises:
             WeightsReadError: transformers cannot load the model that the engine was started with.
-            WeightsError: the engine cannot load new weights into this model.
+            WeightsError: the engine cannot load new weights into this model, or loading the same
+                ones does not give what its start gave.
         """
         model, own = self._loader.model, list(self._own().items())
         with torch.inference_mode():
@@ -139,15 +140,18 @@ class WorkerWeights:
                 if self._twin is not None:
                     self._why_reloads = ""
                     return
-                more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
                 self._why_reloads = (
                     f"copying would not do what {self._loader.name}'s loading does to "
-                    f"{', '.join(found[:_SHOWN])}{more}"
+                    f"{_first_of(found)}"
                 )
             self._loader.load(model, own)
             left = differing(started, loaded_parts(model))
-            if left:
-                self._why_reloads += f"; and it leaves other numbers than its start in {left[0]}"
+        if left:
+            raise WeightsError(
+                f"{self._loader.name} does not have the numbers of its start again after it has "
+                f"loaded the same weights: {_first_of(left)}. It cannot be given new weights "
+                f"({self._why_reloads})"
+            )
 
     def _proved(
         self, model: torch.nn.Module, started: dict[str, Any], own: NamedTensors
@@ -162,7 +166,7 @@ class WorkerWeights:
             own: the weights that it holds.
         """
         attributes = Attributes(model)
-        self._loader.load(model, other_numbers(own, self._loader.device))
+        self._loader.load(model, other_numbers(own))
         found = attributes.changed()
         if found:
             return None, found
@@ -258,23 +262,26 @@ def _use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def other_numbers(
-    tensors: NamedTensors, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _first_of(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def other_numbers(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of the same shapes with other finite values in every place, one by one.
 
-    Each is copied to the device and changed there, in place: its highest bit of the mantissa, which
-    changes all but zeros and subnormal numbers by a quarter or more, and then `_SHIFT`, for those.
+    In a copy, on the tensor's own device, because loaders may keep all tensors of a layer: first
+    the highest bit of the mantissa, which changes all but zeros and subnormal numbers by a quarter
+    or more, and then `_SHIFT`, for those.
 
     Args:
         tensors: with finite numbers of 2 or 4 bytes; those that are not floating-point stay.
-        device: where the engine loads to; one tensor at a time lies there besides.
     """
     for name, tensor in tensors:
         if tensor.is_floating_point():
             integer = {2: torch.int16, 4: torch.int32}[tensor.itemsize]
             highest = round(0.5 / torch.finfo(tensor.dtype).eps)
-            other = tensor.to(device, copy=True)
+            other = tensor.clone()
             other.view(integer).bitwise_xor_(highest)
             yield name, other.add_(_SHIFT)
         else:

@@ -72,7 +72,6 @@ class Twin:
         twins = {id(one): _shallow(one) for one in live}
         on_gpu = any(one.device.type == "cuda" for one in model.parameters())
         memory, views = _memory_for(model, device)
-        self._pin = Pin(memory) if on_gpu and device.type == "cpu" else None
         self._tensors = {id(one): (one, view) for one, view in views}
         for own, copy in self._tensors.values():
             copy.copy_(own.detach())
@@ -102,6 +101,8 @@ class Twin:
             for name, tensor in held["_buffers"].items():
                 if tensor is not None:
                     own["_buffers"][name] = like(tensor, tensor.detach().clone(), module, twin)
+        # Last, so that nothing stays locked if a part cannot be copied.
+        self._pin = Pin(memory) if on_gpu and device.type == "cpu" else None
 
     def poison(self) -> None:
         """Make all numbers that loading sets NaN, so that whatever it leaves as it is differs."""

@@ -61,6 +61,7 @@ class WorkerExtension(VllmWorker):
             logits_bytes: memory that drawing and scoring may hold at once (engine.logits_mib).
             stage_on_device: whether new weights wait on the model's device (engine.weight_staging).
         """
+        _exit_with(parent)
         runner = self.model_runner
         check_reloadable(runner.get_model())
         ranks = Ranks.of_group(get_tp_group())
@@ -86,7 +87,6 @@ class WorkerExtension(VllmWorker):
                 batch.listed,
             )
             warm_up_verification()
-        _exit_with(parent)
 
     def asyncrl_begin_staging(self, manifest: dict[str, Any]) -> None:
         """Begin to copy the weights of a manifest in a thread; generation continues."""

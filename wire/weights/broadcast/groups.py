@@ -10,6 +10,7 @@ for more than one member. It is written after torch's interface and tested again
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -24,6 +25,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.wire.errors import GroupBroken
+
+logger = logging.getLogger(__name__)
 
 Backend = Literal["gloo", "nccl"]
 
@@ -189,8 +192,10 @@ class NcclGroup:
         self._begun: deque[tuple[Any, Tensor]] = deque()
         """With the tensors, whose memory must not be freed before."""
         try:
+            began = time.monotonic()
             self.begin(torch.zeros(1, dtype=torch.uint8, device=device))
-            self._wait(0, limits.form)  # connected with the first broadcast
+            # Connected with the first broadcast.
+            self._wait(0, max(_POLL_SECONDS, began + limits.form - time.monotonic()))
         except BaseException:
             self.close()
             raise
@@ -209,10 +214,13 @@ class NcclGroup:
 
     def close(self) -> None:
         """As `Group.close`."""
-        if self._nccl is not None:
-            self._nccl.abort()
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            try:
+                nccl.abort()
+            except RuntimeError as error:  # what led here counts
+                logger.warning("NCCL could not be aborted: %s", error)
         self._begun.clear()
-        self._nccl = None
 
     def _wait(self, left: int, seconds: float) -> None:
         while len(self._begun) > left:
