@@ -33,10 +33,9 @@ _LEAST_SECONDS = 5.0
 """With less time left no part is begun."""
 
 
-def count_gpus(folder: Path) -> tuple[int, str]:
-    """Ask torch, in a process of its own, how many GPUs it sees; and why none if that failed."""
-    found = run_part(_DISCOVERY, Context(folder, 0, small=True))
-    return int(found.numbers.get("gpus", 0)), "" if found.verdict == "ok" else found.sentence
+def count_gpus(folder: Path) -> Verdict:
+    """Ask torch, in a process of its own, how many GPUs it sees: "gpus" of its numbers."""
+    return run_part(_DISCOVERY, Context(folder, 0, small=True))
 
 
 def run_parts(

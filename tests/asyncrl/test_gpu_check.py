@@ -16,9 +16,10 @@ import pytest
 import stand_in_parts
 
 from asyncrl.errors import UserError
-from asyncrl.gpu_check import command
+from asyncrl.gpu_check import command, machine
 from asyncrl.gpu_check.parts import PARTS, Context, Part, PartFailed, Verdict
 from asyncrl.gpu_check.runner import ROOT, run_part, run_parts
+from asyncrl.launch.gpus import Gpu
 
 SUPPORT = Path(stand_in_parts.__file__).parent
 
@@ -97,14 +98,14 @@ def test_what_the_limit_of_all_parts_cuts_off_is_left_out(tmp_path: Path) -> Non
 def test_a_check_writes_what_it_found_and_says_whether_anything_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "count_gpus", lambda _folder: (0, "torch cannot be imported"))
+    found = Verdict("discovery", "ok", "torch sees 0", numbers={"gpus": 0})
+    monkeypatch.setattr(command, "count_gpus", lambda _folder: found)
     lines: list[str] = []
     files = tmp_path / "new" / "check.json", tmp_path / "new" / "check.html"
     parts = [part(stand_in_parts.goes_well), part(stand_in_parts.breaks)]
     assert not command.check(parts, lines.append, 600, None, *files)
     assert lines[0] == (
-        "no GPU (torch cannot be imported): every part in its smallest size, no number is a "
-        "measurement"
+        "torch sees no GPU: every part in its smallest size, no number is a measurement"
     )
     assert lines[-1] == "1 ok, 1 failed, 0 left out"
     record = json.loads(files[0].read_text())
@@ -120,6 +121,31 @@ def test_a_check_writes_what_it_found_and_says_whether_anything_failed(
     assert "goes_well" in page
     assert "ValueError: no such kernel" in page
     assert command.check(parts[:1], lines.append, 600)
+    found.verdict, found.sentence, found.numbers = "failed", "RuntimeError: no driver", {}
+    assert not command.check(parts[:1], lines.append, 600, None, *files)
+    assert lines[-1] == "1 ok, 1 failed, 0 left out"
+    assert json.loads(files[0].read_text())["parts"][0]["sentence"] == "RuntimeError: no driver"
+
+
+def test_a_machine_whose_gpu_torch_does_not_see_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "_doctor", list)
+    monkeypatch.setattr(machine, "_nvidia_smi", list)
+    monkeypatch.setattr(machine, "find_gpus", lambda: [Gpu("0", "GPU-0", "L20", 46068, 0)])
+    with pytest.raises(PartFailed, match=r"sees no GPU; there are 1: 0 \(L20, 45 GiB\)"):
+        machine.driver(here(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user's choice
+    assert "no GPU" in machine.driver(here(tmp_path))[0]
+
+    def silent() -> list[Gpu]:
+        raise UserError("nvidia-smi does not say")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(machine, "find_gpus", silent)
+    with pytest.raises(PartFailed, match="sees no GPU; nvidia-smi does not say"):
+        machine.driver(here(tmp_path))
 
 
 def test_parts_are_chosen_by_name_and_stay_in_order() -> None:
