@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.errors import EngineError
+from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams
 from asyncrl.gpu_check.parts import Context, LeftOut, PartFailed, Said
@@ -285,9 +285,16 @@ def _noise_floor_part(context: Context, kind: Literal["torch", "vllm"]) -> Said:
     sentences, path = [], random_model(context)
     for name, settings in _variants().items():
         try:
-            case = Case("random", kind, dtype, 64, responses, length, settings)
+            EngineConfig(kind=kind, **settings)
+        except ValueError as error:  # the configuration refuses it
+            numbers[name] = f"refused: {error}"
+            continue
+        case = Case("random", kind, dtype, 64, responses, length, settings)
+        try:
             found = asyncio.run(measure(case, path)).measured
-        except (EngineError, ValueError) as error:  # also: the configuration refuses it
+        except EngineError as error:
+            if not _lacks_capability(error, settings):
+                raise PartFailed(f"{name}: {type(error).__name__}: {error}", numbers) from error
             numbers[name] = f"refused: {error}"
             continue
         nats, share = found.abs_mean or 0.0, found.share or 0.0
@@ -298,6 +305,12 @@ def _noise_floor_part(context: Context, kind: Literal["torch", "vllm"]) -> Said:
     if not sentences:
         raise PartFailed("the engine was refused in every way", numbers)
     return f"{dtype}, {length} tokens; {'; '.join(sentences)}", numbers
+
+
+def _lacks_capability(error: EngineError, settings: Mapping[str, Any]) -> bool:
+    """Whether the GPU is too old for batch invariance; every other error is a fault."""
+    asked = settings.get("batch_invariant", False) and isinstance(error, EngineStartError)
+    return asked and "capability" in str(error).lower()
 
 
 def _variants() -> dict[str, dict[str, Any]]:

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import stand_in_parts
 
+from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.errors import UserError
 from asyncrl.gpu_check import command, machine
 from asyncrl.gpu_check.parts import PARTS, Context, Part, PartFailed, Verdict
 from asyncrl.gpu_check.runner import ROOT, run_part, run_parts
 from asyncrl.launch.gpus import Gpu
+from asyncrl.wire.noise_floor import NoiseFloor
 
 SUPPORT = Path(stand_in_parts.__file__).parent
 
@@ -210,6 +212,35 @@ def test_draws_of_another_distribution_are_found(
     )
     with pytest.raises(PartFailed, match="do not follow the distribution: plain: p ="):
         draws(here(tmp_path))
+
+
+def test_a_variant_that_crashes_is_not_one_that_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncrl.gpu_check import generating
+
+    raised: dict[str, Exception] = {}
+
+    async def measure(case: generating.Case, _path: Path) -> generating.Found:
+        if error := raised.get(next(iter(case.engine))):
+            raise error
+        return generating.Found(NoiseFloor(), 0.0, 0.0)
+
+    monkeypatch.setattr(generating, "random_model", lambda context: context.folder)
+    monkeypatch.setattr(generating, "measure", measure)
+    numbers = generating.noise_floor(here(tmp_path))[1]
+    assert "has no effect with the torch engine" in numbers["batch-invariant"]
+
+    raised["batch_invariant"] = EngineStartError("needs compute capability 8.0")
+    numbers = generating.vllm_noise_floor(here(tmp_path))[1]
+    assert numbers["batch-invariant"] == "refused: needs compute capability 8.0"
+    for error in (EngineError("capability"), EngineStartError("out of memory")):
+        raised["batch_invariant"] = error
+        with pytest.raises(PartFailed, match=f"batch-invariant: {type(error).__name__}: {error}"):
+            generating.vllm_noise_floor(here(tmp_path))
+    raised["logits_dtype"] = EngineStartError("no capability")
+    with pytest.raises(PartFailed, match="logits in the model's type: EngineStartError"):
+        generating.noise_floor(here(tmp_path))
 
 
 def test_two_ranks_get_a_gpu_each_of_those_that_are_visible(
