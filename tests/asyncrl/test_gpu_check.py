@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import fcntl
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import stand_in_parts
@@ -19,7 +21,7 @@ from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.errors import UserError
 from asyncrl.gpu_check import command, machine
 from asyncrl.gpu_check.parts import PARTS, Context, Part, PartFailed, Verdict
-from asyncrl.gpu_check.runner import ROOT, run_part, run_parts
+from asyncrl.gpu_check.runner import LIMIT_FACTOR, ROOT, run_part, run_parts
 from asyncrl.launch.gpus import Gpu
 from asyncrl.wire.noise_floor import NoiseFloor
 
@@ -83,7 +85,41 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> 
         "did not end within its limit of 60 s; it last printed: waiting for ever"
     )
     with (tmp_path / "lock").open() as lock:  # held as long as its child lives
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        deadline = time.monotonic() + 60
+        while not _locks(lock):
+            assert time.monotonic() < deadline, "its child lives"
+
+
+def _locks(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def test_a_process_that_cannot_be_ended_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        assert timeout is not None
+        real_wait(process)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    real_wait = subprocess.Popen.wait
+    monkeypatch.setattr(subprocess.Popen, "wait", waits)
+    verdict = run_part(part(stand_in_parts.hangs), here(tmp_path), clock=jumping(tmp_path))
+    assert verdict.sentence.endswith("even SIGKILL did not end its process, which is left behind")
+
+
+def test_limits_of_parts_grow_on_a_busy_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LIMIT_FACTOR, "2.5")
+    hanging = part(stand_in_parts.hangs, seconds=100.0)
+    found = run_parts([hanging], here(tmp_path), limit_seconds=1e6, say=print, missing=[],
+                      clock=jumping(tmp_path))  # fmt: skip
+    assert found[0].sentence.startswith("did not end within its limit of 250 s")
 
 
 def test_what_the_limit_of_all_parts_cuts_off_is_left_out(tmp_path: Path) -> None:
@@ -257,9 +293,11 @@ def test_two_ranks_get_a_gpu_each_of_those_that_are_visible(
 @pytest.mark.slow
 def test_a_cpu_runs_every_part_that_it_can_and_names_the_others(tmp_path: Path) -> None:
     file = tmp_path / "gpu-check.json"
+    long = ["--limit-minutes", "600"]  # what is tested is not how busy this machine is
     done = subprocess.run(
-        [sys.executable, "-m", "asyncrl", "gpu-check", "--small", "--json", str(file)],
+        [sys.executable, "-m", "asyncrl", "gpu-check", "--small", *long, "--json", str(file)],
         cwd=ROOT,
+        env=os.environ | {LIMIT_FACTOR: "10"},
         capture_output=True,
         text=True,
         check=False,
