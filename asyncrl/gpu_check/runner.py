@@ -29,6 +29,8 @@ _LAST_LINES = 20
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
 """Between SIGTERM, after which a run removes its shared memory, and SIGKILL."""
+_AGAIN_SECONDS = 2.0
+"""Between the signals to a part's program. Both waits fit into `_GRACE_SECONDS`."""
 _REAP_SECONDS = 10.0
 """After SIGKILL. A process that a driver holds cannot be ended, and is left behind."""
 LIMIT_FACTOR = "ASYNCRL_GPU_CHECK_LIMIT_FACTOR"
@@ -126,6 +128,24 @@ def run_part(
         return Verdict(part.name, "failed", sentence, seconds, {}, lines)
     failed = said["verdict"] == "failed"
     return Verdict(part.name, seconds=seconds, last_lines=lines if failed else [], **said)
+
+
+def run_command(command: Sequence[str]) -> int:
+    """Run a program of a part; return its exit code.
+
+    If this process is told to end meanwhile, the program gets SIGTERM twice before it is killed,
+    beside what the group gets: the second and the third end `asyncrl run` without delay, and its
+    shared memory is removed.
+    """
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    finally:
+        for _ in range(2):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.terminate()  # does nothing if it has ended
+                process.wait(_AGAIN_SECONDS)
+        process.kill()
 
 
 def _with_factor(part: Part) -> Part:

@@ -98,6 +98,13 @@ def _locks(file: TextIO) -> bool:
     return True
 
 
+def test_a_program_of_a_part_that_is_ended_gives_back_what_it_holds(tmp_path: Path) -> None:
+    waiting = part(stand_in_parts.waits_for_a_run)
+    assert run_part(waiting, here(tmp_path), clock=jumping(tmp_path)).verdict == "failed"
+    assert (tmp_path / "begun").exists()
+    assert not (tmp_path / "held").exists()
+
+
 def test_a_process_that_cannot_be_ended_is_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
