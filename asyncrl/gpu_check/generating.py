@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -92,8 +93,9 @@ def engine(context: Context) -> Said:
 
 def vllm(context: Context) -> Said:
     """Measure vLLM without drafts, and vLLM alone."""
+    environment = dict(os.environ)  # an engine writes what vLLM reads into it
     said, numbers = _engine_part("vLLM", context, {"kind": "vllm"})
-    alone = _vllm_alone(context)
+    alone = _vllm_alone(context, environment)
     share = numbers["tokens_a_second"] / alone if alone else None
     beside = f"{share:.0%} of `vllm bench latency`" if share else "`vllm bench latency` failed"
     return f"{said}; {beside}", {**numbers, "bench_tokens_a_second": alone, "share": share}
@@ -182,7 +184,7 @@ async def _round(made: Engine, work: Work, vocabulary: int) -> list[np.ndarray[A
     return list(await asyncio.gather(*map(response, range(work.rows))))
 
 
-def _vllm_alone(context: Context) -> float | None:
+def _vllm_alone(context: Context, environment: Mapping[str, str]) -> float | None:
     """Tokens per second of `vllm bench latency` with the same work; None if it fails."""
     work, result = Work.of(context), context.folder / "vllm-bench.json"
     done = subprocess.run(
@@ -195,6 +197,7 @@ def _vllm_alone(context: Context) -> float | None:
             *("--num-iters-warmup", "1", "--num-iters", "2", "--output-json", str(result)),
         ],
         check=False,
+        env=environment,
     )  # what it prints stands in the part's log
     if done.returncode or not result.exists():
         return None
