@@ -116,7 +116,8 @@ def compiler(context: Context) -> Said:
     from asyncrl.gpu_check.one_kernel import add_one
 
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    c_compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
+    named = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    c_compiler = next(filter(None, map(shutil.which, named)), None)
     numbers = {
         "triton": triton.__version__,
         "c_compiler": c_compiler,

@@ -286,6 +286,37 @@ def test_a_variant_that_crashes_is_not_one_that_was_refused(
         generating.noise_floor(here(tmp_path))
 
 
+def test_vllm_alone_gets_nothing_of_what_the_engine_has_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncrl.gpu_check import generating
+
+    def engine_part(*_arguments: Any) -> tuple[str, dict[str, Any]]:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        return "vLLM", {"tokens_a_second": 10.0}
+
+    def run(_command: list[str], *, env: dict[str, str], **_named: Any) -> Any:
+        given.update(env)
+        return subprocess.CompletedProcess("", 1)
+
+    given: dict[str, str] = {}
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    monkeypatch.setattr(generating, "_engine_part", engine_part)
+    monkeypatch.setattr(generating, "random_model", lambda context: context.folder)
+    monkeypatch.setattr(generating.subprocess, "run", run)
+    assert generating.vllm(here(tmp_path))[0] == "vLLM; `vllm bench latency` failed"
+    assert "PATH" in given
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in given
+
+
+def test_speeds_are_said_in_units_that_show_them() -> None:
+    from asyncrl.gpu_check.training import shown_flops
+
+    assert [shown_flops(one) for one in (7.3e14, 1e11, 3.1e9)] == [
+        "730.00 TFLOP/s", "0.10 TFLOP/s", "3.1 GFLOP/s",
+    ]  # fmt: skip
+
+
 def test_two_ranks_get_a_gpu_each_of_those_that_are_visible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
