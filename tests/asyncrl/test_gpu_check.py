@@ -303,7 +303,7 @@ def test_vllm_alone_gets_nothing_of_what_the_engine_has_set(
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     monkeypatch.setattr(generating, "_engine_part", engine_part)
     monkeypatch.setattr(generating, "random_model", lambda context: context.folder)
-    monkeypatch.setattr(generating.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     assert generating.vllm(here(tmp_path))[0] == "vLLM; `vllm bench latency` failed"
     assert "PATH" in given
     assert "VLLM_USE_V2_MODEL_RUNNER" not in given
