@@ -41,7 +41,7 @@ def check(
     json_file: Path | None = None,
     page_file: Path | None = None,
 ) -> bool:
-    """Run the parts; return whether none that ran has failed.
+    """Run the parts; return whether none that ran has failed, nor the search for GPUs.
 
     Args:
         parts: in order.
@@ -52,9 +52,10 @@ def check(
         page_file: where they are written as a page.
     """
     with tempfile.TemporaryDirectory(prefix="asyncrl-gpu-check-") as folder:
-        gpus, problem = count_gpus(Path(folder))
+        discovery = count_gpus(Path(folder))
+        gpus = int(discovery.numbers.get("gpus", 0))
         is_small = gpus == 0 if small is None else small
-        say(_first_line(gpus, problem, small=is_small))
+        say(_first_line(gpus, small=is_small))
         context = Context(Path(folder), gpus, is_small)
 
         verdicts: list[Verdict] = []
@@ -66,6 +67,8 @@ def check(
             verdicts.append(verdict)
             _write(record_of(verdicts, gpus, small=is_small), json_file, page_file)
 
+        if discovery.verdict == "failed":  # or a machine with a broken GPU would pass as a CPU
+            show(discovery)
         run_parts(parts, context, limit_seconds=limit_seconds, say=show)
     counts = record_of(verdicts, gpus, small=is_small)["counts"]
     say(", ".join(f"{count} {word}" for word, count in counts.items()))
@@ -80,6 +83,6 @@ def _write(record: dict[str, Any], json_file: Path | None, page_file: Path | Non
         write_page(page_file, record)
 
 
-def _first_line(gpus: int, problem: str, *, small: bool) -> str:
-    found = f"{gpus} GPU(s)" if gpus else f"no GPU{f' ({problem})' if problem else ''}"
+def _first_line(gpus: int, *, small: bool) -> str:
+    found = f"{gpus} GPU(s)" if gpus else "torch sees no GPU"
     return f"{found}{': every part in its smallest size, no number is a measurement' * small}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ import numpy as np
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.errors import EngineError
+from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams
 from asyncrl.gpu_check.parts import Context, LeftOut, PartFailed, Said
@@ -92,8 +93,9 @@ def engine(context: Context) -> Said:
 
 def vllm(context: Context) -> Said:
     """Measure vLLM without drafts, and vLLM alone."""
+    environment = dict(os.environ)  # an engine writes what vLLM reads into it
     said, numbers = _engine_part("vLLM", context, {"kind": "vllm"})
-    alone = _vllm_alone(context)
+    alone = _vllm_alone(context, environment)
     share = numbers["tokens_a_second"] / alone if alone else None
     beside = f"{share:.0%} of `vllm bench latency`" if share else "`vllm bench latency` failed"
     return f"{said}; {beside}", {**numbers, "bench_tokens_a_second": alone, "share": share}
@@ -182,7 +184,7 @@ async def _round(made: Engine, work: Work, vocabulary: int) -> list[np.ndarray[A
     return list(await asyncio.gather(*map(response, range(work.rows))))
 
 
-def _vllm_alone(context: Context) -> float | None:
+def _vllm_alone(context: Context, environment: Mapping[str, str]) -> float | None:
     """Tokens per second of `vllm bench latency` with the same work; None if it fails."""
     work, result = Work.of(context), context.folder / "vllm-bench.json"
     done = subprocess.run(
@@ -195,6 +197,7 @@ def _vllm_alone(context: Context) -> float | None:
             *("--num-iters-warmup", "1", "--num-iters", "2", "--output-json", str(result)),
         ],
         check=False,
+        env=environment,
     )  # what it prints stands in the part's log
     if done.returncode or not result.exists():
         return None
@@ -285,9 +288,16 @@ def _noise_floor_part(context: Context, kind: Literal["torch", "vllm"]) -> Said:
     sentences, path = [], random_model(context)
     for name, settings in _variants().items():
         try:
-            case = Case("random", kind, dtype, 64, responses, length, settings)
+            EngineConfig(kind=kind, **settings)
+        except ValueError as error:  # the configuration refuses it
+            numbers[name] = f"refused: {error}"
+            continue
+        case = Case("random", kind, dtype, 64, responses, length, settings)
+        try:
             found = asyncio.run(measure(case, path)).measured
-        except (EngineError, ValueError) as error:  # also: the configuration refuses it
+        except EngineError as error:
+            if not _lacks_capability(error, settings):
+                raise PartFailed(f"{name}: {type(error).__name__}: {error}", numbers) from error
             numbers[name] = f"refused: {error}"
             continue
         nats, share = found.abs_mean or 0.0, found.share or 0.0
@@ -298,6 +308,12 @@ def _noise_floor_part(context: Context, kind: Literal["torch", "vllm"]) -> Said:
     if not sentences:
         raise PartFailed("the engine was refused in every way", numbers)
     return f"{dtype}, {length} tokens; {'; '.join(sentences)}", numbers
+
+
+def _lacks_capability(error: EngineError, settings: Mapping[str, Any]) -> bool:
+    """Whether the GPU is too old for batch invariance; every other error is a fault."""
+    asked = settings.get("batch_invariant", False) and isinstance(error, EngineStartError)
+    return asked and "capability" in str(error).lower()
 
 
 def _variants() -> dict[str, dict[str, Any]]:

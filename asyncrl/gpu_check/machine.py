@@ -10,7 +10,9 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from asyncrl.errors import UserError
 from asyncrl.gpu_check.parts import Context, PartFailed, Said
+from asyncrl.launch.gpus import NONE_VISIBLE, find_gpus
 
 _DOCTOR_NEEDS = ("pydantic", "msgspec", "zmq", "yaml", "prometheus_client")
 _QUERY = "index,name,driver_version,memory.total,memory.used,clocks.max.sm,compute_mode"
@@ -25,7 +27,12 @@ def count_gpus(_context: Context) -> Said:
 
 
 def driver(context: Context) -> Said:
-    """Say what there is, add two numbers on each GPU, and list what `asyncrl doctor` misses."""
+    """List what `asyncrl doctor` misses, say what there is, and add two numbers on each GPU.
+
+    Raises:
+        PartFailed: torch sees none of the GPUs that there are, or one adds wrongly.
+    """
+    findings = _doctor()  # first: its kernel wants a GPU that this process does not hold
     import torch
 
     numbers: dict[str, Any] = {
@@ -33,7 +40,13 @@ def driver(context: Context) -> Said:
         "cuda": torch.version.cuda,
         "nvidia_smi": _nvidia_smi(),
         "gpus": [],
+        "doctor": findings,
     }
+    if not context.gpus and (unseen := _unseen()):
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
+        raise PartFailed(
+            f"torch {torch.__version__}, built for {built}, sees no GPU; {unseen}", numbers
+        )
     for index in range(context.gpus):
         found = torch.cuda.get_device_properties(index)
         one = torch.full((1024,), 1.0, device=f"cuda:{index}")
@@ -47,7 +60,6 @@ def driver(context: Context) -> Said:
                 "multiprocessors": found.multi_processor_count,
             }
         )
-    numbers["doctor"] = findings = _doctor()
     lacks = [line for line in findings if line.startswith(("lacks", "refused"))]
     named = ", ".join(f"{one['name']} ({one['gib']} GiB)" for one in numbers["gpus"])
     what = f"torch {torch.__version__}, {named or 'no GPU'}"
@@ -55,6 +67,19 @@ def driver(context: Context) -> Said:
         raise PartFailed(f"{what}; a run with the defaults is {lacks[-1]}", numbers)
     said = f"doctor misses {len(lacks)}: {' | '.join(lacks)}" if lacks else "doctor misses nothing"
     return f"{what}; {said if findings else 'doctor needs packages that are missing'}", numbers
+
+
+def _unseen() -> str:
+    """What says that there is a GPU, where torch sees none; "": nothing does, or it is hidden."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in NONE_VISIBLE:
+        return ""
+    try:
+        there = find_gpus()
+    except UserError as error:
+        return str(error)
+    chosen = "" if visible is None else f", and CUDA_VISIBLE_DEVICES={visible}"
+    return f"there are {len(there)}: {', '.join(map(str, there))}{chosen}" if there else ""
 
 
 def _nvidia_smi() -> list[str]:
@@ -71,7 +96,6 @@ def _doctor() -> list[str]:
     if any(importlib.util.find_spec(name) is None for name in _DOCTOR_NEEDS):
         return []
     from asyncrl.config import load_config
-    from asyncrl.errors import UserError
     from asyncrl.run.doctor import diagnose
 
     lines: list[str] = []
@@ -92,7 +116,8 @@ def compiler(context: Context) -> Said:
     from asyncrl.gpu_check.one_kernel import add_one
 
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    c_compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
+    named = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    c_compiler = next(filter(None, map(shutil.which, named)), None)
     numbers = {
         "triton": triton.__version__,
         "c_compiler": c_compiler,

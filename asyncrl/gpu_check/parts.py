@@ -91,7 +91,7 @@ PARTS = (
         "driver",
         "nvidia-smi, torch's CUDA, the findings of `asyncrl doctor`",
         f"{_HERE}machine:driver",
-        90,
+        300,
     ),
     Part(
         "compiler",

@@ -29,14 +29,19 @@ _LAST_LINES = 20
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
 """Between SIGTERM, after which a run removes its shared memory, and SIGKILL."""
+_AGAIN_SECONDS = 2.0
+"""Between the signals to a part's program. Both waits fit into `_GRACE_SECONDS`."""
+_REAP_SECONDS = 10.0
+"""After SIGKILL. A process that a driver holds cannot be ended, and is left behind."""
+LIMIT_FACTOR = "ASYNCRL_GPU_CHECK_LIMIT_FACTOR"
+"""Environment variable that multiplies the limit of each part, for machines that are busy."""
 _LEAST_SECONDS = 5.0
 """With less time left no part is begun."""
 
 
-def count_gpus(folder: Path) -> tuple[int, str]:
-    """Ask torch, in a process of its own, how many GPUs it sees; and why none if that failed."""
-    found = run_part(_DISCOVERY, Context(folder, 0, small=True))
-    return int(found.numbers.get("gpus", 0)), "" if found.verdict == "ok" else found.sentence
+def count_gpus(folder: Path) -> Verdict:
+    """Ask torch, in a process of its own, how many GPUs it sees: "gpus" of its numbers."""
+    return run_part(_with_factor(_DISCOVERY), Context(folder, 0, small=True))
 
 
 def run_parts(
@@ -61,7 +66,7 @@ def run_parts(
     deadline = clock() + limit_seconds
     absent = _missing(parts) if missing is None else missing
     verdicts = []
-    for part in parts:
+    for part in map(_with_factor, parts):
         left = deadline - clock()
         if reason := part.lacks(context.gpus, absent):
             verdict = Verdict(part.name, "left out", reason)
@@ -108,11 +113,14 @@ def run_part(
         try:
             in_time = _ended(process, part.seconds, clock)
         finally:
-            _end_group(process)
+            is_gone = _end_group(process)
     seconds = clock() - began
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
     if not in_time:
-        return _late(part, late, seconds, lines)
+        verdict = _late(part, late, seconds, lines)
+        if not is_gone:
+            verdict.sentence += "; even SIGKILL did not end its process, which is left behind"
+        return verdict
     try:
         said: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -120,6 +128,28 @@ def run_part(
         return Verdict(part.name, "failed", sentence, seconds, {}, lines)
     failed = said["verdict"] == "failed"
     return Verdict(part.name, seconds=seconds, last_lines=lines if failed else [], **said)
+
+
+def run_command(command: Sequence[str]) -> int:
+    """Run a program of a part; return its exit code.
+
+    If this process is told to end meanwhile, the program gets SIGTERM twice before it is killed,
+    beside what the group gets: the second and the third end `asyncrl run` without delay, and its
+    shared memory is removed.
+    """
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    finally:
+        for _ in range(2):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.terminate()  # does nothing if it has ended
+                process.wait(_AGAIN_SECONDS)
+        process.kill()
+
+
+def _with_factor(part: Part) -> Part:
+    return replace(part, seconds=part.seconds * float(os.environ.get(LIMIT_FACTOR, "1")))
 
 
 def _late(part: Part, late: str, seconds: float, lines: list[str]) -> Verdict:
@@ -142,14 +172,22 @@ def _ended(process: subprocess.Popen[bytes], seconds: float, clock: Clock = time
     return True
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process that runs, in order if it can, and all that it has left; then reap it."""
+def _end_group(process: subprocess.Popen[bytes]) -> bool:
+    """End a process that runs, in order if it can, and all that it has left; then reap it.
+
+    Returns:
+        Whether it is gone.
+    """
     for number, grace in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, 0.0)):
         if number == signal.SIGKILL or not _ended(process, 0.0):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
             _ended(process, grace)
-    process.wait()
+    try:
+        process.wait(_REAP_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _environment() -> dict[str, str]:

@@ -61,7 +61,7 @@ def trainer(context: Context) -> Said:
         raise PartFailed(f"the gradient's norm is {norm}", numbers)
     said = (
         f"{parameters / 1e6:,.1f}M parameters in {config.dtype}: {GROUP_SIZE * length:,} tokens in "
-        f"{each:.3f} s, {numbers['mfu']:.0%} of a matrix product's {peak / 1e12:.2f} TFLOP/s; a "
+        f"{each:.3f} s, {numbers['mfu']:.0%} of a matrix product's {shown_flops(peak)}; a "
         f"step {stepped:.2f} s"
     )
     return said, numbers
@@ -104,6 +104,11 @@ def _flops(context: Context, length: int) -> float:
     weights = shape["num_hidden_layers"] * layer + hidden * shape["vocab_size"]
     attention = 6 * shape["num_hidden_layers"] * heads * length  # 12, of which half is causal
     return GROUP_SIZE * length * (6.0 * weights + attention)
+
+
+def shown_flops(flops: float) -> str:
+    """FLOP a second for people."""
+    return f"{flops / 1e12:.2f} TFLOP/s" if flops >= 1e11 else f"{flops / 1e9:.1f} GFLOP/s"
 
 
 def _matrix_flops(context: Context) -> float:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import yaml
 
 from asyncrl.gpu_check.parts import Context, PartFailed, Said
+from asyncrl.gpu_check.runner import run_command
 from asyncrl.monitoring.metrics_log import read_metrics
-from asyncrl.tasks.model import BUILTIN_ARITHMETIC, ensure_builtin_model
+from asyncrl.tasks.model import ensure_builtin_model
 from asyncrl.tasks.warm_start_recipe import MINIATURE
 
 
 def run(context: Context) -> Said:
     """Train a few steps; the trainer and the generator share the GPU if there is only one."""
     small = context.small
-    model = ensure_builtin_model(context.folder, None, MINIATURE) if small else BUILTIN_ARITHMETIC
+    model = ensure_builtin_model(context.folder, None, MINIATURE)  # the other takes minutes to make
     steps = 2 if small else 5
     config = {
         "run": {"name": "gpu-check", "steps": steps, "directory": str(context.folder / "runs")},
@@ -32,9 +32,7 @@ def run(context: Context) -> Said:
     }
     file = context.folder / "run.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
-    code = subprocess.run(
-        [sys.executable, "-m", "asyncrl", "run", str(file), "--clean"], check=False
-    ).returncode
+    code = run_command([sys.executable, "-m", "asyncrl", "run", str(file), "--clean"])
     if code:
         raise PartFailed(f"`asyncrl run` ended with exit code {code}")
     trained = read_metrics(context.folder / "runs" / "gpu-check" / "metrics.jsonl")

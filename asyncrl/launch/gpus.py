@@ -18,6 +18,8 @@ from asyncrl.errors import UserError
 
 PROC = Path("/proc/driver/nvidia/gpus")
 PROC_VERSION = Path("/proc/driver/nvidia/version")
+NONE_VISIBLE = ("", "-1", "NoDevFiles", "none", "void")
+"""Values of CUDA_VISIBLE_DEVICES that hide every GPU."""
 _SECONDS = 30.0
 """Longest wait for nvidia-smi: without its persistence daemon it initialises every GPU first."""
 _WHOLE = re.compile(r"^GPU (\d+): (.+?) \(UUID: (GPU-[^)]+)\)")

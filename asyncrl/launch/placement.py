@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.engine.config import EngineKind
 from asyncrl.errors import UserError
-from asyncrl.launch.gpus import Gpu
+from asyncrl.launch.gpus import NONE_VISIBLE, Gpu
 from asyncrl.trainer_names import rank_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -139,7 +139,7 @@ def select_gpus(
     usable = list(found)
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
-        if visible.strip() in ("", "-1", "NoDevFiles", "none", "void"):
+        if visible.strip() in NONE_VISIBLE:
             names = []
         usable = _named(names, found, f"{VISIBLE}={visible}", "this machine has")
     if wanted is None:

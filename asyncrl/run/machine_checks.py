@@ -42,7 +42,7 @@ _FIRST_YEAR = 2025
 _PLUGIN = "asyncrl_cpu_sampling"
 _CXX_COMPILERS = ("c++", "g++", "clang++")
 _C_COMPILERS = ("gcc", "clang")
-"""Those that Triton looks for (triton/runtime/build.py)."""
+"""Those that Triton looks for (triton/runtime/build.py), unless CC names one."""
 _DRIVERS = {12: 525, 13: 580}
 """The oldest major version of NVIDIA's driver for each major version of CUDA, without NVIDIA's
 cuda-compat."""
@@ -114,11 +114,18 @@ def compiler(which: Callable[[str], str | None], *, on_gpu: bool) -> Finding:
         which: finds programs.
         on_gpu: whether the kernels are for a GPU.
     """
-    names = _C_COMPILERS if on_gpu else _CXX_COMPILERS
+    chosen = os.environ.get("CC") if on_gpu else None
+    names = _CXX_COMPILERS if not on_gpu else _C_COMPILERS if chosen is None else (chosen,)
     kind = "C" if on_gpu else "C++"
     found = next((path for name in names if (path := which(name))), None)
     if found is not None:
         return Finding(f"{kind} compiler: {found}")
+    if chosen is not None:
+        return Finding(
+            f"a C compiler: CC is {chosen!r}, which Triton takes before any other, and there is no "
+            "such program",
+            "Unset CC, or set it to the path of a C compiler, without arguments",
+        )
     if on_gpu:
         return Finding(
             "a C compiler, with which Triton builds what starts kernels on a GPU: no engine draws "
@@ -197,6 +204,7 @@ def triton_kernel(run: Callable[..., subprocess.CompletedProcess[str]]) -> Findi
                 cwd=folder,
                 capture_output=True,
                 text=True,
+                errors="replace",
                 timeout=_KERNEL_SECONDS,
             )
             said = done.stderr if done.returncode else None

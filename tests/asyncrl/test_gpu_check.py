@@ -5,20 +5,25 @@ from __future__ import annotations
 import ast
 import fcntl
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import stand_in_parts
 
+from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.errors import UserError
-from asyncrl.gpu_check import command
+from asyncrl.gpu_check import command, machine
 from asyncrl.gpu_check.parts import PARTS, Context, Part, PartFailed, Verdict
-from asyncrl.gpu_check.runner import ROOT, run_part, run_parts
+from asyncrl.gpu_check.runner import LIMIT_FACTOR, ROOT, run_part, run_parts
+from asyncrl.launch.gpus import Gpu
+from asyncrl.wire.noise_floor import NoiseFloor
 
 SUPPORT = Path(stand_in_parts.__file__).parent
 
@@ -80,7 +85,48 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> 
         "did not end within its limit of 60 s; it last printed: waiting for ever"
     )
     with (tmp_path / "lock").open() as lock:  # held as long as its child lives
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        deadline = time.monotonic() + 60
+        while not _locks(lock):
+            assert time.monotonic() < deadline, "its child lives"
+
+
+def _locks(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def test_a_program_of_a_part_that_is_ended_gives_back_what_it_holds(tmp_path: Path) -> None:
+    waiting = part(stand_in_parts.waits_for_a_run)
+    assert run_part(waiting, here(tmp_path), clock=jumping(tmp_path)).verdict == "failed"
+    assert (tmp_path / "begun").exists()
+    assert not (tmp_path / "held").exists()
+
+
+def test_a_process_that_cannot_be_ended_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        assert timeout is not None
+        real_wait(process)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    real_wait = subprocess.Popen.wait
+    monkeypatch.setattr(subprocess.Popen, "wait", waits)
+    verdict = run_part(part(stand_in_parts.hangs), here(tmp_path), clock=jumping(tmp_path))
+    assert verdict.sentence.endswith("even SIGKILL did not end its process, which is left behind")
+
+
+def test_limits_of_parts_grow_on_a_busy_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LIMIT_FACTOR, "2.5")
+    hanging = part(stand_in_parts.hangs, seconds=100.0)
+    found = run_parts([hanging], here(tmp_path), limit_seconds=1e6, say=print, missing=[],
+                      clock=jumping(tmp_path))  # fmt: skip
+    assert found[0].sentence.startswith("did not end within its limit of 250 s")
 
 
 def test_what_the_limit_of_all_parts_cuts_off_is_left_out(tmp_path: Path) -> None:
@@ -97,14 +143,14 @@ def test_what_the_limit_of_all_parts_cuts_off_is_left_out(tmp_path: Path) -> Non
 def test_a_check_writes_what_it_found_and_says_whether_anything_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "count_gpus", lambda _folder: (0, "torch cannot be imported"))
+    found = Verdict("discovery", "ok", "torch sees 0", numbers={"gpus": 0})
+    monkeypatch.setattr(command, "count_gpus", lambda _folder: found)
     lines: list[str] = []
     files = tmp_path / "new" / "check.json", tmp_path / "new" / "check.html"
     parts = [part(stand_in_parts.goes_well), part(stand_in_parts.breaks)]
     assert not command.check(parts, lines.append, 600, None, *files)
     assert lines[0] == (
-        "no GPU (torch cannot be imported): every part in its smallest size, no number is a "
-        "measurement"
+        "torch sees no GPU: every part in its smallest size, no number is a measurement"
     )
     assert lines[-1] == "1 ok, 1 failed, 0 left out"
     record = json.loads(files[0].read_text())
@@ -120,6 +166,31 @@ def test_a_check_writes_what_it_found_and_says_whether_anything_failed(
     assert "goes_well" in page
     assert "ValueError: no such kernel" in page
     assert command.check(parts[:1], lines.append, 600)
+    found.verdict, found.sentence, found.numbers = "failed", "RuntimeError: no driver", {}
+    assert not command.check(parts[:1], lines.append, 600, None, *files)
+    assert lines[-1] == "1 ok, 1 failed, 0 left out"
+    assert json.loads(files[0].read_text())["parts"][0]["sentence"] == "RuntimeError: no driver"
+
+
+def test_a_machine_whose_gpu_torch_does_not_see_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "_doctor", list)
+    monkeypatch.setattr(machine, "_nvidia_smi", list)
+    monkeypatch.setattr(machine, "find_gpus", lambda: [Gpu("0", "GPU-0", "L20", 46068, 0)])
+    with pytest.raises(PartFailed, match=r"sees no GPU; there are 1: 0 \(L20, 45 GiB\)"):
+        machine.driver(here(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user's choice
+    assert "no GPU" in machine.driver(here(tmp_path))[0]
+
+    def silent() -> list[Gpu]:
+        raise UserError("nvidia-smi does not say")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(machine, "find_gpus", silent)
+    with pytest.raises(PartFailed, match="sees no GPU; nvidia-smi does not say"):
+        machine.driver(here(tmp_path))
 
 
 def test_parts_are_chosen_by_name_and_stay_in_order() -> None:
@@ -186,6 +257,66 @@ def test_draws_of_another_distribution_are_found(
         draws(here(tmp_path))
 
 
+def test_a_variant_that_crashes_is_not_one_that_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncrl.gpu_check import generating
+
+    raised: dict[str, Exception] = {}
+
+    async def measure(case: generating.Case, _path: Path) -> generating.Found:
+        if error := raised.get(next(iter(case.engine))):
+            raise error
+        return generating.Found(NoiseFloor(), 0.0, 0.0)
+
+    monkeypatch.setattr(generating, "random_model", lambda context: context.folder)
+    monkeypatch.setattr(generating, "measure", measure)
+    numbers = generating.noise_floor(here(tmp_path))[1]
+    assert "has no effect with the torch engine" in numbers["batch-invariant"]
+
+    raised["batch_invariant"] = EngineStartError("needs compute capability 8.0")
+    numbers = generating.vllm_noise_floor(here(tmp_path))[1]
+    assert numbers["batch-invariant"] == "refused: needs compute capability 8.0"
+    for error in (EngineError("capability"), EngineStartError("out of memory")):
+        raised["batch_invariant"] = error
+        with pytest.raises(PartFailed, match=f"batch-invariant: {type(error).__name__}: {error}"):
+            generating.vllm_noise_floor(here(tmp_path))
+    raised["logits_dtype"] = EngineStartError("no capability")
+    with pytest.raises(PartFailed, match="logits in the model's type: EngineStartError"):
+        generating.noise_floor(here(tmp_path))
+
+
+def test_vllm_alone_gets_nothing_of_what_the_engine_has_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncrl.gpu_check import generating
+
+    def engine_part(*_arguments: Any) -> tuple[str, dict[str, Any]]:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        return "vLLM", {"tokens_a_second": 10.0}
+
+    def run(_command: list[str], *, env: dict[str, str], **_named: Any) -> Any:
+        given.update(env)
+        return subprocess.CompletedProcess("", 1)
+
+    given: dict[str, str] = {}
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    monkeypatch.setattr(generating, "_engine_part", engine_part)
+    monkeypatch.setattr(generating, "random_model", lambda context: context.folder)
+    monkeypatch.setattr(subprocess, "run", run)
+    assert generating.vllm(here(tmp_path))[0] == "vLLM; `vllm bench latency` failed"
+    assert "PATH" in given
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in given
+
+
+def test_speeds_are_said_in_units_that_show_them() -> None:
+    from asyncrl.gpu_check.training import shown_flops
+
+    assert [shown_flops(one) for one in (7.3e14, 1e11, 3.1e9)] == [
+        "730.00 TFLOP/s", "0.10 TFLOP/s", "3.1 GFLOP/s",
+    ]  # fmt: skip
+
+
 def test_two_ranks_get_a_gpu_each_of_those_that_are_visible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -200,9 +331,11 @@ def test_two_ranks_get_a_gpu_each_of_those_that_are_visible(
 @pytest.mark.slow
 def test_a_cpu_runs_every_part_that_it_can_and_names_the_others(tmp_path: Path) -> None:
     file = tmp_path / "gpu-check.json"
+    long = ["--limit-minutes", "600"]  # what is tested is not how busy this machine is
     done = subprocess.run(
-        [sys.executable, "-m", "asyncrl", "gpu-check", "--small", "--json", str(file)],
+        [sys.executable, "-m", "asyncrl", "gpu-check", "--small", *long, "--json", str(file)],
         cwd=ROOT,
+        env=os.environ | {LIMIT_FACTOR: "10"},
         capture_output=True,
         text=True,
         check=False,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import sys
 
 from asyncrl.gpu_check.parts import Context, LeftOut, PartFailed, Said
+from asyncrl.gpu_check.runner import run_command
 
 
 def goes_well(context: Context) -> Said:
@@ -31,6 +33,20 @@ def dies(_context: Context) -> Said:
     print("last words", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
+
+
+def waits_for_a_run(context: Context) -> Said:
+    """For a program that removes what it holds at its second SIGTERM, as a run does."""
+    program = (
+        "import pathlib, signal, sys\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "(folder / 'begun').touch()\n"
+        "for _ in range(2): signal.sigwait([signal.SIGTERM])\n"
+        "(folder / 'held').unlink()\n"
+    )
+    (context.folder / "held").touch()
+    return str(run_command([sys.executable, "-c", program, str(context.folder)])), {}
 
 
 def hangs(context: Context) -> Said:

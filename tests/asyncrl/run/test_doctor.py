@@ -26,6 +26,7 @@ KERNEL = checks.triton_kernel
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with two GPUs and a torch for them."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CC", raising=False)
     for module in (devices, doctor):
         monkeypatch.setattr(
             module, "find_gpus", lambda: [Gpu(str(i), f"GPU-{i}", "L20", 46068, i) for i in (0, 1)]
@@ -91,6 +92,11 @@ def test_what_the_machine_lacks_comes_with_what_to_do(
     assert "apt-get install g++" in checks.compiler(gcc, on_gpu=False).fix
     assert str(checks.compiler(gcc, on_gpu=True)) == "ok: C compiler: /usr/bin/gcc"
     assert "apt-get install gcc libc6-dev" in checks.compiler(gxx, on_gpu=True).fix
+    monkeypatch.setenv("CC", "icx")  # before all others, for Triton
+    assert "CC is 'icx'" in checks.compiler(gcc, on_gpu=True).text
+    assert str(checks.compiler(gxx, on_gpu=False)) == "ok: C++ compiler: /usr/bin/g++"
+    monkeypatch.setenv("CC", "gcc")
+    assert str(checks.compiler(gcc, on_gpu=True)) == "ok: C compiler: /usr/bin/gcc"
     assert f"python3.{sys.version_info[1]}-dev" in checks.python_headers(tmp_path).fix
     (tmp_path / "Python.h").touch()
     assert checks.python_headers(tmp_path).fix == ""
@@ -155,6 +161,14 @@ def test_a_kernel_is_compiled_from_nothing_in_a_process_of_its_own() -> None:
         raise subprocess.TimeoutExpired("python", 120)
 
     assert "timed out after 120 seconds" in KERNEL(late).text
+
+
+def test_a_compilers_output_in_another_encoding_is_shown() -> None:
+    def run(_command: list[str], **named: Any) -> subprocess.CompletedProcess[str]:
+        program = r"import os; os.write(2, b'gcc: \xe9chec'); raise SystemExit(1)"
+        return subprocess.run([sys.executable, "-S", "-c", program], check=False, **named)
+
+    assert KERNEL(run).text.endswith("gcc: \ufffdchec")
 
 
 def test_what_a_gpu_needs_is_looked_at_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
