@@ -69,7 +69,8 @@ def test_the_oldest_gpu_of_the_ranks_decides() -> None:
     assert found.trainer.dtype == "float32"
 
 
-def test_on_a_cpu_it_is_float32_and_nothing_is_said() -> None:
+def test_on_a_cpu_it_is_float32_and_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_defaults, "torch_build", lambda: TorchBuild("2.9.0", None))
     for gpus in (None, plan((9, 0), trainer=0)):
         found, line = with_trainer_dtype(config(), gpus)
         assert (found.trainer.dtype, line) == ("float32", "")
