@@ -10,6 +10,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -87,6 +88,24 @@ def newest_complete(checkpoints: Path) -> int | None:
     """
     steps = sorted(by_step(checkpoints).items(), reverse=True)
     return next((step for step, directory in steps if has_its_files(directory)), None)
+
+
+def dtype_of(directory: Path) -> str | None:
+    """`trainer.dtype` of what wrote a checkpoint; None: its manifest does not say.
+
+    Raises:
+        CheckpointError: the manifest cannot be read.
+    """
+    found = read_manifest(directory).settings.get("dtype")
+    return found if isinstance(found, str) else None
+
+
+def dtype_of_run(checkpoints: Path) -> str | None:
+    """`trainer.dtype` of a run, by the newest manifest that can be read; None without one."""
+    for _, directory in sorted(by_step(checkpoints).items(), reverse=True):
+        with contextlib.suppress(CheckpointError):
+            return dtype_of(directory)
+    return None
 
 
 def up_to(checkpoints: Path, step: int) -> list[Path]:

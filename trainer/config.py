@@ -146,9 +146,11 @@ class TrainerConfig(BaseModel):
     much smaller than that. The order of sums, so the rounding, then depends on what waits."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Compute type. auto: bfloat16 on a GPU of compute capability 8.0 or above, float32 on an older
-    one and on a CPU; what is chosen stands in the run's config.yaml. Under bfloat16 (autocast)
-    parameters and Adam stay float32. float32 on a GPU multiplies in TensorFloat-32: 10 bits of a
-    factor's mantissa, sums in float32 (docs/gpus.md)."""
+    one and on a CPU; what is chosen stands in the run's config.yaml. With agents, Ray and
+    Kubernetes, and on a GPU that nvidia-smi does not describe, config.yaml keeps auto and the
+    trainer's log says what was chosen. A resumed run keeps the type of its checkpoints. Under
+    bfloat16 (autocast) parameters and Adam stay float32. float32 on a GPU multiplies in
+    TensorFloat-32: 10 bits of a factor's mantissa, sums in float32 (docs/gpus.md)."""
     device: str = "auto"
     """auto (a GPU where there is one), cpu, cuda. `launcher.gpus` says which GPU."""
     threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)

@@ -130,6 +130,7 @@ def run(
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
     console = TerminalConsole(markup=False)
     from asyncrl.run.directory import refuse_unfit
+    from asyncrl.run.gpu_defaults import with_recorded_dtype
     from asyncrl.run.orders import with_orders
     from asyncrl.run.template_date import with_recorded_date
 
@@ -137,7 +138,7 @@ def run(
         refuse_unfit(config, resume=resume, clean=clean)
     if resume:
         say = partial(console.print, highlight=False, soft_wrap=True)
-        config = with_recorded_date(with_orders(config, overrides or [], say))
+        config = with_recorded_dtype(with_recorded_date(with_orders(config, overrides or [], say)))
     from asyncrl.health import Health
     from asyncrl.run.execute import execute
     from asyncrl.run.prepare import prepare

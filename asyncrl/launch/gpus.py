@@ -65,8 +65,12 @@ def find_gpus() -> list[Gpu]:
     if shutil.which("nvidia-smi") is None:
         return _from_proc()
     found = parse_list(_ask("-L"))
-    query = ("--query-gpu=uuid,memory.total,compute_cap", "--format=csv,noheader,nounits")
-    memory, capability = parse_query(_ask(*query))
+    query, form = "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"
+    try:
+        told = _ask(f"{query},compute_cap", form)
+    except UserError:  # an older nvidia-smi refuses a query with a field that it does not know
+        told = _ask(query, form)
+    memory, capability = parse_query(told)
     return [
         replace(gpu, memory_mib=memory.get(gpu.uuid), capability=capability.get(gpu.of or gpu.uuid))
         for gpu in found

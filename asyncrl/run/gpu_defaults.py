@@ -3,7 +3,7 @@
 trainer.dtype            by the compute capability of the trainer's GPUs
 cache.max_draft_tokens   by whether drafts can pay on the engines' GPUs
 
-Pure. Each function returns the configuration and a line for people, which is empty where nothing
+Each function returns the configuration and a line for people, which is empty where nothing
 was chosen or everything runs on a CPU, as it always did.
 """
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from asyncrl.cache.config import DRAFT_TOKENS
 from asyncrl.config import RunConfig
+from asyncrl.launch.gpus import torch_build
 from asyncrl.launch.placement import GpuPlan
+from asyncrl.trainer.checkpoint_files import dtype_of_run
 from asyncrl.trainer.config import BFLOAT16_CAPABILITY
 
 _VISITS = 2
@@ -23,8 +25,8 @@ def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConf
     """Resolve `trainer.dtype: auto` by the trainer's devices.
 
     It stays `auto` where only the trainer's process sees its device, which then resolves it
-    (`asyncrl.trainer.scoring.for_own_device`): with other launchers than the local one, and without
-    nvidia-smi.
+    (`asyncrl.trainer.scoring.for_own_device`): with other launchers than the local one, and where a
+    torch for CUDA may find a GPU that neither nvidia-smi nor /proc shows, as on Tegra.
 
     Args:
         config: of the run.
@@ -34,7 +36,8 @@ def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConf
         return config, ""
     mine = () if gpus is None else gpus.trainer
     known = [gpu.capability for gpu in mine if gpu.capability is not None]
-    if config.launcher.kind != "local" or len(known) < len(mine):
+    unseen = gpus is None and torch_build().cuda is not None and config.trainer.device != "cpu"
+    if config.launcher.kind != "local" or unseen or len(known) < len(mine):
         least = "{}.{}".format(*BFLOAT16_CAPABILITY)
         return config, _line(
             "compute",
@@ -52,6 +55,18 @@ def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConf
     if capability >= BFLOAT16_CAPABILITY and trainer.dtype == "float32":
         why = "the engines hold the model of trainer.lora in float32"
     return config, _line("compute", f"trainer in {trainer.dtype} (trainer.dtype: auto): {why}")
+
+
+def with_recorded_dtype(config: RunConfig) -> RunConfig:
+    """With `trainer.dtype: auto` as the checkpoints of the run that is resumed have it.
+
+    Under another one it would be another run; what a user names is compared, and refused.
+    """
+    found = dtype_of_run(config.directory / "checkpoints")
+    if config.trainer.dtype != "auto" or found is None:
+        return config
+    trainer = config.trainer.model_copy(update={"dtype": found})
+    return config.model_copy(update={"trainer": trainer})
 
 
 def visits_of(config: RunConfig, prompts: int) -> float:

@@ -49,8 +49,16 @@ class PolicyWatch:
         self._at_start: list[tuple[Worker, Fingerprint]] = []
         """Generators whose first weights are still to be compared."""
 
-    def found(self, wrong: WrongPolicy, *, provisional: bool = False) -> None:
-        """Record a finding; end the run if it is to stop and the finding is not provisional."""
+    def found(
+        self, wrong: WrongPolicy, *, provisional: bool = False, trained: bool = False
+    ) -> None:
+        """Record a finding; end the run if it is to stop and the finding is not provisional.
+
+        Args:
+            wrong: the finding.
+            provisional: rounding may explain it.
+            trained: it was provisional until now, so the trainer went on with its step.
+        """
         self._progress.found(wrong)
         if self._action == "stop" and provisional:
             self._progress.say(
@@ -60,8 +68,8 @@ class PolicyWatch:
         elif self._action == "stop":
             self._waiter.fail(
                 WrongPolicyError(
-                    f"{wrong.text}. The run ends before it trains on such tokens "
-                    "(run.on_wrong_policy: stop); docs/reliability.md says what each cause means"
+                    f"{wrong.text}. {_end(wrong.policy_version, trained=trained)}; "
+                    "docs/reliability.md says what each cause means"
                 )
             )
 
@@ -91,7 +99,12 @@ class PolicyWatch:
         if asked is not None and asked.found.generator == generator:
             del self._asked[answer.number]
             wrong = conclusion(asked, answer)
-            self.found(wrong, provisional=asked.provisional and wrong.cause == "unknown")
+            unknown = wrong.cause == "unknown"
+            self.found(
+                wrong,
+                provisional=asked.provisional and unknown,
+                trained=asked.provisional and not unknown,
+            )
 
     def _give_up(self, number: int) -> None:
         if number in self._asked:
@@ -127,3 +140,20 @@ class PolicyWatch:
                 wrong = compare_weights(worker.name, version, expected=expected, found=fingerprint)
                 if wrong is not None:
                     self.found(wrong)
+
+
+def _end(step: int, *, trained: bool) -> str:
+    """What ends the run before or after such tokens were trained on.
+
+    Args:
+        step: with these tokens; the checkpoint of as many steps is the last one before it.
+        trained: whether the trainer may have taken it.
+    """
+    if not trained:
+        return "The run ends before it trains on such tokens (run.on_wrong_policy: stop)"
+    way = f"resume from a checkpoint of at most {step} steps (--resume-from), or " if step else ""
+    return (
+        "The run ends (run.on_wrong_policy: stop), but such tokens may have been trained on from "
+        f"step {step} on: the cause was not known at once, and the first steps on GPUs only warn. "
+        f"To train without them, {way}start again with --clean"
+    )

@@ -17,7 +17,6 @@ from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.sglang.interpreter import check_interpreter
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.errors import UserError
-from asyncrl.launch.gpus import find_gpus, torch_build
 from asyncrl.launch.ray.opening import check_ray
 from asyncrl.monitoring.sinks.config import missing_credentials, missing_package
 from asyncrl.rewards import judge, reward_model
@@ -26,8 +25,9 @@ from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.functions import BUILTIN
 from asyncrl.rewards.loading import load_function
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.run.devices import place
 from asyncrl.run.lora_check import check_peft, check_serving
-from asyncrl.run.machine_checks import compiler, is_for_gpu
+from asyncrl.run.machine_checks import compiler
 from asyncrl.tasks.map_messages import MAP
 from asyncrl.user_functions import check_name
 
@@ -75,7 +75,8 @@ def check_machine(config: RunConfig) -> None:
 def _check_compiler(config: RunConfig) -> None:
     if not config.trainer.compile:
         return
-    on_gpu = config.trainer.device != "cpu" and is_for_gpu(find_gpus(), torch_build())
+    plan = place(config)
+    on_gpu = plan is not None and bool(plan.trainer)
     if (finding := compiler(shutil.which, on_gpu=on_gpu)).fix:
         raise UserError(
             f"trainer.compile: true needs a C{'' if on_gpu else '++'} compiler, and this machine "

@@ -39,6 +39,8 @@ _ROOM = 1.1
 """KV beyond what all slots can fill, for blocks that are not whole and steps in flight."""
 _FINER = 10_000
 """Shares are given to four decimals."""
+_WRITTEN = "(a run writes both to its config.yaml when it starts)"
+"""For whoever resumes from a config.yaml, and has set neither the KV nor the share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,7 @@ def _utilization(given: VllmConfig, found: Division) -> float:
         raise UserError(
             f"engine.vllm.gpu_memory_utilization: {share:g} of a GPU that the trainer shares must "
             f"be free when vLLM starts, and the trainer leaves {most:.2f}; lower it, or leave it "
-            "out"
+            f"out {_WRITTEN}"
         )
     return share
 
@@ -219,7 +221,8 @@ def _fraction(given: SglangConfig, found: Division) -> float:
         raise UserError(
             f"engine.sglang.mem_fraction_static: {share:g} of a GPU that the trainer shares leaves "
             f"less than kv_cache_gib: {given.kv_cache_gib:g}, because SGLang takes what the "
-            f"trainer allocates from it; it must be at least {least:.2f}, or leave it out"
+            f"trainer allocates from it; it must be at least {least:.2f}, or leave it out "
+            f"{_WRITTEN}"
         )
     return share
 
@@ -268,7 +271,8 @@ def _too_small(
         if (slots := left // needs.request) >= 1:
             ways.append(f"Set engine.slots: {slots}")
     elif divide(found.total, trainer, needs).fits:
-        ways.append(f"Leave out engine.{engine.kind}.kv_cache_gib and .{_share_name(engine)}")
+        both = f"engine.{engine.kind}.kv_cache_gib and .{_share_name(engine)}"
+        ways.append(f"Leave out {both} {_WRITTEN}")
     if room > 0:
         resolved = config.trainer.for_device(BFLOAT16_CAPABILITY)
         settings, then = remedies(shape, resolved, samples_of(config), room, on_gpu=True)

@@ -23,7 +23,7 @@ from asyncrl.trainer.micro_batches import split_by_tokens
 from asyncrl.trainer.model_loading import multiply_in_tf32
 from asyncrl.trainer.packed_batch import PackedBatch
 from asyncrl.trainer.packing import Family, Layout, packed_attention
-from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.policy import Policy, _relative_gap
 
 CPU = torch.device("cpu")
 VOCAB = 32
@@ -105,6 +105,21 @@ def test_a_model_that_packing_would_change_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         Policy(model_path(name), dtype="float32", device=CPU)
+
+
+def test_one_token_at_another_expert_is_no_difference_of_a_mixture() -> None:
+    """Of all logits together it is; where attention is wrong, most tokens are."""
+    wanted = torch.ones(9, 4)
+    flipped, wrong = wanted.clone(), wanted.clone()
+    flipped[3], wrong[3:] = -1.0, -1.0
+    assert _relative_gap(flipped, wanted, by_token=False) == pytest.approx(2 / 3)
+    assert _relative_gap(flipped, wanted, by_token=True) == 0
+    assert _relative_gap(wrong, wanted, by_token=True) == pytest.approx(2)
+    nothing = torch.zeros(9, 4)
+    for by_token in (False, True):
+        assert _relative_gap(nothing, nothing, by_token=by_token) == 0
+        assert _relative_gap(wanted, nothing, by_token=by_token) == float("inf")
+        assert not _relative_gap(wanted * float("nan"), wanted, by_token=by_token) <= 1
 
 
 def test_a_missing_model_is_named() -> None:

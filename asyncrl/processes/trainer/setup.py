@@ -30,7 +30,7 @@ from asyncrl.processes.trainer.sample_log import TrainedSampleLog, drop_repeated
 from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
 from asyncrl.run.memory import Device, local_model, refuse_too_large, shape_of
 from asyncrl.run.model_files import parameters
-from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.trainer.checkpoint_files import dtype_of, path_of
 from asyncrl.trainer.cpu_memory import keep_freed_memory
 from asyncrl.trainer.disagreement import FLOAT32_CPU, ROUTED_TENSOR_CORES, TENSOR_CORES, Limits
 from asyncrl.trainer.errors import BatchError, NonFiniteError, RankLost, Superseded, TrainerError
@@ -38,6 +38,7 @@ from asyncrl.trainer.fence import Fence
 from asyncrl.trainer.host_memory import host_bytes
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.lora.config import FINER_ENGINES
+from asyncrl.trainer.rank_network import is_loopback
 from asyncrl.trainer.ranks.world import join
 from asyncrl.trainer.router import has_experts
 from asyncrl.trainer.scoring import for_own_device, resolve_device
@@ -71,7 +72,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         check_given_gpus(spec)
         engines_on_cpu = _generates_on_cpu(spec, child.config)
         name = child.config.engine.weights_dtype(on_cpu=engines_on_cpu)
-        child = replace(child, config=_for_this_process(child.config, name))
+        child = replace(child, config=_for_this_process(child, name))
         config = child.config
         generators: Hub[data.FromGeneratorData] = Hub(
             spec.bind_to(),
@@ -151,9 +152,18 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
             )
 
 
-def _for_this_process(config: RunConfig, engines_dtype: str) -> RunConfig:
-    """With `trainer.dtype: auto` resolved, where the controller does not see this device."""
-    trainer = for_own_device(config.trainer, engines_dtype)
+def _for_this_process(child: Child[TrainerMetrics], engines_dtype: str) -> RunConfig:
+    """With `trainer.dtype: auto` resolved, where the controller does not see this device.
+
+    By the checkpoint that the trainer continues from, if there is one, else by the device.
+    """
+    config, step = child.config, child.spec.resume_from
+    trainer = config.trainer
+    if trainer.dtype == "auto" and step is not None:
+        found = dtype_of(path_of(child.directory / "checkpoints", step))
+        if found is not None:
+            trainer = trainer.model_copy(update={"dtype": found})
+    trainer = for_own_device(trainer, engines_dtype)
     return config.model_copy(update={"trainer": trainer})
 
 
@@ -263,12 +273,15 @@ def _check_memory(spec: ChildSpec, config: RunConfig) -> None:
     model = local_model(spec.model_path)
     shape = None if model is None else shape_of(config, model, parameters(model))
     if shape is not None:
-        refuse_too_large(config, shape, _device(resolve_device(config.trainer.device)))
+        refuse_too_large(config, shape, _device(config))
 
 
-def _device(device: torch.device) -> Device:
+def _device(config: RunConfig) -> Device:
+    device = resolve_device(config.trainer.device)
     if device.type != "cuda":
-        return Device("this machine", host_bytes(), on_gpu=False)
+        # With a network, ranks may be on several machines, and how many are here is not known.
+        here = config.trainer.ranks if is_loopback(config.trainer.rank_network) else 1
+        return Device("this machine", host_bytes(), on_gpu=False, ranks=here)
     found = torch.cuda.get_device_properties(device)
     return Device(f"its GPU ({found.name})", found.total_memory, on_gpu=True)
 

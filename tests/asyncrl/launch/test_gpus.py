@@ -89,6 +89,16 @@ def test_whole_gpus(smi: Path) -> None:
     assert {gpu.capability for gpu in found} == {(9, 0)}
 
 
+def test_an_older_nvidia_smi_does_not_know_capabilities(smi: Path) -> None:
+    answers(smi, WHOLE)
+    refused = (
+        'case "$2$1" in *compute_cap*) echo Field is not a valid field to query.; exit 2;; esac'
+    )
+    told = smi.read_text().replace(", 9.0", "")
+    smi.write_text(told.replace("#!/bin/sh", f"#!/bin/sh\n{refused}"))
+    assert [(gpu.memory_mib, gpu.capability) for gpu in find_gpus()] == [(81559, None)] * 3
+
+
 def test_a_part_has_the_capability_of_its_gpu(smi: Path) -> None:
     answers(smi, DIVIDED)
     found = find_gpus()

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 from rich.console import Console
+from whole_checkpoints import write_whole
 
 from asyncrl.cache.config import DRAFT_TOKENS, CacheConfig
 from asyncrl.config import RunConfig, dump_config, load_config, parse_config
-from asyncrl.launch.gpus import Gpu
+from asyncrl.errors import UserError
+from asyncrl.launch.gpus import Gpu, TorchBuild
 from asyncrl.launch.placement import GpuNeeds, GpuPlan, plan_gpus
+from asyncrl.processes.spec import ChildSpec
+from asyncrl.processes.trainer.setup import _for_this_process
+from asyncrl.run import gpu_defaults
 from asyncrl.run import prepare as prepare_module
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.execute import _with_drafts
-from asyncrl.run.gpu_defaults import visits_of, with_drafts_that_pay, with_trainer_dtype
+from asyncrl.run.gpu_defaults import (
+    visits_of,
+    with_drafts_that_pay,
+    with_recorded_dtype,
+    with_trainer_dtype,
+)
 from asyncrl.run.launching import Launching
 from asyncrl.run.prepare import Prepared
+from asyncrl.run.resuming import checkpoint_settings
 from asyncrl.trainer.config import TrainerConfig
 
 
@@ -56,10 +69,61 @@ def test_the_oldest_gpu_of_the_ranks_decides() -> None:
     assert found.trainer.dtype == "float32"
 
 
-def test_on_a_cpu_it_is_float32_and_nothing_is_said() -> None:
+def test_on_a_cpu_it_is_float32_and_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_defaults, "torch_build", lambda: TorchBuild("2.9.0", None))
     for gpus in (None, plan((9, 0), trainer=0)):
         found, line = with_trainer_dtype(config(), gpus)
         assert (found.trainer.dtype, line) == ("float32", "")
+
+
+def test_a_gpu_that_only_torch_may_see_is_left_to_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither nvidia-smi nor /proc shows the GPU of a Tegra, or those of some containers."""
+    monkeypatch.setattr(gpu_defaults, "torch_build", lambda: TorchBuild("2.9.0", "12.8"))
+    found, line = with_trainer_dtype(config(), None)
+    assert found.trainer.dtype == "auto"
+    assert "the trainer's log says which" in line
+    on_cpu = config(trainer={"device": "cpu"})
+    assert with_trainer_dtype(on_cpu, None)[0].trainer.dtype == "float32"
+    assert with_trainer_dtype(config(), plan((9, 0), trainer=0))[0].trainer.dtype == "float32"
+
+
+def saved(run: RunConfig, *steps: int, dtype: str) -> None:
+    settings = checkpoint_settings(run) | {"dtype": dtype}
+    write_whole(run.directory / "checkpoints", *steps, settings=settings)
+
+
+def test_a_run_that_is_resumed_keeps_the_type_of_its_checkpoints(tmp_path: Path) -> None:
+    """An older run of float32 on a GPU, where `auto` is bfloat16 now."""
+    mine = config(run={"name": "mine", "directory": str(tmp_path)})
+    assert with_recorded_dtype(mine) == mine, "nothing was saved"
+    RunDirectory.create(mine, resume=False, clean=False).close()
+    saved(mine, 2, 4, dtype="float32")
+    (mine.directory / "checkpoints" / "step-000004" / "manifest.json").write_text("{")
+    resumed, line = with_trainer_dtype(with_recorded_dtype(mine), plan((9, 0), (9, 0)))
+    assert (resumed.trainer.dtype, line) == ("float32", "")
+    saved(mine, 4, dtype="float32")
+    RunDirectory.create(resumed, resume=True, clean=False).close()
+    named = mine.model_copy(
+        update={"trainer": mine.trainer.model_copy(update={"dtype": "bfloat16"})}
+    )
+    assert with_recorded_dtype(named) == named
+    with pytest.raises(UserError, match="dtype: 'float32' -> 'bfloat16'"):
+        RunDirectory.create(named, resume=True, clean=False)
+
+
+def test_a_trainer_takes_the_type_of_the_checkpoint_that_it_continues_from(tmp_path: Path) -> None:
+    mine = config(run={"name": "mine", "directory": str(tmp_path)})
+    saved(mine, 2, dtype="bfloat16")
+    spec = ChildSpec("trainer", "trainer", str(mine.directory), "", "", "ipc://x/data", 0, 1)
+    for step, dtype in ((2, "bfloat16"), (None, "float32")):
+        child: Any = SimpleNamespace(
+            config=mine,
+            spec=msgspec.structs.replace(spec, resume_from=step),
+            directory=mine.directory,
+        )
+        assert _for_this_process(child, "float32").trainer.dtype == dtype
 
 
 def test_what_the_user_names_stays() -> None:

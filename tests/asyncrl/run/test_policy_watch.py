@@ -144,8 +144,12 @@ def test_a_provisional_finding_ends_the_run_only_if_its_cause_is_found(
         assert found.cause == ("kv" if explained else "unknown")
         run.waiter.notify()
         if explained:
-            with pytest.raises(WrongPolicyError):
+            with pytest.raises(
+                WrongPolicyError, match=r"may have been trained on from step 4 on"
+            ) as end:
                 await run.waiter.next_change()
+            assert "before it trains" not in str(end.value)
+            assert "at most 4 steps (--resume-from)" in str(end.value)
             return
         assert "the run goes on: its first steps on GPUs only warn" in run.progress.said[-1]
         with pytest.raises(TimeoutError):

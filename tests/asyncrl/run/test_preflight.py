@@ -10,7 +10,9 @@ import pytest
 
 from asyncrl.config import load_config
 from asyncrl.errors import RewardError, UserError
+from asyncrl.launch.gpus import Gpu, TorchBuild
 from asyncrl.rewards.config import RewardConfig
+from asyncrl.run import devices
 from asyncrl.run.positions_check import check_builtin_positions, check_positions
 from asyncrl.run.preflight import check_machine, check_rewards
 
@@ -48,6 +50,34 @@ def test_what_a_compiler_is_needed_for_is_refused_without_one(
         check_machine(config)
     (tmp_path / "c++").touch(mode=0o755)
     check_machine(config)
+
+
+def test_the_compiler_is_that_of_the_devices_that_the_run_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A machine with GPUs: Triton's C compiler, unless the run may use none of them."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "torch_build", lambda: TorchBuild("2.9.0", "12.8"))
+    monkeypatch.setattr(devices, "find_gpus", lambda: [Gpu("0", "GPU-a"), Gpu("1", "GPU-b")])
+    with pytest.raises(UserError, match=r"^trainer.compile: true needs a C compiler"):
+        check_machine(load_config(None, ["trainer.compile=true"]))
+    for override in ("launcher.gpus=[]", "trainer.device=cpu"):
+        with pytest.raises(UserError, match=r"^trainer.compile: true needs a C\+\+ compiler"):
+            check_machine(load_config(None, ["trainer.compile=true", override]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UserError, match=r"^trainer.compile: true needs a C\+\+ compiler"):
+        check_machine(load_config(None, ["trainer.compile=true"]))
+
+
+def test_a_broken_nvidia_smi_does_not_refuse_a_run_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, text in (("nvidia-smi", "#!/bin/sh\nexit 9\n"), ("c++", "")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check_machine(load_config(None, ["trainer.compile=true", "launcher.gpus=[]"]))
 
 
 @pytest.mark.parametrize(

@@ -215,8 +215,10 @@ def test_what_the_user_has_set_holds(kind: str, given: dict[str, float]) -> None
     ],
 )
 def test_what_the_user_has_set_is_checked(kind: str, given: dict[str, float], said: str) -> None:
-    with pytest.raises(UserError, match=re.escape(said)):
+    with pytest.raises(UserError, match=re.escape(said)) as refused:
         shared(settings(kind, **{kind: given}))
+    # Whoever resumes from a run's config.yaml may have set neither.
+    assert "(a run writes both to its config.yaml" in str(refused.value)
 
 
 def test_what_cannot_fit_is_refused_with_sizes_and_with_what_would() -> None:

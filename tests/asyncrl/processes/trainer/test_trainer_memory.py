@@ -77,3 +77,14 @@ def test_a_model_that_is_not_here_and_a_local_run_are_not_checked_again(
     monkeypatch.setattr(setup, "local_model", lambda _: None)
     with pytest.raises(MetError):
         load(monkeypatch, tmp_path, 8)
+
+
+def test_ranks_of_a_cpu_share_its_memory_where_all_are_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(setup, "host_bytes", lambda: 64 * GIB)
+    launcher = {"kind": "ray", "trusted_network": True}
+    for network, ranks in (("lo", 4), ("eth0", 1)):
+        trainer = {"device": "cpu", "ranks": 4, "rank_network": network}
+        config = parse_config({"launcher": launcher, "trainer": trainer}, source="test")
+        assert setup._device(config).room == 64 * GIB // ranks
