@@ -14,7 +14,7 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.agents.secret import write_secret
 from asyncrl.launch.gpus import Gpu, TorchBuild
-from asyncrl.run import devices, doctor, preflight
+from asyncrl.run import devices, doctor
 from asyncrl.run import machine_checks as checks
 from asyncrl.run.doctor import diagnose
 
@@ -181,23 +181,6 @@ def test_what_a_gpu_needs_is_looked_at_where_there_is_one(monkeypatch: pytest.Mo
     text = said(load_config(None))
     assert "driver" not in text
     assert "Triton" not in text
-
-
-def test_compiling_the_trainer_needs_the_compiler_of_its_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = load_config(None, ["trainer.compile=true"])
-    monkeypatch.setattr(preflight, "torch_build", lambda: CU130)
-    monkeypatch.setattr(preflight, "find_gpus", lambda: [Gpu("0", "GPU-0", "L20", 46068, 0)])
-    monkeypatch.setattr(shutil, "which", {"gcc": "/usr/bin/gcc"}.get)
-    preflight.check_machine(config)
-    monkeypatch.setattr(preflight, "find_gpus", list)
-    with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
-        preflight.check_machine(config)
-    monkeypatch.setattr(shutil, "which", lambda _name: None)
-    monkeypatch.setattr(preflight, "find_gpus", lambda: [Gpu("0", "GPU-0", "L20", 46068, 0)])
-    with pytest.raises(UserError, match=r"needs a C compiler, .* apt-get install gcc"):
-        preflight.check_machine(config)
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
