@@ -176,8 +176,8 @@ def driver(version: str | None, build: TorchBuild) -> Finding:
     if int(version.partition(".")[0]) >= _DRIVERS[12]:
         torch = build.version.partition("+")[0]
         fix += (
-            f", or builds for CUDA 12: pip install --force-reinstall torch=={torch} "
-            "--index-url https://download.pytorch.org/whl/cu126, and vLLM's wheel for CUDA 12 "
+            f", or builds for CUDA 12: `pip install --force-reinstall torch=={torch} "
+            "--index-url https://download.pytorch.org/whl/cu126`, and vLLM's wheel for CUDA 12 "
             "(docs/install.md)"
         )
     return Finding(
