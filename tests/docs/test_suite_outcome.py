@@ -10,9 +10,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import second_try
+from suite_outcome import id_of
 
 SUPPORT = Path(second_try.__file__).parent
 TESTS = """
@@ -176,3 +179,20 @@ def test_a_test_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     assert second_try.runs_alone("test_some.py::test_a")
     assert not second_try.runs_alone("test_some.py::test_b")
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "distributed", "name"),
+    [
+        ("tests/a.py::test_b[x]@/work/tests/a.py", True, "tests/a.py::test_b[x]"),
+        ("tests/a.py::test_b[me@home]@vllm", True, "tests/a.py::test_b[me@home]"),
+        ("tests/a.py::test_b[me@home]", True, "tests/a.py::test_b[me@home]"),
+        ("tests/a.py::test_b", True, "tests/a.py::test_b"),
+        ("tests/a.py::test_b[me@home", False, "tests/a.py::test_b[me@home"),
+    ],
+)
+def test_a_failed_test_is_named_so_that_pytest_finds_it_again(
+    nodeid: str, distributed: bool, name: str
+) -> None:
+    report: Any = SimpleNamespace(nodeid=nodeid, **({"node": "gw0"} if distributed else {}))
+    assert id_of(report) == name

@@ -30,7 +30,7 @@ SIGMAS = 5.33
 P_VALUES = {
     "asyncrl/processes/generator/test_turns_exactness.py": 15,
     "asyncrl/processes/test_held_out_samples.py": 1,
-    "asyncrl/processes/test_whole_loop.py": 131,
+    "asyncrl/processes/test_whole_loop.py": 139,
     "asyncrl/processes/test_whole_loop_remote.py": 114,
     "asyncrl/run/test_two_runs.py": 2,
     "asyncrl/simulation/test_simulation.py": 14,

@@ -108,7 +108,7 @@ class _Outcome:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration
         if report.failed:
-            self._failed.setdefault(report.nodeid, _last_line(report))
+            self._failed.setdefault(id_of(report), _last_line(report))
         if report.skipped and not hasattr(report, "wasxfail"):
             self._not_run[_reason(report)] += 1
         if report.when == "teardown":
@@ -121,7 +121,7 @@ class _Outcome:
                 str(why) for name, why in report.user_properties if name == _NOT_RUN
             )
             self._not_judged += [
-                (report.nodeid, str(why))
+                (id_of(report), str(why))
                 for name, why in report.user_properties
                 if name == _NOT_JUDGED
             ]
@@ -151,6 +151,12 @@ class _Outcome:
             terminalreporter.line(f"NOT RUN {count}: {why}")
         for number, (test, why) in enumerate(sorted(self._not_judged), start=1):
             terminalreporter.line(f"NOT JUDGED {number}: {test}: {why}")
+
+
+def id_of(report: pytest.TestReport) -> str:
+    """By which pytest finds the test again: pytest-xdist has appended its group (`@vllm`)."""
+    name, at, group = report.nodeid.rpartition("@")
+    return name if at and hasattr(report, "node") and not group.endswith("]") else report.nodeid
 
 
 def _last_line(report: pytest.TestReport) -> str:

@@ -246,7 +246,9 @@ def test_each_token_follows_the_version_that_it_carries(
             cases["verified"] = total(parts, "verified"), SAMPLES / 4
         return lacking(**cases)
 
-    for outcome in draw_until(request.node, partial(played, name), lacks, most=PARTS):
+    # The faster the machine, the fewer samples an update finds.
+    most = 3 * PARTS if name == "verify, k = 1" else PARTS
+    for outcome in draw_until(request.node, partial(played, name), lacks, most=most):
         assert_exact(CLAIMS, far_apart(name), outcome.delivered)
         assert mixed(outcome)
         assert outcome.verified if name == "verify, k = 1" else outcome.verified < SAMPLES / 4
