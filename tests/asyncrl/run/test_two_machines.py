@@ -55,13 +55,19 @@ def the_runs_folder_has_all_files_of(run: Path, name: str, end: float) -> None:
     assert name in (run / "report.html").read_text()
 
 
+def targets_of(run: Path) -> dict[str, str]:
+    """Addresses by process, as Prometheus is told of them."""
+    listed = json.loads(targets_file(run).read_text())
+    return {one["labels"]["instance"]: one["targets"][0] for one in listed}
+
+
 def metrics_of_the_other_machine_can_be_scraped(
-    run: Path, cluster: RayMachines, relay: str
+    run: ClusterRun, cluster: RayMachines, relay: str
 ) -> None:
     """From the controller's, where Prometheus is told of them under the other one's address."""
-    listed = json.loads(targets_file(run).read_text())
-    targets = {one["labels"]["instance"]: one["targets"][0] for one in listed}
-    assert set(targets) == {"controller", "trainer", "relay-0", "generator-0", "relay-1"}
+    everyone = {"controller", "trainer", "relay-0", "generator-0", "relay-1"}
+    run.until(lambda: set(targets_of(run.path)) == everyone, "a target for each process")
+    targets = targets_of(run.path)
     code = (
         "import sys, urllib.request as r\n"
         "for url in sys.argv[1:]: print(r.urlopen(url, timeout=60).read())"
@@ -92,7 +98,7 @@ def test_a_run_on_two_machines_survives_a_short_cut(tmp_path: Path, own_model: P
             relays = {before.pop(name): name for name in ("relay-0", "relay-1")}
             assert before == {"trainer": "one", "generator-0": "two"}
             assert set(relays) == {"one", "two"}
-            metrics_of_the_other_machine_can_be_scraped(run.path, cluster, relays["two"])
+            metrics_of_the_other_machine_can_be_scraped(run, cluster, relays["two"])
             cluster.machines["two"].cut()
             time.sleep(CUT_SECONDS)  # the fault; nothing is waited for
             enough = max(len(run.records()) + 2, RECORDED + 2)
