@@ -45,6 +45,11 @@ RUNS = {
 }
 FITTED = "verify"
 SEEDS = range(3)
+SMOKE_STEPS = 16
+SMOKE_RUNS = ("sync", FITTED)
+SLOW = "rewards.functions=[{name: benchmarks/slow_reward.py:score}]"
+"""Steps of a smoke last a third of a second at least, so that a few of them are looked at often
+enough for a fit."""
 
 
 def real_run(
@@ -70,8 +75,8 @@ def fitted_run(
 ) -> Fit:
     """As `real_run`, with what is learnt from it.
 
-    On a fast machine a short run ends before its engine was looked at often enough. Then there is
-    another one of four times as many steps, twice at most.
+    A short run may end before its engine was looked at often enough. Then there is another one of
+    four times as many steps, twice at most.
 
     Raises:
         UserError: nothing can be learnt from the run.
@@ -123,13 +128,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     raw: dict[str, Any] = {}
     ratios: dict[str, float] = {}
     if not args.no_runs:
-        steps = 24 if args.smoke else 20 if args.quick else 60
+        steps = SMOKE_STEPS if args.smoke else 20 if args.quick else 60
+        chosen = SMOKE_RUNS if args.smoke else tuple(RUNS)
         load = os.getloadavg()[0]
         with TemporaryDirectory(prefix="asyncrl-simulation-") as temporary:
             directory = args.runs or Path(temporary)
             names = {name: f"simulation-{index}" for index, name in enumerate(RUNS)}
-            small = smoke_settings(directory) if args.smoke else ()
-            fits = {n: fitted_run(names[n], s, steps, directory, small) for n, s in RUNS.items()}
+            small = [*smoke_settings(directory), SLOW] if args.smoke else ()
+            fits = {n: fitted_run(names[n], RUNS[n], steps, directory, small) for n in chosen}
         raw["validation"] = validate(fits, console)
         raw["load_before"] = load
         console.print(f"load before: {load:.1f} of {os.cpu_count()} cores")

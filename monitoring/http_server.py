@@ -66,6 +66,12 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """The port it listens on."""
         return int(self.server_address[1])
 
+    def shutdown(self) -> None:
+        """End `serve_forever` at once: by itself it looks up twice a second."""
+        with contextlib.suppress(OSError):  # not every system ends a socket that listens
+            self.socket.shutdown(socket.SHUT_RDWR)
+        super().shutdown()
+
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer on a thread of its own, or with 503 if there are too many."""
         if not self._places.acquire(blocking=False):

@@ -5,7 +5,9 @@ And the order in which workers take files.
 
 from __future__ import annotations
 
+import gc
 import logging
+import subprocess
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ import pytest
 from tiny_models import make_llama, make_qwen3, save
 
 pytest_plugins = ["suite_outcome", "bounded_tests"]
+
+gc.disable()  # until all is imported and collected: half a million objects, none of them garbage
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("others", deadline=None)
@@ -97,6 +101,16 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: item.path.stem == _ENDS_THE_ENGINE)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """From its end on the garbage collector looks only at what tests make."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Directory of a random Qwen3: 10 tokens, 2 layers, tied embeddings."""
@@ -148,3 +162,13 @@ def served_by_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def served(served_by_vllm: Any) -> Any:
     """VLLM. Tests of tests/engine/remote get every engine."""
     return served_by_vllm
+
+
+@pytest.fixture
+def _forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs and parts of benchmarks are forked, unless they may use a GPU, which no fork may."""
+    import forked_runs
+    import torch
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(subprocess, "Popen", forked_runs.Popen)

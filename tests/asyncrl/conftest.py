@@ -12,13 +12,23 @@ from typing import Any
 
 import pytest
 from asyncrl_runs import OWN, CommandLine
+from tried_here import tried, try_here
+
+from asyncrl.run import model_check
+
+
+@pytest.fixture(autouse=True)
+def _models_are_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by commands that run in this process; `test_model_check` has the trial's own."""
+    monkeypatch.setattr(model_check, "tried", tried)
 
 
 @pytest.fixture(scope="session")
 def own_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Llama with a tokenizer."""
+    """A small random Llama with a tokenizer, which has been tried."""
     directory = tmp_path_factory.mktemp("own") / "llama"
     runpy.run_path(str(OWN / "make_model.py"))["make"](directory)
+    try_here(directory)
     return directory
 
 

@@ -16,10 +16,11 @@ from typing import Any, TextIO
 
 import pytest
 import stand_in_parts
+import torch
 
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.errors import UserError
-from asyncrl.gpu_check import command, machine
+from asyncrl.gpu_check import child, command, machine
 from asyncrl.gpu_check.parts import PARTS, Context, Part, PartFailed, Verdict
 from asyncrl.gpu_check.runner import LIMIT_FACTOR, ROOT, run_part, run_parts
 from asyncrl.launch.gpus import Gpu
@@ -328,12 +329,42 @@ def test_two_ranks_get_a_gpu_each_of_those_that_are_visible(
     assert [devices(rank, 2)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)] == ["GPU-a", "GPU-b"]
 
 
+def _in_this_process(tmp_path: Path, name: str) -> dict[str, Any]:
+    """The numbers of a part, by what its process would run."""
+    (one,) = command.chosen(name)
+    said = child._said(one.function, here(tmp_path))
+    assert said["verdict"] == "ok", said
+    numbers: dict[str, Any] = json.loads(json.dumps(said))["numbers"]
+    return numbers
+
+
+HERE = ("draws", "engine", "trainer", "noise-floor", "weights", "run")
+"""Parts that are tested in this process: one of their own imports torch and transformers first."""
+
+
 @pytest.mark.slow
-def test_a_cpu_runs_every_part_that_it_can_and_names_the_others(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_forked_runs")
+def test_a_cpu_runs_every_part_that_needs_no_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command runs the others, in the next test, and `ranks` imports what these do."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of `asyncrl run`
+    numbers = {name: _in_this_process(tmp_path, name) for name in HERE}
+    assert numbers["engine"]["steps"] >= 20
+    assert numbers["trainer"]["mfu"] > 0
+    assert numbers["run"]["steps"] == 2
+
+
+@pytest.mark.slow
+def test_the_command_runs_what_a_cpu_can_and_names_the_other_parts(tmp_path: Path) -> None:
     file = tmp_path / "gpu-check.json"
-    long = ["--limit-minutes", "600"]  # what is tested is not how busy this machine is
+    asked = ["--small", "--json", str(file)]
+    asked += ["--limit-minutes", "600"]  # what is tested is not how busy this machine is
+    asked += ["--only", ",".join(one.name for one in PARTS if one.name not in HERE)]
     done = subprocess.run(
-        [sys.executable, "-m", "asyncrl", "gpu-check", "--small", *long, "--json", str(file)],
+        [sys.executable, "-m", "asyncrl", "gpu-check", *asked],
         cwd=ROOT,
         env=os.environ | {LIMIT_FACTOR: "10"},
         capture_output=True,
@@ -350,6 +381,5 @@ def test_a_cpu_runs_every_part_that_it_can_and_names_the_others(tmp_path: Path) 
         "sglang",
     }  # fmt: skip
     assert all("GPU" in why or "not installed" in why for why in left_out.values()), left_out
-    numbers = {one["part"]: one["numbers"] for one in record["parts"]}
-    assert numbers["engine"]["steps"] >= 20
-    assert numbers["trainer"]["mfu"] > 0
+    ok = {one["part"] for one in record["parts"]} - left_out.keys()
+    assert ok == {"driver", "compiler", "kernels", "nccl", "ranks"}

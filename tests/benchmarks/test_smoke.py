@@ -28,6 +28,7 @@ def test_make_bench_runs_every_benchmark() -> None:
     assert sorted(named) == benchmark_names()
 
 
+@pytest.mark.usefixtures("_forked_runs")
 @pytest.mark.parametrize("name", LIGHT)
 def test_a_benchmark_goes_its_whole_way(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -12,6 +12,7 @@ import sys
 import termios
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +28,11 @@ from asyncrl.wire.records import RunResult, StepMetrics
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "your_own"
-UNHURRIED = f"[{{name: {Path(__file__).with_name('unhurried_rewards.py')}:digits_please}}]"
+_UNHURRIED = Path(__file__).with_name("unhurried_rewards.py")
+UNHURRIED = f"[{{name: {_UNHURRIED}:digits_please}}]"
 """`rewards.functions` of a run that leaves the cores to what the test waits for."""
+UNHURRIED_DIGITS = f"[{{name: {_UNHURRIED}:digits}}]"
+"""The same for other rows than those of `OWN`."""
 
 
 @dataclass
@@ -38,8 +42,8 @@ class CommandLine:
     runs: Path
     model: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
-    name: str = "your-own"
-    """Of the run."""
+    name: str = field(default_factory=lambda: f"own-{uuid.uuid4().hex[:6]}")
+    """Of the run; files in memory bear it, also those of other workers' runs."""
     left_before: frozenset[Path] = field(
         default_factory=lambda: frozenset(Path("/dev/shm").glob("asyncrl-*"))  # noqa: S108
     )

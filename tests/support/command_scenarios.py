@@ -2,7 +2,7 @@
 """Which test runs each command that is shown, or why none does.
 
 A scenario of `test_shown_commands.py` runs its lines as they stand here, which is as they are
-printed, but for steps, folder and port, and for the words of `STANDS_FOR`.
+printed, but for steps, sizes, folder and port, and for the words of `STANDS_FOR`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,9 @@ RUN_BY: dict[str, str] = {
         asyncrl scale --generators N
         asyncrl drain arithmetic
     """,
-    f"{HERE}::test_an_example_trains_in_its_own_processes": """
+    f"{HERE}::test_an_example_trains": """
         asyncrl run examples/calculator.yaml
         asyncrl samples calculator -n 1
-    """,
-    f"{HERE}::test_an_example_trains": """
         asyncrl run examples/guessing.yaml
         asyncrl run examples/code_repair.yaml
         asyncrl run examples/lora.yaml
@@ -161,7 +159,7 @@ RUN_BY: dict[str, str] = {
     "tests/asyncrl/run/test_doctor.py::test_sglangs_interpreter_is_named_with_what_is_wrong_with_it": """
         asyncrl doctor CONFIG --set engine.kind=sglang
     """,
-    "tests/asyncrl/test_gpu_check.py::test_a_cpu_runs_every_part_that_it_can_and_names_the_others": """
+    "tests/asyncrl/test_gpu_check.py::test_the_command_runs_what_a_cpu_can_and_names_the_other_parts": """
         asyncrl gpu-check
         asyncrl gpu-check --limit-minutes 10 --json gpu-check.json
         python -m asyncrl gpu-check

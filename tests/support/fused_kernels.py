@@ -13,23 +13,21 @@ A program of its own, because Triton decides when it is imported whether it inte
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch_cores
-from enumerated_policies import policies
-from new_weights import swap_weights
-from tiny_models import save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.engine import logits as engine_logits
@@ -42,10 +40,13 @@ from asyncrl.engine.drawing import (
     top_k,
 )
 from asyncrl.engine.logits import FusedRows, ProcessedRows, draw_from_logits, read_from_logits
-from asyncrl.engine.protocol import GenerateRequest, SamplingParams, Score, ScoreRequest, TokenChunk
+from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.sampling import SamplingColumns, processed_logprobs, stream_bits
 from asyncrl.engine.verification import KeptColumns, read
 from asyncrl.rollout.trajectory import Provenance
+
+if TYPE_CHECKING:
+    from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 
 PLAIN: list[dict[str, float]] = [{}, {"temperature": 0.7}]
 CUT: list[dict[str, float]] = [
@@ -223,6 +224,8 @@ def names() -> None:
 
 def engine() -> None:
     """The torch engine with the kernels gives the tokens that it gives without them."""
+    import torch_cores  # imports transformers, which takes seconds
+
     fused = _rounds()
     with patch.object(engine_logits, "fused", lambda _logits, _k: False):
         processed = _rounds()
@@ -246,11 +249,16 @@ def engine() -> None:
     print("the same engine")
 
 
-Round = tuple[dict[str, list[TokenChunk]], list[Score]]
+Round: TypeAlias = "tuple[dict[str, list[TokenChunk]], list[Score]]"
 
 
 def _rounds() -> list[Round]:
     """Rounds of one core: new samples, the same verified under new weights, and scores."""
+    import torch_cores
+    from enumerated_policies import policies
+    from new_weights import swap_weights
+    from tiny_models import save
+
     old, new = policies(0.1)
     with tempfile.TemporaryDirectory() as folder:
         model = torch_cores.load(save(old, Path(folder)), slots=4)
@@ -273,6 +281,10 @@ def _rounds() -> list[Round]:
 
 
 def _score_of(request: GenerateRequest, chunks: list[TokenChunk]) -> ScoreRequest:
+    import torch_cores
+
+    from asyncrl.engine.protocol import ScoreRequest
+
     tokens = torch_cores.joined(chunks, "tokens")
     return ScoreRequest(request.request_id, request.prompt_tokens, tokens, request.sampling)
 
@@ -360,8 +372,44 @@ def _cpu_seconds() -> float:
     return used.user + used.system + used.children_user + used.children_system
 
 
+class _Nothing:
+    """Stands in for what puts Triton's language back as it was."""
+
+    def restore(self) -> None:
+        """Leave it as it is."""
+
+
+def patched_once() -> Callable[[Any], _Nothing]:
+    """Gives the language its interpreted functions once, and leaves them there.
+
+    Triton's interpreter does so, with the same result, at each call of a function, which is half
+    of its work.
+    """
+    from triton.runtime import interpreter
+
+    real: Callable[[Any], Any] = interpreter._patch_lang
+    known: set[frozenset[int]] = set()
+
+    def patch_lang(function: Any) -> _Nothing:
+        modules = {sys.modules["triton.language"], sys.modules["triton.language.core"]}
+        seen = frozenset(
+            id(one)
+            for one in function.__globals__.values()
+            if inspect.ismodule(one) and one in modules
+        )
+        if seen not in known:
+            real(function)
+            known.add(seen)
+        return _Nothing()
+
+    return patch_lang
+
+
 def interpreted(wanted: list[str]) -> None:
     """Each part; one that fails does not stop the others."""
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang = patched_once()
     said = {}
     for part, sizes in ((count, {}), (names, {}), (compare, SMALL), (engine, SMALL)):
         if wanted and part.__name__ not in wanted:

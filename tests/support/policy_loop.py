@@ -119,15 +119,16 @@ class PolicyLoop:
 
     def _draw(self, group: int) -> list[Trajectory]:
         names = [f"{group}.{index}" for index in range(self._group_size)]
+        prompt = self.prompt(group)
         builders = {
-            name: TrajectoryBuilder(SampleId(group, index), f"p{group}", self.prompt(group))
+            name: TrajectoryBuilder(SampleId(group, index), f"p{group}", prompt)
             for index, name in enumerate(names)
         }
         for name in names:
             self.core.add(
                 request(
                     name,
-                    self.prompt(group),
+                    prompt,
                     max_tokens=self._tokens,
                     stop_tokens=(),
                     temperature=self.temperature,

@@ -223,6 +223,16 @@ def main(
     return fork_ranks(lambda world: JOBS[job](folder, model, world), folder, job, sizes, on)
 
 
+def load_libraries(*models: str) -> None:
+    """Load what learners of these models load, once for all ranks that are forked later."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    assert peft
+    for model in models:
+        AutoModelForCausalLM.from_pretrained(model)
+
+
 def fork_ranks(
     work: Callable[[World], None],
     folder: Path,
@@ -270,6 +280,7 @@ def fork_ranks(
 if __name__ == "__main__":
     where = Path(sys.argv[2])
     failed = 0
+    load_libraries(sys.argv[3])
     for name in sys.argv[1].split(","):
         if name != "apart":
             failed += main(name, where, sys.argv[3], (2,) if name == "lost" else (1, 2, 4))

@@ -36,6 +36,7 @@ def ray_nodes(cpus: Sequence[int]) -> Iterator[RayNodes]:
     environment = os.environ | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        # Longer than `head.HEAD_SECONDS`: raylets end their processes then, which save first.
         "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
     }
     process = subprocess.Popen(

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 import torch
-from ranked_learner import DEALS, fork_ranks, groups_of, moments
+from ranked_learner import DEALS, fork_ranks, groups_of, load_libraries, moments
 from safetensors.torch import save_file
 
 from asyncrl.trainer.checkpoint_files import path_of
@@ -192,5 +192,6 @@ def main(folder: Path, models: dict[str, str], only: Sequence[str] = ()) -> int:
 
 
 if __name__ == "__main__":
+    load_libraries(*sys.argv[2:5])
     names = dict(zip(("tied", "untied", "experts"), sys.argv[2:5], strict=True))
     sys.exit(main(Path(sys.argv[1]), names, sys.argv[5:]))

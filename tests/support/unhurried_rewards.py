@@ -19,3 +19,10 @@ def digits_please(prompt: str, response: str, example: dict[str, Any]) -> float:
     if example["reference"] in response:
         return 1.0
     return 0.5 * sum(character.isdigit() for character in response) / max(1, len(response))
+
+
+def digits(prompt: str, response: str, example: dict[str, Any]) -> float:
+    """The part of a response that is digits, later: for rows without a reference."""
+    del prompt, example
+    time.sleep(SECONDS)
+    return sum(character.isdigit() for character in response) / max(1, len(response))

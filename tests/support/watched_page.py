@@ -87,7 +87,7 @@ def survives_kills_of_its_page(page: RunPage) -> None:
     (process,) = page.processes()
     os.kill(process, signal.SIGKILL)
     address = (urlsplit(page.url).hostname, urlsplit(page.url).port)
-    assert page.get("/api/status")["run"] == "your-own", "the same address"
+    assert page.get("/api/status")["run"] == page.run.name, "the same address"
     until(lambda: page.run.steps() > steps, seconds=100, what="training")
     for _ in range(3):
         with contextlib.suppress(ConnectionError), socket.create_connection(address):

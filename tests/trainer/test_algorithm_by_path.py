@@ -69,5 +69,9 @@ def test_a_process_of_its_own_says_why(here: Path) -> None:
     (here / "broken.py").write_text("print('hello')\nraise SystemExit(3)")
     with pytest.raises(UserError, match=r"'broken.py:Mine' cannot be imported"):
         check_algorithm(config("broken.py:Mine"))
+
+
+def test_a_file_that_is_not_there_is_named(here: Path) -> None:
+    del here
     with pytest.raises(UserError, match=r"there is no file nowhere\.py"):
-        check_algorithm(config("nowhere.py:Mine"))
+        try_own_algorithm(config("nowhere.py:Mine"))

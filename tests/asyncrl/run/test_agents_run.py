@@ -65,7 +65,7 @@ def test_a_run_whose_agents_come_and_go(command_line: CommandLine, agents: Agent
         command.phase("a generator leaves")
         first.send_signal(signal.SIGTERM)
         assert first.wait(timeout=240) == 0, agents.said("g")
-        assert "left run your-own" in agents.said("g")
+        assert f"left run {command.name}" in agents.said("g")
         steps_more(2, "steps of the one that joined")
         command.phase("it is stopped")
         assert CliRunner().invoke(app, ["stop", str(command.folder)]).exit_code == 0

@@ -105,7 +105,7 @@ def test_a_number_that_no_message_can_carry(command_line: CommandLine, tmp_path:
 def test_a_run_name_in_use(command_line: CommandLine) -> None:
     command_line.folder.mkdir(parents=True)
     (command_line.folder / "config.yaml").write_text("{}\n")
-    said = refused(command_line, "'your-own' is in use", "--resume", "--clean")
+    said = refused(command_line, f"'{command_line.name}' is in use", "--resume", "--clean")
     assert "model:" not in said, "refused before the model and the data are loaded"
 
 

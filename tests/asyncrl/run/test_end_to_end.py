@@ -72,6 +72,7 @@ def is_there(program: str, request: pytest.FixtureRequest) -> bool:
     return False
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_two_ranks_one_of_which_is_killed_train_each_group_once_and_ctrl_c_twice_ends_them(
     command_line: CommandLine, tmp_path: Path
 ) -> None:
@@ -139,7 +140,7 @@ def _ended_at_once(command_line: CommandLine, terminal: Terminal, control_socket
     assert "ended at once by a second signal" in terminal.text
     assert not command_line.children("generator") + command_line.children("trainer")
     assert not control_socket.parent.exists()
-    left = Path("/dev/shm").glob(f"asyncrl-your-own-{terminal.process.pid}-*")  # noqa: S108
+    left = Path("/dev/shm").glob(f"asyncrl-{command_line.name}-{terminal.process.pid}-*")  # noqa: S108
     assert not list(left)
     assert not targets_file(command_line.folder).exists()
     ended = read_state(command_line.folder)
@@ -152,10 +153,12 @@ def _ended_at_once(command_line: CommandLine, terminal: Terminal, control_socket
 
 def _rank(pid: int) -> int:
     arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    rank: int = json.loads(arguments[-2])["rank"]
+    (spec,) = (one for one in arguments if one.startswith(b"{"))
+    rank: int = json.loads(spec)["rank"]
     return rank
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_a_run_is_suspended_attacked_watched_and_steered_stopped_and_resumed_in_a_terminal(
     command_line: CommandLine, prometheus: Prometheus | None, request: pytest.FixtureRequest
 ) -> None:
@@ -188,12 +191,15 @@ def test_a_run_is_suspended_attacked_watched_and_steered_stopped_and_resumed_in_
     command_line.phase("it is attacked without a key")
     state = read_state(command_line.folder)
     assert state is not None
+    if prometheus is not None:  # an increase is seen only by those who saw the number before it
+        refused = 'asyncrl_frames_refused_total{reason="unauthenticated", process="trainer"}'
+        until(lambda: prometheus.has_data(refused), seconds=120, what="a first look at the trainer")
     attack_without_a_key(Path(state.control_address.removeprefix("ipc://")).parent)
     port = shown["processes"]["trainer"]["metrics_port"]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
-        refused = re.search(r'reason="unauthenticated"} ([\d.]+)', reply.read().decode())
-    assert refused is not None
-    assert float(refused[1]) > 0, "the attack was not noticed"
+        counted = re.search(r'reason="unauthenticated"} ([\d.]+)', reply.read().decode())
+    assert counted is not None
+    assert float(counted[1]) > 0, "the attack was not noticed"
     if prometheus is not None:
         command_line.phase("Prometheus watches, and is killed")
         every_panel_has_data(prometheus)

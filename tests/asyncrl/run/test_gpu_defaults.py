@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 from rich.console import Console
+from tiny_warm_start import place_untrained
 from whole_checkpoints import write_whole
 
 from asyncrl.cache.config import DRAFT_TOKENS, CacheConfig
@@ -19,7 +20,7 @@ from asyncrl.launch.gpus import Gpu, TorchBuild
 from asyncrl.launch.placement import GpuNeeds, GpuPlan, plan_gpus
 from asyncrl.processes.spec import ChildSpec
 from asyncrl.processes.trainer.setup import _for_this_process
-from asyncrl.run import gpu_defaults
+from asyncrl.run import gpu_defaults, model_check
 from asyncrl.run import prepare as prepare_module
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.execute import _with_drafts
@@ -30,8 +31,10 @@ from asyncrl.run.gpu_defaults import (
     with_trainer_dtype,
 )
 from asyncrl.run.launching import Launching
+from asyncrl.run.loading_trial import load
 from asyncrl.run.prepare import Prepared
 from asyncrl.run.resuming import checkpoint_settings
+from asyncrl.tasks.warm_start_recipe import WarmStart
 from asyncrl.trainer.config import TrainerConfig
 
 
@@ -207,6 +210,9 @@ def test_a_run_is_prepared_with_what_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_check, "tried", load)  # in this process
+    place_untrained(tmp_path / "cache", WarmStart())
     monkeypatch.setattr(prepare_module, "place", lambda _config: plan((9, 0), (9, 0)))
     console = Console(record=True, width=200)
     found = prepare_module.prepare(config(engine={"max_model_len": 512}), console)

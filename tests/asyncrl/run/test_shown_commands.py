@@ -1,7 +1,8 @@
 """The commands of pages, of `--help` and of the headers of examples, as they are printed.
 
-Only steps, folder and port are others (`command_scenarios`). The built-in models are not trained,
-so steps without any reward are computed too (`ALL_GROUPS`); few held-out prompts are evaluated.
+Only steps, sizes, folder and port are others (`command_scenarios`): a step has 16 samples, and few
+held-out prompts are evaluated (`FEW`). The built-in models are not trained, so steps without any
+reward are computed too (`ALL_GROUPS`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from asyncrl_runs import ROOT, CommandLine, until, worst_mismatch
+from asyncrl_runs import ROOT, UNHURRIED_DIGITS, CommandLine, until, worst_mismatch
 from command_scenarios import commands_of
 from run_in_threads import ThreadLauncher
 from shown_commands import blocks
 from tiny_warm_start import place_untrained
+from tried_here import try_here
 from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
@@ -32,7 +34,10 @@ from asyncrl.tasks.warm_start_recipe import AGENT_RECIPE, RECIPE
 
 pytestmark = pytest.mark.slow
 
-FEW = ("evaluation.prompts=4", "evaluation.samples=1")
+FEW = (
+    *("evaluation.prompts=4", "evaluation.samples=1"),
+    *("scheduler.groups_per_step=4", "scheduler.group_size=4"),
+)
 ALL_GROUPS = ("trainer.skip_zero_variance_groups=false",)
 DIGITS = """
 def digits(prompt, response, example):
@@ -42,9 +47,10 @@ def digits(prompt, response, example):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with the built-in models, untrained."""
+def models(tmp_path_factory: pytest.TempPathFactory, own_model: Path) -> Path:
+    """A cache with the built-in models, untrained; that of examples/your_own has been tried."""
     cache = tmp_path_factory.mktemp("cache")
+    try_here(own_model, cache)
     for recipe in (RECIPE, AGENT_RECIPE):
         place_untrained(cache, recipe)
     return cache
@@ -112,11 +118,13 @@ def trained_two_steps(folder: Path) -> None:
     assert (folder / "report.html").stat().st_size > 10_000
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_an_active_run_takes_every_command(elsewhere: CommandLine) -> None:
     """`examples/arithmetic.yaml`, in processes; it is paused while it is only looked at."""
     start, *commands = commands_of("test_an_active_run_takes_every_command")
     elsewhere.name = "arithmetic"
-    settings = ("run.steps=100000", f"run.directory={elsewhere.runs}", *FEW)
+    unhurried = f"rewards.functions={UNHURRIED_DIGITS}"
+    settings = ("run.steps=100000", f"run.directory={elsewhere.runs}", unhurried, *FEW)
     process = _begin(start.replace("examples", f"{ROOT}/examples"), *settings)
     elsewhere.started.append(process)
     until(lambda: elsewhere.steps() >= 1, seconds=300, what="a step")
@@ -169,23 +177,12 @@ def _begin(command: str, *settings: str) -> subprocess.Popen[str]:
     )
 
 
-def test_an_example_trains_in_its_own_processes(elsewhere: CommandLine) -> None:
-    """Two steps, started in the checkout as a user does. The examples below are in threads."""
-    run, samples = commands_of("test_an_example_trains_in_its_own_processes")
-    settings = ["run.steps=2", f"run.directory={elsewhere.runs}", *FEW, *ALL_GROUPS]
-    done = subprocess.run(
-        of_shell(run, *settings), cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    elsewhere.name = "calculator"
-    trained_two_steps(elsewhere.folder)
-    assert typed(samples).strip()
-
-
-@pytest.mark.parametrize("name", ["guessing", "code_repair", "lora"])
+@pytest.mark.parametrize("name", ["calculator", "guessing", "code_repair", "lora"])
 def test_an_example_trains(name: str, in_threads: CommandLine) -> None:
-    """Two steps, started in another folder; environments have their processes."""
+    """Two steps, started in another folder; environments have their processes.
+
+    `agent_openai` does so in processes of its own, in the checkout (`test_end_to_end`).
+    """
     listed = commands_of("test_an_example_trains")
     command = f"asyncrl run examples/{name}.yaml"
     assert command in listed
@@ -219,7 +216,6 @@ def test_a_run_of_ones_own_from_its_first_file_to_its_model(
     in_threads: CommandLine, models: Path
 ) -> None:
     """`asyncrl init` to `asyncrl export`. What was said already is not said again."""
-    small = (*FEW, "scheduler.groups_per_step=4", "scheduler.group_size=4")
     (model,) = (models / "asyncrl").glob("arithmetic-*")
     Path("my-model").symlink_to(model)
     short = (*FEW, "engine.max_model_len=512")  # what the small model reads
@@ -237,11 +233,11 @@ def test_a_run_of_ones_own_from_its_first_file_to_its_model(
             is_run = " run " in form and "--explain" not in form and "--dry-run" not in form
             if is_run and "trial" not in form:
                 steps += 1
-                assert typed(form, *small, f"run.steps={steps}")
+                assert typed(form, *FEW, f"run.steps={steps}")
                 found = read_metrics(in_threads.runs / "first" / "metrics.jsonl")
                 assert [step.step for step in found] == list(range(steps)), form
             else:
-                said = typed(form, *(small if is_run else short if " eval " in form else ()))
+                said = typed(form, *(FEW if is_run else short if " eval " in form else ()))
                 assert said.strip(), form
     assert steps == 4
     assert (in_threads.runs / "trial" / "report.html").stat().st_size > 10_000

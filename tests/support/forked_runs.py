@@ -1,0 +1,277 @@
+"""Runs, and parts of benchmarks, in processes forked from one that has imported torch for all.
+
+The import of torch, transformers and numba takes 4 to 6 s of CPU, and a run's trainer and each of
+its generators pays it. `Popen` takes the place of `subprocess.Popen`: a controller is forked from a
+server, which has imported everything, and forks its own children. All else about these processes
+is as usual: parents, sessions, signals, exit codes, files, command lines and environments. Other
+commands, a run's reward workers and its web page among them, are started as ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import functools
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import traceback
+import weakref
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+CONTROLLERS = {"asyncrl run", "benchmarks.hostile.victim", "benchmarks.paced.command run"}
+PARTS = {
+    "benchmarks.controller.peers",
+    "benchmarks.pipeline.costs",
+    "benchmarks.pipeline.overlap",
+    "benchmarks.ranks",
+    "benchmarks.trainer.child",
+    "benchmarks.weights_nodes",
+    "benchmarks.weights_receiver",
+}
+FORKED = CONTROLLERS | PARTS
+"""How the commands begin that the server forks."""
+CHILDREN = {"asyncrl.processes.child", "benchmarks.paced.child"}
+"""Modules of the processes that those fork."""
+_IMPORTED = (
+    "asyncrl.cli",
+    "asyncrl.processes.generator.setup",
+    "asyncrl.processes.trainer.setup",
+    "asyncrl.run.execute",
+    "asyncrl.run.prepare",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+_ROOT = Path(__file__).parents[2]
+_NUMBER = struct.Struct("i")
+_ROOM = 1 << 15
+"""Bytes for a command line, and for an environment."""
+_FIRST_OF_MEMORY = 47
+"""The field of /proc/PID/stat with the address of the command line, counted from 0."""
+
+
+def _module_of(command: object) -> list[str]:
+    """A module and its arguments, if this interpreter is to run one; else nothing."""
+    if isinstance(command, list) and command[:1] == [sys.executable] and "-m" in command[1:3]:
+        return list(command[command.index("-m") + 1 :])
+    return []
+
+
+class Popen(subprocess.Popen[Any]):
+    """What is `FORKED` is a child of the server; what else is started is this process's own."""
+
+    _status: socket.socket | None = None
+    """Where its id and its exit status come from."""
+
+    def _execute_child(self, args: object, *given: Any) -> None:
+        words = _module_of(args)
+        if FORKED.isdisjoint({words[0], " ".join(words[:2])} if words else ()):
+            super()._execute_child(args, *given)  # type: ignore[misc]
+            return
+        pipes = given[9:15]
+        read, _, _, out, _, error = pipes
+        fds = [own if one == -1 else one for own, one in enumerate((read, out, error))]
+        address, server = _server()
+        # It ends with its parent, which is the server, which ends with this process.
+        words = [str(server) if word == str(os.getpid()) else word for word in words]
+        leads, folder = given[-2], os.fspath(given[4] or ".")
+        assert leads == (given[1] is not None), "what is done before is to take a terminal"
+        request = json.dumps([words, folder, dict(given[5] or os.environ), leads])
+        self._status = socket.socket(socket.AF_UNIX)
+        self._status.connect(address)
+        encoded = request.encode(errors="surrogateescape")
+        socket.send_fds(self._status, [_NUMBER.pack(len(encoded))], fds)
+        self._status.sendall(encoded)
+        self.pid = self._number()
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._status is None:
+            return super()._try_wait(wait_flags)  # type: ignore[misc,no-any-return]
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._status, selectors.EVENT_READ)
+            if not selector.select(0 if wait_flags & os.WNOHANG else None):
+                return 0, 0
+        status = self._number()
+        self._status.close()
+        return self.pid, status
+
+    def _internal_poll(self, *given: Any, **named: Any) -> int | None:
+        if self._status is None:
+            return super()._internal_poll(*given, **named)  # type: ignore[misc,no-any-return]
+        if self.returncode is None and self._waitpid_lock.acquire(blocking=False):  # type: ignore[attr-defined]
+            try:
+                pid, status = self._try_wait(os.WNOHANG)
+                if pid:
+                    self._handle_exitstatus(status)  # type: ignore[attr-defined]
+            finally:
+                self._waitpid_lock.release()  # type: ignore[attr-defined]
+        return self.returncode
+
+    def _number(self) -> int:
+        assert self._status is not None
+        got = self._status.recv(_NUMBER.size, socket.MSG_WAITALL)
+        assert len(got) == _NUMBER.size, "the server of forked processes has died"
+        return int(_NUMBER.unpack(got)[0])
+
+
+class _ChildPopen(subprocess.Popen[Any]):
+    """In a controller: its children are forked from itself."""
+
+    def _execute_child(self, args: object, *given: Any) -> None:
+        words = _module_of(args)
+        if not words or words[0] not in CHILDREN:
+            super()._execute_child(args, *given)  # type: ignore[misc]
+            return
+        assert given[-2], "a child leads a session"
+        pipes = given[9:15]
+        read, _, _, out, _, error = pipes
+        fds = [own if one == -1 else one for own, one in enumerate((read, out, error))]
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            _become(words, os.fspath(given[4] or "."), given[5] or os.environ, fds)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _server() -> tuple[str, int]:
+    """Address and process id of a server, which is started once and ends with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="forked-runs-"))
+    address = str(folder / "socket")
+    path = os.pathsep.join([str(_ROOT), str(_ROOT / "tests" / "support")])
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
+    variables["FORKED_RUNS_ROOM"] = "." * _ROOM
+    with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("wb") as log:
+        listener.bind(address)
+        listener.listen()
+        server = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(listener.fileno()), "." * _ROOM],
+            env=variables,
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+        )
+    atexit.register(server.communicate)  # it ends when the pipe to it is closed
+    return address, server.pid
+
+
+def _serve(listener: socket.socket) -> None:
+    """Fork a process for each connection, and send its id and its exit status."""
+    for name in _IMPORTED:
+        import_module(name)
+    gc.collect()
+    gc.freeze()
+    running: dict[int, tuple[int, socket.socket]] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd == 0:
+                    return  # and the kernel ends the controllers
+                if key.fileobj is listener:
+                    client = listener.accept()[0]
+                    pid = _fork(client)
+                    client.send(_NUMBER.pack(pid))
+                    descriptor = os.pidfd_open(pid)
+                    running[descriptor] = pid, client
+                    selector.register(descriptor, selectors.EVENT_READ)
+                else:
+                    pid, client = running.pop(key.fd)
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    with client:
+                        status = os.waitpid(pid, 0)[1]
+                        client.send(_NUMBER.pack(status), socket.MSG_NOSIGNAL)
+
+
+def _fork(client: socket.socket) -> int:
+    """Fork what the client asks for; its id."""
+    size, fds, _, _ = socket.recv_fds(client, _NUMBER.size, 3)
+    request = client.recv(_NUMBER.unpack(size)[0], socket.MSG_WAITALL)
+    pid = os.fork()
+    if pid == 0:
+        words, folder, variables, leads = json.loads(request)
+        subprocess.Popen = _ChildPopen  # type: ignore[misc]
+        if leads:
+            os.setsid()
+            fcntl.ioctl(fds[0], termios.TIOCSCTTY, 0)
+        _become(words, folder, variables, fds)
+    for fd in fds:
+        os.close(fd)
+    return pid
+
+
+def _become(
+    words: Sequence[str], folder: str, variables: Mapping[str, str], fds: Sequence[int]
+) -> NoReturn:
+    """Have this forked process be `python -m WORDS`, as far as it and others can tell."""
+    code = 1
+    try:
+        gc.freeze()  # what the parent has thrown away would close this process's files
+        signal.set_wakeup_fd(-1)
+        for ends in (signal.SIGTERM, signal.SIGALRM, signal.SIGHUP):
+            signal.signal(ends, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit._clear()
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+        weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+        for number, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in fds]):
+            os.dup2(fd, number)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        sys.stdin = os.fdopen(0, "r", encoding="utf-8", closefd=False)
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False, buffering=1)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(variables)
+        sys.argv = list(words)
+        _show(["python", "-m", *words], [f"{name}={value}" for name, value in variables.items()])
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - whatever it was, the process ends with it
+        traceback.print_exc()
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _show(words: Sequence[str], variables: Sequence[str]) -> None:
+    """Write the command line and the environment to where /proc shows them from."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    places = list(map(int, fields[_FIRST_OF_MEMORY - 2 : _FIRST_OF_MEMORY + 2]))
+    for begin, end, texts in zip(places[::2], places[1::2], (words, variables), strict=True):
+        data = b"".join(os.fsencode(one) + b"\0" for one in texts)
+        assert len(data) < end - begin, "no room for a command line or an environment"
+        ctypes.memset(begin, 0, end - begin)
+        ctypes.memmove(begin, data, len(data))
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
