@@ -11,20 +11,30 @@ seconds slower. `NUMBA_CACHE_DIR` is respected.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
+from numba.core.compiler_lock import global_compiler_lock as numbas_lock
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
+_WAIT_SECONDS = 20.0
+"""Longest wait for another process that compiles a kernel; then this one compiles it, too."""
+_LOOK_SECONDS = 0.02
+_one_thread: Any = numbas_lock
+_held = set[Path]()
+"""What this process has locked, in the thread that has numba's lock."""
 
 
 class Compiler:
@@ -91,9 +101,50 @@ class Compiler:
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(self._directory)  # read while decorating, not later
         try:
-            return cast("Callable[P, R]", numba.njit(cache=True, **options)(function))
+            kernel: Any = numba.njit(cache=True, **options)(function)
         finally:
             numba.config.CACHE_DIR = before
+        compile_or_load = kernel.compile
+        lock = self._directory / f"{function.__module__}.{function.__qualname__}.lock"
+
+        def compile_once(signature: Any) -> Any:
+            with _one_thread, _alone(lock):
+                return compile_or_load(signature)
+
+        kernel.compile = compile_once
+        return cast("Callable[P, R]", kernel)
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Lock a file, whichever process has it locked; it is let go when this process ends, too."""
+    try:
+        file = -1 if lock in _held else os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        file = -1  # nothing can be written here by now, so nothing is kept either
+    if file < 0:
+        yield
+        return
+    try:
+        last = time.monotonic() + _WAIT_SECONDS
+        while not _locked(file):
+            if time.monotonic() > last:
+                _log.debug("%s is locked for over %.0f s", lock, _WAIT_SECONDS)
+                break
+            time.sleep(_LOOK_SECONDS)
+        _held.add(lock)
+        yield
+    finally:
+        _held.discard(lock)
+        os.close(file)
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a fork does not inherit it
+    except (BlockingIOError, PermissionError):  # which one depends on the system
+        return False
+    return True
 
 
 def code_directory(

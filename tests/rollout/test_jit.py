@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +30,67 @@ def test_kernels_work_where_nothing_can_be_written(
         return value + 1
 
     assert plus_one(1) == 2
+
+
+AT_ONCE = """
+import sys
+from pathlib import Path
+from asyncrl.rollout import jit
+
+kernel = jit.Compiler(Path(sys.argv[1]))
+
+@kernel
+def doubled(value):
+    return 2 * value
+
+@kernel
+def summed(values):
+    total = 0
+    for value in values:
+        total += doubled(value)
+    return total
+
+print("ready", flush=True)
+sys.stdin.readline()
+assert summed((1, 2, 3)) == 12
+print(sum(one.stats.cache_misses.total() for one in (doubled, summed)))
+"""
+
+
+def test_processes_that_start_at_once_compile_each_kernel_once(tmp_path: Path) -> None:
+    """By numba's counters of what was not on the disk."""
+    script = tmp_path / "at_once.py"
+    script.write_text(AT_ONCE)
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path)],
+            env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    for one in running:
+        assert one.stdout is not None
+        assert one.stdout.readline() == "ready\n"
+    for one in running:
+        assert one.stdin is not None
+        one.stdin.write("\n")
+        one.stdin.flush()
+    assert sum(int(one.communicate(timeout=200)[0]) for one in running) == 2
+
+
+def test_a_process_that_holds_a_kernel_for_ever_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(jit, "_locked", lambda _file: False)
+    with jit._alone(tmp_path / "lock"), jit._alone(tmp_path / "lock"):
+        assert (tmp_path / "lock").exists()
+    assert not jit._held
+    with jit._alone(tmp_path / "nowhere" / "lock"):
+        pass
 
 
 def test_other_kernels_get_another_directory(tmp_path: Path) -> None:
