@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import subprocess
 import sys
 import venv
@@ -135,7 +136,10 @@ def test_an_interpreter_that_cannot_work_is_refused(bare: Path, tmp_path: Path) 
         (program(tmp_path, "exit 3"), "is not a working Python"),
         (program(tmp_path, "echo hello"), "is not a working Python"),
         (program(tmp_path, "echo '[3, 10, true]'"), "is Python 3.10; asyncrl's worker needs 3.11"),
-        (program(tmp_path, f'exec {sys.executable} -S "$@"'), "-m pip install msgspec"),
+        (
+            program(tmp_path, f'exec {shlex.quote(sys.executable)} -S "$@"'),
+            "-m pip install msgspec",
+        ),
     ):
         with pytest.raises(RewardError, match=r"environment\.python") as refused:
             check_interpreter(python)

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import threading
@@ -34,6 +35,7 @@ from asyncrl.tasks.warm_start_recipe import AGENT_RECIPE, RECIPE
 
 pytestmark = pytest.mark.slow
 
+EXAMPLES = shlex.quote(str(ROOT / "examples"))
 FEW = (
     *("evaluation.prompts=4", "evaluation.samples=1"),
     *("scheduler.groups_per_step=4", "scheduler.group_size=4"),
@@ -93,7 +95,7 @@ def forms(command: str, **stands_for: str) -> list[str]:
 
 def typed(command: str, *settings: str) -> str:
     """What a command prints that is given in this process."""
-    asyncrl, *words = command.replace("'", "").split()
+    asyncrl, *words = shlex.split(command)
     assert asyncrl == "asyncrl"
     pairs = [part for one in settings for part in ("--set", one)]
     done = CliRunner().invoke(app, [*words, *pairs])
@@ -106,7 +108,7 @@ def typed(command: str, *settings: str) -> str:
 def of_shell(command: str, *settings: str) -> list[str]:
     """The same as the arguments of a process of its own."""
     pairs = [part for one in settings for part in ("--set", one)]
-    return [sys.executable, "-m", "asyncrl", *command.split()[1:], *pairs]
+    return [sys.executable, "-m", "asyncrl", *shlex.split(command)[1:], *pairs]
 
 
 def trained_two_steps(folder: Path) -> None:
@@ -125,7 +127,7 @@ def test_an_active_run_takes_every_command(elsewhere: CommandLine) -> None:
     elsewhere.name = "arithmetic"
     unhurried = f"rewards.functions={UNHURRIED_DIGITS}"
     settings = ("run.steps=100000", f"run.directory={elsewhere.runs}", unhurried, *FEW)
-    process = _begin(start.replace("examples", f"{ROOT}/examples"), *settings)
+    process = _begin(start.replace("examples", EXAMPLES), *settings)
     elsewhere.started.append(process)
     until(lambda: elsewhere.steps() >= 1, seconds=300, what="a step")
     followers: list[subprocess.Popen[str]] = []
@@ -187,7 +189,7 @@ def test_an_example_trains(name: str, in_threads: CommandLine) -> None:
     command = f"asyncrl run examples/{name}.yaml"
     assert command in listed
     settings = ("run.steps=2", *FEW, *ALL_GROUPS)
-    said = typed(command.replace("examples", f"{ROOT}/examples"), *settings)
+    said = typed(command.replace("examples", EXAMPLES), *settings)
     assert "Traceback" not in said
     in_threads.name = name.replace("_", "-")
     trained_two_steps(in_threads.folder)
@@ -205,7 +207,7 @@ def test_an_example_of_an_algorithm_trains(command: str, in_threads: CommandLine
     """Two steps, with a reward that the untrained model gets."""
     Path("digits.py").write_text(DIGITS)
     settings = ("run.steps=2", *FEW, "rewards.functions=[{name: digits.py:digits}]")
-    typed(command.replace("examples", f"{ROOT}/examples"), *settings)
+    typed(command.replace("examples", EXAMPLES), *settings)
     folder = in_threads.runs / Path(command).stem.replace("_", "-")
     trained_two_steps(folder)
     learning = [step.learning for step in read_metrics(folder / "metrics.jsonl")]
@@ -281,7 +283,7 @@ def test_the_example_of_ones_own_takes_a_mapping(
     monkeypatch.setattr(sys, "argv", [script, model])
     runpy.run_path(str(ROOT / script), run_name="__main__")
     assert short == run.replace("--set model.path=/tmp/tiny-llama ", "")
-    run = run.replace("/tmp/tiny-llama", model).replace("examples/", f"{ROOT}/examples/")  # noqa: S108
+    run = run.replace("/tmp/tiny-llama", model).replace("examples/", f"{EXAMPLES}/")  # noqa: S108
     typed(run, "run.steps=2", *ALL_GROUPS)
     trained_two_steps(in_threads.runs / "your-own")
 
@@ -294,7 +296,7 @@ def test_what_starts_no_run(
     for command in commands_of("test_what_starts_no_run"):
         few = " --steps 2" if " simulate" in command else ""
         few += "" if "--generators" in command or not few else " --generators 2"  # not the usual 64
-        place = command.replace("examples", f"{ROOT}/examples").replace("~", str(tmp_path))
+        place = command.replace("examples", EXAMPLES).replace("~", str(tmp_path))
         if "~" in command:
             (tmp_path / "agents.key").unlink()
         assert typed(f"{place}{few}").strip()

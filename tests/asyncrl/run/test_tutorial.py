@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,7 @@ case "$*" in
   run*) small="$small $TRACED";;
   *) small=;;
 esac
-exec {sys.executable} -m asyncrl "$@" ${{small:+--set}} ${{small// / --set }}
+exec {shlex.quote(sys.executable)} -m asyncrl "$@" ${{small:+--set}} ${{small// / --set }}
 """
 
 
