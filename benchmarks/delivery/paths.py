@@ -175,6 +175,7 @@ def floor(size: int, repeats: int, rounds: int) -> dict[str, float]:
 
 def _libsodium() -> ctypes.CDLL | None:
     """The library with which ZeroMQ encrypts in this process; None if it is linked statically."""
-    mapped = Path("/proc/self/maps").read_text(encoding="utf-8").split()
-    found = next((word for word in mapped if "libsodium" in word), None)
+    mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    files = [line.split(maxsplit=5)[-1] for line in mapped]  # whose names may hold spaces
+    found = next((file for file in files if "libsodium" in file), None)
     return None if found is None else ctypes.CDLL(found)

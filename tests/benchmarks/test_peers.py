@@ -200,7 +200,7 @@ def test_an_environment_shares_this_interpreters_packages_and_is_made_once(
     python = ensure_trl(tmp_path)
     code = "import sys, torch; print(sys.prefix); print(torch.__file__)"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    prefix, torch_file = done.stdout.split()
+    prefix, torch_file = done.stdout.splitlines()
     assert prefix == str(python.parent.parent)
     assert not torch_file.startswith(prefix)
     before = len(calls)

@@ -65,7 +65,7 @@ def test_the_environments_interpreter_is_asked() -> None:
         (sys.executable, f"python {here}"),
         ("/no/python", "environment.python: /no/python does not exist"),
     ):
-        text = said(load_config(None, [f"environment={{name: guessing, python: {python}}}"]))
+        text = said(load_config(None, [f"environment={{name: guessing, python: '{python}'}}"]))
         assert f"the environment's interpreter ({python}): {found}" in text
 
 
