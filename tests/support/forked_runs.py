@@ -17,13 +17,10 @@ import gc
 import json
 import os
 import runpy
-import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import tempfile
 import termios
 import threading
 import traceback
@@ -32,6 +29,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
+
+from forking_server import Forked, serve, start
 
 CONTROLLERS = {"asyncrl run", "benchmarks.hostile.victim", "benchmarks.paced.command run"}
 PARTS = {
@@ -57,7 +56,6 @@ _IMPORTED = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 _ROOT = Path(__file__).parents[2]
-_NUMBER = struct.Struct("i")
 _ROOM = 1 << 15
 """Bytes for a command line, and for an environment."""
 _FIRST_OF_MEMORY = 47
@@ -74,8 +72,7 @@ def _module_of(command: object) -> list[str]:
 class Popen(subprocess.Popen[Any]):
     """What is `FORKED` is a child of the server; what else is started is this process's own."""
 
-    _status: socket.socket | None = None
-    """Where its id and its exit status come from."""
+    _forked: Forked | None = None
 
     def _execute_child(self, args: object, *given: Any) -> None:
         words = _module_of(args)
@@ -91,28 +88,19 @@ class Popen(subprocess.Popen[Any]):
         leads, folder = given[-2], os.fspath(given[4] or ".")
         assert leads == (given[1] is not None), "what is done before is to take a terminal"
         request = json.dumps([words, folder, dict(given[5] or os.environ), leads])
-        self._status = socket.socket(socket.AF_UNIX)
-        self._status.connect(address)
-        encoded = request.encode(errors="surrogateescape")
-        socket.send_fds(self._status, [_NUMBER.pack(len(encoded))], fds)
-        self._status.sendall(encoded)
-        self.pid = self._number()
+        self._forked = Forked(address, request.encode(errors="surrogateescape"), fds)
+        self.pid = self._forked.pid
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        if self._status is None:
+        if self._forked is None:
             return super()._try_wait(wait_flags)  # type: ignore[misc,no-any-return]
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._status, selectors.EVENT_READ)
-            if not selector.select(0 if wait_flags & os.WNOHANG else None):
-                return 0, 0
-        status = self._number()
-        self._status.close()
-        return self.pid, status
+        status = self._forked.status(0 if wait_flags & os.WNOHANG else None)
+        return (0, 0) if status is None else (self.pid, status)
 
     def _internal_poll(self, *given: Any, **named: Any) -> int | None:
-        if self._status is None:
+        if self._forked is None:
             return super()._internal_poll(*given, **named)  # type: ignore[misc,no-any-return]
         if self.returncode is None and self._waitpid_lock.acquire(blocking=False):  # type: ignore[attr-defined]
             try:
@@ -122,12 +110,6 @@ class Popen(subprocess.Popen[Any]):
             finally:
                 self._waitpid_lock.release()  # type: ignore[attr-defined]
         return self.returncode
-
-    def _number(self) -> int:
-        assert self._status is not None
-        got = self._status.recv(_NUMBER.size, socket.MSG_WAITALL)
-        assert len(got) == _NUMBER.size, "the server of forked processes has died"
-        return int(_NUMBER.unpack(got)[0])
 
 
 class _ChildPopen(subprocess.Popen[Any]):
@@ -153,71 +135,29 @@ class _ChildPopen(subprocess.Popen[Any]):
 @functools.cache
 def _server() -> tuple[str, int]:
     """Address and process id of a server, which is started once and ends with this process."""
-    folder = Path(tempfile.mkdtemp(prefix="forked-runs-"))
-    address = str(folder / "socket")
     path = os.pathsep.join([str(_ROOT), str(_ROOT / "tests" / "support")])
     variables = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
     variables["FORKED_RUNS_ROOM"] = "." * _ROOM
-    with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("wb") as log:
-        listener.bind(address)
-        listener.listen()
-        server = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(listener.fileno()), "." * _ROOM],
-            env=variables,
-            pass_fds=[listener.fileno()],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-        )
+    address, server = start([sys.executable, "-P", __file__], variables, "." * _ROOM)
     atexit.register(server.communicate)  # it ends when the pipe to it is closed
     return address, server.pid
 
 
 def _serve(listener: socket.socket) -> None:
-    """Fork a process for each connection, and send its id and its exit status."""
     for name in _IMPORTED:
         import_module(name)
     gc.collect()
     gc.freeze()
-    running: dict[int, tuple[int, socket.socket]] = {}
-    with selectors.DefaultSelector() as selector:
-        selector.register(0, selectors.EVENT_READ)
-        selector.register(listener, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fd == 0:
-                    return  # and the kernel ends the controllers
-                if key.fileobj is listener:
-                    client = listener.accept()[0]
-                    pid = _fork(client)
-                    client.send(_NUMBER.pack(pid))
-                    descriptor = os.pidfd_open(pid)
-                    running[descriptor] = pid, client
-                    selector.register(descriptor, selectors.EVENT_READ)
-                else:
-                    pid, client = running.pop(key.fd)
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    with client:
-                        status = os.waitpid(pid, 0)[1]
-                        client.send(_NUMBER.pack(status), socket.MSG_NOSIGNAL)
+    serve(listener, _become_controller)  # when it ends, the kernel ends the controllers
 
 
-def _fork(client: socket.socket) -> int:
-    """Fork what the client asks for; its id."""
-    size, fds, _, _ = socket.recv_fds(client, _NUMBER.size, 3)
-    request = client.recv(_NUMBER.unpack(size)[0], socket.MSG_WAITALL)
-    pid = os.fork()
-    if pid == 0:
-        words, folder, variables, leads = json.loads(request)
-        subprocess.Popen = _ChildPopen  # type: ignore[misc]
-        if leads:
-            os.setsid()
-            fcntl.ioctl(fds[0], termios.TIOCSCTTY, 0)
-        _become(words, folder, variables, fds)
-    for fd in fds:
-        os.close(fd)
-    return pid
+def _become_controller(request: bytes, fds: Sequence[int]) -> NoReturn:
+    words, folder, variables, leads = json.loads(request)
+    subprocess.Popen = _ChildPopen  # type: ignore[misc]
+    if leads:
+        os.setsid()
+        fcntl.ioctl(fds[0], termios.TIOCSCTTY, 0)
+    _become(words, folder, variables, fds)
 
 
 def _become(

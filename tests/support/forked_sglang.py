@@ -12,23 +12,21 @@ import gc
 import json
 import os
 import runpy
-import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from forking_server import Forked, serve, start
 
 from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
 
 DEVNULL, STDOUT, TimeoutExpired = subprocess.DEVNULL, subprocess.STDOUT, subprocess.TimeoutExpired
-_NUMBER = struct.Struct("i")
 _MODULE = "-m"
 _ROOT = Path(__file__).parents[2]
 _servers: list[subprocess.Popen[bytes]] = []
@@ -53,16 +51,12 @@ class Popen:
         self.args, self.returncode = arguments, None
         begin = arguments.index(_MODULE) + 1
         request = json.dumps([arguments[begin:], env]).encode()
-        out = os.open(os.devnull, os.O_WRONLY) if stdout == DEVNULL else os.dup(_fd(stdout))
-        error = out if stderr == STDOUT else _fd(stderr)
-        self._server = socket.socket(socket.AF_UNIX)
-        self._server.connect(_address(arguments[0]))
-        try:
-            socket.send_fds(self._server, [_NUMBER.pack(len(request))], [out, error])
-            self._server.sendall(request)
-        finally:
-            os.close(out)
-        self.pid = self._number()
+        with Path(os.devnull).open("r+b") as nothing:
+            out = nothing if stdout == DEVNULL else stdout
+            error = out if stderr == STDOUT else stderr
+            files = [_fd(file) for file in (nothing, out, error)]
+            self._forked = Forked(_address(arguments[0]), request, files)
+        self.pid = self._forked.pid
 
     def poll(self) -> int | None:
         """The exit status, if it has ended."""
@@ -74,12 +68,10 @@ class Popen:
     def wait(self, timeout: float | None = None) -> int:
         """The exit status."""
         if self.returncode is None:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._server, selectors.EVENT_READ)
-                if not selector.select(None if timeout is None else max(0.0, timeout)):
-                    raise TimeoutExpired(self.args, timeout or 0.0)
-            self.returncode = self._number()
-            self._server.close()
+            status = self._forked.status(None if timeout is None else max(0.0, timeout))
+            if status is None:
+                raise TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def terminate(self) -> None:
@@ -91,11 +83,6 @@ class Popen:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def _number(self) -> int:
-        got = self._server.recv(_NUMBER.size, socket.MSG_WAITALL)
-        assert len(got) == _NUMBER.size, "the server of SGLang's processes has died"
-        return int(_NUMBER.unpack(got)[0])
-
 
 def _fd(file: Any) -> int:
     return file if isinstance(file, int) else int(file.fileno())
@@ -104,29 +91,14 @@ def _fd(file: Any) -> int:
 @functools.cache
 def _address(python: str) -> str:
     """Of a server in this interpreter, which is started once and ends with this process."""
-    folder = Path(tempfile.mkdtemp(prefix="forked-sglang-"))
-    address = str(folder / "socket")
     variables = os.environ | {MARK_VARIABLE: "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     variables["PYTHONPATH"] = os.pathsep.join([str(_ROOT), str(_ROOT / "tests" / "support")])
-    with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("wb") as log:
-        listener.bind(address)
-        listener.listen()
-        _servers.append(
-            subprocess.Popen(
-                [python, "-P", "-W", "ignore", __file__, str(listener.fileno())],
-                env=variables,
-                pass_fds=[listener.fileno()],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        )
+    address, server = start([python, "-P", "-W", "ignore", __file__], variables, session=True)
+    _servers.append(server)
     return address
 
 
 def _serve(listener: socket.socket) -> None:
-    """Import SGLang, then fork a process for each connection and send its id and its status."""
     import torch
 
     if not torch.cuda.is_available():
@@ -134,47 +106,17 @@ def _serve(listener: socket.socket) -> None:
         import_module("asyncrl.engine.sglang.worker.start")
         import_module("sglang_faults")
     gc.freeze()
-    running: dict[int, tuple[int, socket.socket]] = {}
-    with selectors.DefaultSelector() as selector:
-        selector.register(sys.stdin, selectors.EVENT_READ)
-        selector.register(listener, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is sys.stdin:
-                    for pid, _client in running.values():
-                        os.killpg(pid, signal.SIGKILL)
-                    return
-                if key.fileobj is listener:
-                    client = listener.accept()[0]
-                    pid = _fork(listener, client)
-                    client.send(_NUMBER.pack(pid))
-                    fd = os.pidfd_open(pid)
-                    running[fd] = pid, client
-                    selector.register(fd, selectors.EVENT_READ)
-                else:
-                    pid, client = running.pop(key.fd)
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    with client:
-                        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                        client.send(_NUMBER.pack(status), socket.MSG_NOSIGNAL)
+    for pid in serve(listener, functools.partial(_become, listener)):
+        os.killpg(pid, signal.SIGKILL)
 
 
-def _fork(listener: socket.socket, client: socket.socket) -> int:
-    """Fork a process that does what the client asks for; its id."""
-    size, (out, error), _, _ = socket.recv_fds(client, _NUMBER.size, 2)
-    request = client.recv(*_NUMBER.unpack(size), socket.MSG_WAITALL)
-    pid = os.fork()
-    if pid:
-        os.close(out)
-        os.close(error)
-        return pid
+def _become(listener: socket.socket, request: bytes, files: Sequence[int]) -> NoReturn:
+    """Run the module of the request."""
     try:
         listener.close()
         os.setsid()
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for number, fd in enumerate((nothing, out, error)):
-            os.dup2(fd, number)
+        for number, file in enumerate(files):
+            os.dup2(file, number)
         (module, *arguments), variables = json.loads(request)
         os.environ.clear()
         os.environ.update(variables)

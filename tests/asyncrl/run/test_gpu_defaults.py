@@ -20,7 +20,7 @@ from asyncrl.launch.gpus import Gpu, TorchBuild
 from asyncrl.launch.placement import GpuNeeds, GpuPlan, plan_gpus
 from asyncrl.processes.spec import ChildSpec
 from asyncrl.processes.trainer.setup import _for_this_process
-from asyncrl.run import gpu_defaults, model_check
+from asyncrl.run import gpu_defaults
 from asyncrl.run import prepare as prepare_module
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.execute import _with_drafts
@@ -31,7 +31,6 @@ from asyncrl.run.gpu_defaults import (
     with_trainer_dtype,
 )
 from asyncrl.run.launching import Launching
-from asyncrl.run.loading_trial import load
 from asyncrl.run.prepare import Prepared
 from asyncrl.run.resuming import checkpoint_settings
 from asyncrl.tasks.warm_start_recipe import WarmStart
@@ -211,7 +210,6 @@ def test_a_run_is_prepared_with_what_is_chosen(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(model_check, "tried", load)  # in this process
     place_untrained(tmp_path / "cache", WarmStart())
     monkeypatch.setattr(prepare_module, "place", lambda _config: plan((9, 0), (9, 0)))
     console = Console(record=True, width=200)

@@ -18,7 +18,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from asyncrl.config import RunConfig
 from asyncrl.errors import ModelError
 from asyncrl.run import model_check
-from asyncrl.run.loading_trial import load
 from asyncrl.run.memory import shape_of
 from asyncrl.run.model_check import (
     check_files,
@@ -34,9 +33,7 @@ NORM = "model.norm.weight"
 
 
 @pytest.fixture(autouse=True)
-def _in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each trial in a process of its own would cost five seconds; one test has that."""
-    monkeypatch.setattr(model_check, "tried", load)
+def _cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

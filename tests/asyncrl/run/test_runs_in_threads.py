@@ -18,7 +18,6 @@ from asyncrl_runs import ROOT, worst_mismatch
 from lora_learners import LORA, random_adapter
 from run_in_threads import ThreadedRun, ThreadLauncher, carry_out
 from small_disks import small_disk
-from suite_outcome import not_judged
 
 from asyncrl.config import load_config
 from asyncrl.engine.protocol import SamplingParams
@@ -88,7 +87,7 @@ def test_every_mode_keeps_its_bound_and_uses_it(
 
 
 def test_verified_work_is_exactly_of_the_policy_that_trains_on_it(
-    threaded_run: ThreadedRun, request: pytest.FixtureRequest
+    threaded_run: ThreadedRun,
 ) -> None:
     """Tokens of the previous version, once verified, have the trainer's own probabilities.
 
@@ -107,7 +106,7 @@ def test_verified_work_is_exactly_of_the_policy_that_trains_on_it(
         rejected = sum(step.tokens.rejected for step in steps)
         if verified and rejected:
             return
-    not_judged(request.node, f"{verified} tokens verified and {rejected} rejected, 1 each wanted")
+    pytest.fail(f"{verified} tokens verified and {rejected} rejected in 72 steps")
 
 
 TALK = """

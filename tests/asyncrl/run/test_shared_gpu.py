@@ -20,9 +20,8 @@ from asyncrl.config import RunConfig, dump_config, load_config, parse_config
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import Gpu, TorchBuild
 from asyncrl.launch.placement import GpuNeeds, GpuPlan, plan_gpus
-from asyncrl.run import devices, model_check
+from asyncrl.run import devices
 from asyncrl.run.devices import needs_of
-from asyncrl.run.loading_trial import load
 from asyncrl.run.prepare import prepare
 from asyncrl.run.shared_gpu import EngineNeeds, divide, with_shared_gpu
 from asyncrl.tasks.warm_start_recipe import WarmStart
@@ -284,7 +283,6 @@ def test_a_start_on_one_gpu_says_that_it_is_shared_and_writes_it_down(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(devices, "find_gpus", lambda: [Gpu("0", "GPU-0", "RTX 4090", MIB_24, 0)])
     monkeypatch.setattr(devices, "torch_build", lambda: TorchBuild("2.13.0+cu130", "13.0"))
-    monkeypatch.setattr(model_check, "tried", load)  # in this process
     place_untrained(tmp_path, WarmStart())
     example = Path(__file__).parents[3] / "examples/arithmetic.yaml"
     config = load_config(example, ["task.train_size=8", "task.evaluation_size=8"])

@@ -1,0 +1,116 @@
+"""A server that has imported what is slow to import and forks a process for each connection.
+
+Client and server share one connection for each process: the request and its files go one way, the
+process id and later its status (as `os.waitpid` gives it) the other.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+_NUMBER = struct.Struct("i")
+_FILES = 3
+"""Standard input, output and error."""
+
+
+class Forked:
+    """A process that a server has forked for this client."""
+
+    def __init__(self, address: str, request: bytes, files: Sequence[int]) -> None:
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.connect(address)
+        socket.send_fds(self._server, [_NUMBER.pack(len(request))], files)
+        self._server.sendall(request)
+        self.pid = self._number()
+
+    def status(self, timeout: float | None = None) -> int | None:
+        """Its status, as `os.waitpid` gives it; None if it has not ended in this time."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._server, selectors.EVENT_READ)
+            if not selector.select(timeout):
+                return None
+        with self._server:
+            return self._number()
+
+    def _number(self) -> int:
+        got = self._server.recv(_NUMBER.size, socket.MSG_WAITALL)
+        assert len(got) == _NUMBER.size, "the server of forked processes has died"
+        return int(_NUMBER.unpack(got)[0])
+
+
+def start(
+    command: Sequence[str], variables: Mapping[str, str], *arguments: str, session: bool = False
+) -> tuple[str, subprocess.Popen[bytes]]:
+    """Start a server; its address and its process.
+
+    Its command gets the number of the listening socket and then `arguments`. It ends when its
+    standard input is closed, so when this process ends or drops it. With `session` it leads one,
+    and no Ctrl-C of a terminal ends it before.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="forking-server-"))
+    address = str(folder / "socket")
+    with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("wb") as log:
+        listener.bind(address)
+        listener.listen()
+        return address, subprocess.Popen(
+            [*command, str(listener.fileno()), *arguments],
+            env=variables,
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=session,
+        )
+
+
+def serve(listener: socket.socket, become: Callable[[bytes, list[int]], NoReturn]) -> list[int]:
+    """Fork a process for each connection until standard input is closed.
+
+    Args:
+        listener: where clients connect.
+        become: what a forked process does with the request and its three files.
+
+    Returns:
+        The ids of the processes that have not ended.
+    """
+    running: dict[int, tuple[int, socket.socket]] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd == 0:
+                    return [pid for pid, _client in running.values()]
+                if key.fileobj is listener:
+                    client = listener.accept()[0]
+                    pid = _fork(client, become)
+                    client.send(_NUMBER.pack(pid))
+                    descriptor = os.pidfd_open(pid)
+                    running[descriptor] = pid, client
+                    selector.register(descriptor, selectors.EVENT_READ)
+                else:
+                    pid, client = running.pop(key.fd)
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    with client:
+                        status = os.waitpid(pid, 0)[1]
+                        client.send(_NUMBER.pack(status), socket.MSG_NOSIGNAL)
+
+
+def _fork(client: socket.socket, become: Callable[[bytes, list[int]], NoReturn]) -> int:
+    size, files, _, _ = socket.recv_fds(client, _NUMBER.size, _FILES)
+    request = client.recv(_NUMBER.unpack(size)[0], socket.MSG_WAITALL)
+    pid = os.fork()
+    if pid == 0:
+        become(request, files)
+    for file in files:
+        os.close(file)
+    return pid
