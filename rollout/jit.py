@@ -7,6 +7,8 @@ package that have kernels, and of the packages whose kernels it inlines, and of 
 SGLang's interpreter may have another one, and each would delete the other's code. Where nothing can
 be written (a read-only image), each process compiles the code again, which makes the first call
 seconds slower. `NUMBA_CACHE_DIR` is respected.
+
+Of processes that start at once, one compiles a kernel; the others wait for its code.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ _log = logging.getLogger(__name__)
 _WAIT_SECONDS = 20.0
 """Longest wait for another process that compiles a kernel; then this one compiles it, too."""
 _LOOK_SECONDS = 0.02
-_one_thread: Any = numbas_lock
 _held = set[Path]()
 """What this process has locked, in the thread that has numba's lock."""
 
@@ -108,7 +109,7 @@ class Compiler:
         lock = self._directory / f"{function.__module__}.{function.__qualname__}.lock"
 
         def compile_once(signature: Any) -> Any:
-            with _one_thread, _alone(lock):
+            with numbas_lock, _alone(lock):
                 return compile_or_load(signature)
 
         kernel.compile = compile_once
