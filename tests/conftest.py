@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import subprocess
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -165,10 +164,9 @@ def served(served_by_vllm: Any) -> Any:
 
 
 @pytest.fixture
-def _forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs and parts of benchmarks are forked, unless they may use a GPU, which no fork may."""
-    import forked_runs
-    import torch
+def _forked_runs() -> Iterator[None]:
+    """Runs and parts of benchmarks are forked from a process that has imported torch."""
+    from forked_runs import forking
 
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(subprocess, "Popen", forked_runs.Popen)
+    with forking():
+        yield

@@ -1,4 +1,4 @@
-"""Runs, and parts of benchmarks, in processes forked from one that has imported torch for all.
+"""Runs, ranks and parts of benchmarks in processes forked from one that has imported torch.
 
 The import of torch, transformers and numba takes 4 to 6 s of CPU, and a run's trainer and each of
 its generators pays it. `Popen` takes the place of `subprocess.Popen`: a controller is forked from a
@@ -10,6 +10,7 @@ commands, a run's reward workers and its web page among them, are started as eve
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -25,10 +26,11 @@ import termios
 import threading
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 from forking_server import Forked, serve, start
 
@@ -41,6 +43,9 @@ PARTS = {
     "benchmarks.trainer.child",
     "benchmarks.weights_nodes",
     "benchmarks.weights_receiver",
+    "forked_states",
+    "ranked_learner",
+    "sharded_learner",
 }
 FORKED = CONTROLLERS | PARTS
 """How the commands begin that the server forks."""
@@ -110,6 +115,16 @@ class Popen(subprocess.Popen[Any]):
             finally:
                 self._waitpid_lock.release()  # type: ignore[attr-defined]
         return self.returncode
+
+
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """Fork what is `FORKED`, unless it may use a GPU, which no fork may."""
+    import torch
+
+    own = subprocess.Popen if torch.cuda.is_available() else Popen
+    with mock.patch.object(subprocess, "Popen", own):
+        yield
 
 
 class _ChildPopen(subprocess.Popen[Any]):

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,7 @@ def main(folder: Path, models: dict[str, str], only: Sequence[str] = ()) -> int:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("error")
     load_libraries(*sys.argv[2:5])
     names = dict(zip(("tied", "untied", "experts"), sys.argv[2:5], strict=True))
     sys.exit(main(Path(sys.argv[1]), names, sys.argv[5:]))

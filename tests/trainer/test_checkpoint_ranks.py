@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked_runs import forking
 
 from asyncrl.trainer.checkpoint_index import Chunk, Part, SavedTensor, merge
 from asyncrl.trainer.errors import CheckpointError
 
 
 def test_a_checkpoint_is_whole_or_absent_and_read_by_any_number_of_ranks(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "forked_states", tmp_path],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [sys.executable, "-m", "forked_states", str(tmp_path)]
+    with forking():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

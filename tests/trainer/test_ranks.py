@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_runs import forking
 from ranked_learner import RESUMED, RUNS
 from safetensors.torch import load_file
 
@@ -31,17 +31,10 @@ SEVERAL = [one for one in RUNS if one[2] > 1]
 def ran(tmp_path_factory: pytest.TempPathFactory, model_path: Callable[[str], str]) -> Path:
     """The folder of all jobs of `ranked_learner`; torch is loaded once for them."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [
-        sys.executable,
-        "-m",
-        "ranked_learner",
-        "steps,saved,resumed,lost,apart",
-        str(folder),
-    ]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, model_path("qwen3")], env=environment, capture_output=True, timeout=400
-    )
+    jobs = "steps,saved,resumed,lost,apart"
+    command = [sys.executable, "-m", "ranked_learner", jobs, str(folder), model_path("qwen3")]
+    with forking():
+        done = subprocess.run(command, capture_output=True, timeout=400)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
     return folder
 

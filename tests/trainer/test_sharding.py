@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_runs import forking
 from safetensors.torch import load_file
 from sharded_learner import CASES, RESUMED, RUNS
 from threaded_world import ThreadedWorld
@@ -34,9 +34,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory, model_path: Callable[[str], st
     """The folder of all jobs of `sharded_learner`; torch is loaded once for them."""
     folder = tmp_path_factory.mktemp("sharded")
     models = [model_path(name) for name in ("qwen3", "llama", "qwen3_moe")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", "-m", "sharded_learner", str(folder), *models]
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=400)
+    command = [sys.executable, "-m", "sharded_learner", str(folder), *models]
+    with forking():
+        done = subprocess.run(command, capture_output=True, timeout=400)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
     return folder
 
