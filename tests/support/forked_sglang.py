@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
+from asyncrl.engine.sglang.worker.plugin import CPU_VARIABLES, MARK_VARIABLE
 
 DEVNULL, STDOUT, TimeoutExpired = subprocess.DEVNULL, subprocess.STDOUT, subprocess.TimeoutExpired
 _NUMBER = struct.Struct("i")
@@ -130,7 +130,7 @@ def _serve(listener: socket.socket) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        os.environ["SGLANG_PLATFORM"] = "asyncrl_cpu"  # read by the import
+        os.environ.update(CPU_VARIABLES)
         import_module("asyncrl.engine.sglang.worker.start")
         import_module("sglang_faults")
     gc.freeze()

@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.engine.sglang.server_settings import CPU_ATTENTION, ServerSettings
+from asyncrl.engine.sglang.worker.plugin import CPU_VARIABLES
 
 _LOG = logging.getLogger("asyncrl.sglang")
 _FAILED, _REFUSED = 1, 2
@@ -135,7 +136,7 @@ def _prepare_device(settings: ServerSettings) -> bool:
             "install SGLang with CUDA there, or set engine.device=auto"
         )
     if on_cpu:
-        os.environ["SGLANG_PLATFORM"] = "asyncrl_cpu"
+        os.environ.update(CPU_VARIABLES)
     return on_cpu
 
 
