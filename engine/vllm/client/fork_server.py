@@ -2,13 +2,14 @@
 
 vLLM spawns its core, which then imports again what the generator's process has just imported: 10 s
 of CPU. Here a fork server of `multiprocessing` imports it while the generator does, and forks the
-core, and tensor-parallel ranks for the core. The server computes nothing, so no thread of torch's or
-of a BLAS library is lost in the fork. With a GPU, or where the model is compiled, all are spawned,
-as vLLM does it. Importing this module imports no vLLM.
+core, and for the core its tensor-parallel ranks. The server computes nothing, so no thread of
+torch's or of a BLAS library is lost in the fork. With a GPU, or where the model is compiled, all
+are spawned, as vLLM does it. Importing this module imports no vLLM.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -98,15 +99,18 @@ class _Core(context.ForkServerProcess):
     def run(self) -> None:
         """Run it, with as many threads as its variables say: the server has read its own.
 
-        What it starts is forked from the same server. `multiprocessing` would start another one: it
-        takes no server for running that is not a child of this process.
+        What it starts is forked from the same server. `multiprocessing` would start another one,
+        as the server is not a child of this process.
         """
         import torch
         from vllm.v1.executor import multiproc_executor
 
+        # vLLM collects garbage several times, also at its end: not in what was imported.
+        gc.freeze()
+        gc.unfreeze = lambda: None
         multiproc_executor.get_mp_context = ForkContext
-        forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[method-assign]
-
+        server: Any = forkserver._forkserver  # noqa: SLF001 - there is no other way
+        server.ensure_running = resource_tracker.ensure_running
         for name in os.environ.keys() - self._variables.keys():
             del os.environ[name]
         # The others stay where they are in memory: from there vLLM finds the process's title.
