@@ -127,6 +127,7 @@ def _address(python: str) -> str:
 
 def _serve(listener: socket.socket) -> None:
     """Import SGLang, then fork a process for each connection and send its id and its status."""
+    gc.disable()  # until a fork starts its schedulers: what is imported is no garbage
     import torch
 
     if not torch.cuda.is_available():

@@ -15,6 +15,7 @@ have SGLang's own parent-death signal, and the generator kills the session when 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import select
@@ -58,6 +59,7 @@ def main() -> None:
 
 def _start(settings: ServerSettings) -> tuple[list[Any], Callable[[], None]]:
     """Start a scheduler process for each rank: the processes, and what waits for all of them."""
+    gc.disable()  # what is imported is no garbage
     on_cpu = _prepare_device(settings)
     from asyncrl.engine.sglang.worker.start import start_schedulers
 
