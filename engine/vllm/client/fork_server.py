@@ -19,15 +19,8 @@ from multiprocessing import context, forkserver, popen_forkserver, resource_trac
 from typing import Any
 
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
 
-_IMPORTED = [
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_worker",
-    *(path.rpartition(".")[0] for path in (SCHEDULER_PATH, EXTENSION_PATH, DRAFTER_PATH)),
-]
-"""What a core imports. The server leaves out what it cannot import."""
+_PRELOADED = "asyncrl.engine.vllm.client.preloaded"
 _NO_COMPILERS = "TORCH_COMPILE_DISABLE"
 
 
@@ -47,7 +40,7 @@ def forks(config: EngineConfig) -> bool:
 
 def start_server() -> None:
     """Have the server import vLLM, with the environment variables of now. Does not wait for it."""
-    forkserver.set_forkserver_preload(_IMPORTED)
+    forkserver.set_forkserver_preload([_PRELOADED])
     with without_compilers():
         forkserver.ensure_running()
 
@@ -105,9 +98,7 @@ class _Core(context.ForkServerProcess):
         import torch
         from vllm.v1.executor import multiproc_executor
 
-        # vLLM collects garbage several times, also at its end: not in what was imported.
-        gc.freeze()
-        gc.unfreeze = lambda: None
+        gc.unfreeze = lambda: None  # vLLM would collect garbage in what was imported, at its end
         multiproc_executor.get_mp_context = ForkContext
         server: Any = forkserver._forkserver  # noqa: SLF001 - there is no other way
         server.ensure_running = resource_tracker.ensure_running
