@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from forking_server import Forked, serve, start
 
-from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
+from asyncrl.engine.sglang.worker.plugin import CPU_VARIABLES, MARK_VARIABLE
 
 DEVNULL, STDOUT, TimeoutExpired = subprocess.DEVNULL, subprocess.STDOUT, subprocess.TimeoutExpired
 _MODULE = "-m"
@@ -99,10 +99,11 @@ def _address(python: str) -> str:
 
 
 def _serve(listener: socket.socket) -> None:
+    gc.disable()  # until a fork starts its schedulers: what is imported is no garbage
     import torch
 
     if not torch.cuda.is_available():
-        os.environ["SGLANG_PLATFORM"] = "asyncrl_cpu"  # read by the import
+        os.environ.update(CPU_VARIABLES)
         import_module("asyncrl.engine.sglang.worker.start")
         import_module("sglang_faults")
     gc.freeze()

@@ -34,7 +34,7 @@ from asyncrl.engine.sglang.messages import (
     ToWorker,
 )
 from asyncrl.engine.sglang.settings import WorkerSettings
-from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
+from asyncrl.engine.sglang.worker.plugin import CPU_VARIABLES, MARK_VARIABLE
 
 TOP_K = 4
 _READY_SECONDS, _MESSAGE_SECONDS = 300, 60
@@ -192,9 +192,8 @@ def serving(
         drafting=drafting,
     )
     variables = os.environ | settings.to_environment()
-    variables |= {
+    variables |= CPU_VARIABLES | {
         MARK_VARIABLE: "1",
-        "SGLANG_PLATFORM": "asyncrl_cpu",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), SUPPORT]),

@@ -15,6 +15,7 @@ have SGLang's own parent-death signal, and the generator kills the session when 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import select
@@ -30,6 +31,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.engine.sglang.server_settings import CPU_ATTENTION, ServerSettings
+from asyncrl.engine.sglang.worker.plugin import CPU_VARIABLES
 
 _LOG = logging.getLogger("asyncrl.sglang")
 _FAILED, _REFUSED = 1, 2
@@ -57,6 +59,7 @@ def main() -> None:
 
 def _start(settings: ServerSettings) -> tuple[list[Any], Callable[[], None]]:
     """Start a scheduler process for each rank: the processes, and what waits for all of them."""
+    gc.disable()  # what is imported is no garbage
     on_cpu = _prepare_device(settings)
     from asyncrl.engine.sglang.worker.start import start_schedulers
 
@@ -135,7 +138,7 @@ def _prepare_device(settings: ServerSettings) -> bool:
             "install SGLang with CUDA there, or set engine.device=auto"
         )
     if on_cpu:
-        os.environ["SGLANG_PLATFORM"] = "asyncrl_cpu"
+        os.environ.update(CPU_VARIABLES)
     return on_cpu
 
 

@@ -12,6 +12,10 @@ import traceback
 
 MARK_VARIABLE = "ASYNCRL_SGLANG"
 """Set in the environment of the processes that a generator of ours starts."""
+CPU_VARIABLES = {"SGLANG_PLATFORM": "asyncrl_cpu", "TORCH_COMPILE_DISABLE": "1"}
+"""The environment without a GPU, read when SGLang and torch's compiler are imported. SGLang would
+compile a few helpers, such as the embedding's of several ranks. That takes longer than the start,
+and the linker fails where torch's path has a space."""
 _FAILED = 4
 """Exit status of a process whose plug-in could not be loaded."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,6 +102,19 @@ class ClientScheduler(Scheduler):
             # SGLang gives float32, whatever the model computes in (layers/logits_processor.py).
             warm_up_drawing(torch.empty(1, size, device=runner.device), listed)
             warm_up_verification()
+        self._delete_names()
+
+    def _delete_names(self) -> None:
+        """Delete the names of what SGLang has in /dev/shm, which all ranks have opened by now.
+
+        It ends by signals, and would leave the files behind.
+        """
+        if self.load_snapshot_writer is not None:
+            Path(self.load_snapshot_writer.path).unlink(missing_ok=True)
+        queue = get_parallel().tp_group.mq_broadcaster
+        if queue is not None and queue.buffer.is_creator:
+            queue.buffer.shared_memory.unlink()
+            queue.buffer.is_creator = False  # else it is deleted again at the end
 
     # What SGLang's __init__ calls to make its parts.
 

@@ -56,6 +56,7 @@ def start_schedulers(
     if server_args.device == "cpu":
         multiprocessing.set_start_method("fork", force=True)  # `_set_envs_and_config` chose "spawn"
         gc.freeze()  # a collection in a scheduler does not copy the pages of what is imported
+    gc.enable()  # `main` has imported this without
     started, processes = Engine._launch_scheduler_processes(  # noqa: SLF001 - see above
         server_args, _ports(server_args, folder), _run_scheduler
     )

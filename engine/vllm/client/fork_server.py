@@ -2,31 +2,25 @@
 
 vLLM spawns its core, which then imports again what the generator's process has just imported: 10 s
 of CPU. Here a fork server of `multiprocessing` imports it while the generator does, and forks the
-core. The server computes nothing, so no thread of torch's or of a BLAS library is lost in the fork.
-A core does compute before it starts tensor-parallel ranks, so these are spawned, as vLLM does it.
-With a GPU, or where the model is compiled, the core is spawned too. Importing this module imports
-no vLLM.
+core, and for the core its tensor-parallel ranks. The server computes nothing, so no thread of
+torch's or of a BLAS library is lost in the fork. With a GPU, or where the model is compiled, all
+are spawned, as vLLM does it. Importing this module imports no vLLM.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from multiprocessing import context, forkserver, popen_forkserver
+from multiprocessing import context, forkserver, popen_forkserver, resource_tracker
 from typing import Any
 
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
 
-_IMPORTED = [
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    *(path.rpartition(".")[0] for path in (SCHEDULER_PATH, EXTENSION_PATH, DRAFTER_PATH)),
-]
-"""What a core imports. The server leaves out what it cannot import."""
+_PRELOADED = "asyncrl.engine.vllm.client.preloaded"
 _NO_COMPILERS = "TORCH_COMPILE_DISABLE"
 
 
@@ -46,7 +40,7 @@ def forks(config: EngineConfig) -> bool:
 
 def start_server() -> None:
     """Have the server import vLLM, with the environment variables of now. Does not wait for it."""
-    forkserver.set_forkserver_preload(_IMPORTED)
+    forkserver.set_forkserver_preload([_PRELOADED])
     with without_compilers():
         forkserver.ensure_running()
 
@@ -85,7 +79,7 @@ class _Popen(popen_forkserver.Popen):
 
 
 class _Core(context.ForkServerProcess):
-    """A core, with the environment variables of the process that starts it, not of the server."""
+    """A core or a rank, with the environment variables of what starts it, not of the server."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -96,9 +90,18 @@ class _Core(context.ForkServerProcess):
         return _Popen(process)
 
     def run(self) -> None:
-        """Run the core, with as many threads as its variables say: the server has read its own."""
-        import torch
+        """Run it, with as many threads as its variables say: the server has read its own.
 
+        What it starts is forked from the same server. `multiprocessing` would start another one,
+        as the server is not a child of this process.
+        """
+        import torch
+        from vllm.v1.executor import multiproc_executor
+
+        gc.unfreeze = lambda: None  # vLLM would collect garbage in what was imported, at its end
+        multiproc_executor.get_mp_context = ForkContext
+        server: Any = forkserver._forkserver  # noqa: SLF001 - there is no other way
+        server.ensure_running = resource_tracker.ensure_running
         for name in os.environ.keys() - self._variables.keys():
             del os.environ[name]
         # The others stay where they are in memory: from there vLLM finds the process's title.
