@@ -17,7 +17,6 @@ simulates 32 generators.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import subprocess
 from collections.abc import Sequence
@@ -29,7 +28,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.errors import UserError
 from asyncrl.simulation.fit import Fit, fit_run
 from asyncrl.simulation.study import MODES, Cluster, as_json, cluster, compare
 from asyncrl.simulation.tables import mode_table
@@ -68,24 +66,6 @@ def real_run(
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return directory / name
-
-
-def fitted_run(
-    name: str, settings: dict[str, Any], steps: int, directory: Path, more: Sequence[str] = ()
-) -> Fit:
-    """As `real_run`, with what is learnt from it.
-
-    A short run may end before its engine was looked at often enough. Then there is another one of
-    four times as many steps, twice at most.
-
-    Raises:
-        UserError: nothing can be learnt from the run.
-    """
-    for factor in (1, 4):
-        path = real_run(f"{name}-{factor}", settings, factor * steps, directory, more)
-        with contextlib.suppress(UserError):
-            return fit_run(path)
-    return fit_run(real_run(name, settings, 16 * steps, directory, more))
 
 
 def predicted(fit: Fit, like: Fit) -> float:
@@ -135,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             directory = args.runs or Path(temporary)
             names = {name: f"simulation-{index}" for index, name in enumerate(RUNS)}
             small = [*smoke_settings(directory), SLOW] if args.smoke else ()
-            fits = {n: fitted_run(names[n], RUNS[n], steps, directory, small) for n in chosen}
+            paths = {n: real_run(names[n], RUNS[n], steps, directory, small) for n in chosen}
+            fits = {name: fit_run(path) for name, path in paths.items()}
         raw["validation"] = validate(fits, console)
         raw["load_before"] = load
         console.print(f"load before: {load:.1f} of {os.cpu_count()} cores")

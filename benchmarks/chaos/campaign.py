@@ -158,6 +158,7 @@ def _kill(run: LiveRun, victim: Fault, moments: random.Random) -> Kill:
 
 def _start_seconds(run: LiveRun, since: float) -> float:
     """From the start of the first process since then until the last one was ready."""
+    tick = 1 / os.sysconf("SC_CLK_TCK")  # what `_unix_start` is exact to
     timelines = read_timelines(run.path / "timeline")
     controller = identity_of(run.controller)
     begun = [] if controller is None else [_unix_start(controller)]
@@ -166,7 +167,7 @@ def _start_seconds(run: LiveRun, since: float) -> float:
         started = _unix_start(record.process)
         begun.append(started)
         spans = timelines.get(record.name, ())
-        starting = (s for s in spans if s.kind == SpanKind.STARTING and s.start >= started)
+        starting = (s for s in spans if s.kind == SpanKind.STARTING and s.start >= started - tick)
         if started >= since and (span := next(starting, None)) is not None:
             ready.append(span.end)
     return max(ready) - min(one for one in begun if one >= since) if ready else 0.0

@@ -204,10 +204,26 @@ def call_here(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, code, output.getvalue())
 
 
-def until(condition: Callable[[], Any], *, seconds: float, what: str) -> None:
-    """Wait for a condition, with a deadline."""
+def until(
+    condition: Callable[[], Any],
+    *,
+    seconds: float,
+    what: str,
+    run: subprocess.Popen[str] | None = None,
+) -> None:
+    """Wait for a condition, with a deadline.
+
+    Args:
+        condition: true when the wait is over.
+        seconds: to wait at most.
+        what: is waited for.
+        run: fail at once, with its output, when this process has ended.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
+        if run is not None and run.poll() is not None:
+            output, _ = run.communicate(timeout=30)
+            pytest.fail(f"exit code {run.returncode} before {what}:\n{output}")
         if time.monotonic() > deadline:
             pytest.fail(f"waited {seconds} s for {what}")
         time.sleep(0.05)

@@ -36,6 +36,8 @@ def ray_nodes(cpus: Sequence[int]) -> Iterator[RayNodes]:
     environment = os.environ | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
         # Longer than `head.HEAD_SECONDS`: raylets end their processes then, which save first.
         "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
     }
@@ -66,11 +68,11 @@ def main() -> None:
     os.dup2(2, 1)
     from ray.cluster_utils import Cluster
 
-    small = {"object_store_memory": 80 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0} | small)
+    small = {"object_store_memory": 80 << 20, "include_log_monitor": False}
+    head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True}
+    cluster = Cluster(initialize_head=True, head_node_args=head | small)
     nodes = [
-        cluster.add_node(num_cpus=number, wait=False, object_store_memory=80 << 20)
-        for number in map(int, sys.argv[1:])
+        cluster.add_node(num_cpus=number, wait=False, **small) for number in map(int, sys.argv[1:])
     ]
     cluster.wait_for_nodes(timeout=START_SECONDS)
     assert len(nodes) == len(sys.argv) - 1

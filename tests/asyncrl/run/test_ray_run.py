@@ -7,12 +7,13 @@ import os
 import re
 import secrets
 import signal
+import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from asyncrl_runs import UNHURRIED, CommandLine, until, worst_mismatch
+from asyncrl_runs import UNHURRIED, CommandLine, call_here, until, worst_mismatch
 from ray_nodes import RayNodes, ray_nodes
 
 from asyncrl.launch.identity import status_of
@@ -77,10 +78,11 @@ def process_named(command_line: CommandLine, name: str) -> int:
     return found
 
 
-def ends_with_nothing_left(command_line: CommandLine) -> None:
+def ends_with_nothing_left(command_line: CommandLine, but: str = "nothing") -> None:
+    """Wait until no process is left, and no file in memory but one whose name ends so."""
     until(lambda: not processes_of(command_line), seconds=PATIENCE, what="the end of all processes")
     until(
-        lambda: not command_line.files_in_memory(),
+        lambda: all(file.name.endswith(but) for file in command_line.files_in_memory()),
         seconds=PATIENCE,
         what="the removal of files in memory",
     )
@@ -94,7 +96,7 @@ def test_bad_addresses_and_too_small_clusters_are_refused(
         ({"launcher__generators": 9}, "the run needs 10 CPU.* has 3 CPU"),
     ):
         settings = {"launcher__kind": "ray", "launcher__ray__address": cluster.address} | settings
-        done = command_line.run(**settings)
+        done = call_here(command_line.arguments(**settings))
         assert done.returncode == 2, done.stdout
         assert re.search(said, " ".join(done.stdout.split())), done.stdout
         assert not command_line.folder.exists()
@@ -117,18 +119,18 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
         launcher__ray__relays="always",
         launcher__generators=2,
     )
-    until(lambda: command_line.steps() >= 2, seconds=PATIENCE, what="two steps")
+    until(lambda: command_line.steps() >= 2, seconds=PATIENCE, what="two steps", run=process)
     first, second = sorted(command_line.children("generator"))
     files = {one: command_line.files_in_memory(one) for one in ("trainer", *RELAYS)}
     assert files["trainer"]
     assert sum(map(bool, files.values())) == 3, "two relays have weights of their own"
     each_process_is_on_a_node_of_its_own([*command_line.children("trainer"), first, second])
-    every_relay_has_passed_frames_and_fetched(command_line, files)
+    every_relay_has_passed_frames_and_fetched(command_line, files, process)
     command_line.phase("a child, a relay and an actor are killed")
     os.kill(first, signal.SIGKILL)
     relay = next(one for one in files if one != "trainer" and files[one])
     os.kill(process_named(command_line, relay), signal.SIGKILL)
-    until(lambda: command_line.steps() >= 5, seconds=PATIENCE, what="five steps")
+    until(lambda: command_line.steps() >= 5, seconds=PATIENCE, what="five steps", run=process)
     status = status_of(second)
     assert status is not None
     os.kill(status.parent, signal.SIGKILL)  # the actor's worker
@@ -137,13 +139,20 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
         lambda: len(list(logs.glob("generator-?.?.log"))) == 2,
         seconds=PATIENCE,
         what="another generator in place of each",
+        run=process,
     )
     before = command_line.steps()
-    until(lambda: command_line.steps() > before + 1, seconds=PATIENCE, what="two more steps")
+    until(
+        lambda: command_line.steps() > before + 1,
+        seconds=PATIENCE,
+        what="two more steps",
+        run=process,
+    )
     command_line.phase("the run is killed")
     process.kill()
     text = " ".join(process.communicate(timeout=PATIENCE)[0].split())
-    ends_with_nothing_left(command_line)
+    mark = f"-{process.pid}-owner"  # of the controller, which the next run on its machine removes
+    ends_with_nothing_left(command_line, but=mark)
     assert "was killed by SIGKILL" in text
     assert "its Ray actor was lost" in text
     assert text.count("in place of generator-") == 2
@@ -154,7 +163,7 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
     settings |= {"launcher__weights": "broadcast", "launcher__trusted_network": True}
     process = command_line.start("--resume", **settings, trainer__ranks=2)
     before = command_line.steps()
-    until(lambda: command_line.steps() > before, seconds=PATIENCE, what="another step")
+    until(lambda: command_line.steps() > before, seconds=PATIENCE, what="another step", run=process)
     assert len(command_line.children("trainer")) == 2, "one on each node, as each has one CPU"
     steps = command_line.metrics()
     assert [step.step for step in steps] == list(range(len(steps)))
@@ -184,7 +193,7 @@ def each_process_is_on_a_node_of_its_own(processes: list[int]) -> None:
 
 
 def every_relay_has_passed_frames_and_fetched(
-    command_line: CommandLine, files: dict[str, list[Path]]
+    command_line: CommandLine, files: dict[str, list[Path]], process: subprocess.Popen[str]
 ) -> None:
     """Those that have weights of their own in memory have fetched them, and one has sent them."""
     metrics = metrics_of(command_line)
@@ -201,4 +210,5 @@ def every_relay_has_passed_frames_and_fetched(
         lambda: any(metrics_of(command_line)[one](sent) for one in RELAYS),
         seconds=PATIENCE,
         what="a relay that has sent weights",
+        run=process,
     )

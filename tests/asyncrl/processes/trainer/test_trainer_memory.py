@@ -53,7 +53,9 @@ def load(
     monkeypatch.setattr(setup, "join", join)
     settings = {"dtype": "bfloat16", "gradient_checkpointing": True} | trainer
     config = {"launcher": {"kind": kind}, "trainer": settings}
-    spec = ChildSpec("trainer", "trainer", str(folder), str(folder), "", "ipc://x/data", 0, 1)
+    spec = ChildSpec(
+        "trainer", "trainer", str(folder), str(folder), "", f"ipc://{folder}/data", 0, 1
+    )
     child: Any = _Child(spec, parse_config(config, source="test"))
     setup._load_learner(child, None)  # type: ignore[arg-type] - not reached
 
