@@ -10,6 +10,7 @@ line of the output is a `Loaded` as JSON.
 from __future__ import annotations
 
 import gc
+import os
 import json
 import sys
 from pathlib import Path
@@ -187,4 +188,5 @@ def _place_of(value: object, described: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     gc.disable()  # nothing of what transformers imports is garbage; a quarter of the time
-    print(msgspec.json.encode(load(Path(sys.argv[1]))).decode())
+    print(msgspec.json.encode(load(Path(sys.argv[1]))).decode(), flush=True)
+    os._exit(0)  # to clear what was imported takes seconds
