@@ -10,8 +10,8 @@ line of the output is a `Loaded` as JSON.
 from __future__ import annotations
 
 import gc
-import os
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
