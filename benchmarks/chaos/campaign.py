@@ -157,7 +157,7 @@ def _kill(run: LiveRun, victim: Fault, moments: random.Random) -> Kill:
 
 
 def _start_seconds(run: LiveRun, since: float) -> float:
-    """From the start of the first process since then until the last one was ready."""
+    """From the start of the first process since then until the last one was ready; 0 if none is."""
     tick = 1 / os.sysconf("SC_CLK_TCK")  # what `_unix_start` is exact to
     timelines = read_timelines(run.path / "timeline")
     controller = identity_of(run.controller)

@@ -92,7 +92,8 @@ def test_a_run_survives_generator_reward_worker_and_controller(
     written = smoke("chaos", tmp_path / "out.json", capsys)
     (run,) = written["raw"]["by_type"].values()
     assert [kill["victim"] for kill in run["kills"]] == ["generator", "reward", "controller"]
-    assert run["kills"][0]["engine_start_seconds"] > 0
+    # Steps may go on without the generator; without a controller they do not.
+    assert run["kills"][2]["engine_start_seconds"] > 0
     assert (run["failure"], run["exit_code"]) == (None, 0)
     assert (run["groups_lost"], run["groups_twice"], run["groups_failed"]) == (0, 0, 0)
     assert run["groups_trained"] == 4 * run["steps"]

@@ -9,13 +9,12 @@ are spawned, as vLLM does it. Importing this module imports no vLLM.
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from multiprocessing import context, forkserver, popen_forkserver, resource_tracker
+from multiprocessing import context, forkserver, popen_forkserver
 from typing import Any
 
 from asyncrl.engine.config import EngineConfig
@@ -90,18 +89,9 @@ class _Core(context.ForkServerProcess):
         return _Popen(process)
 
     def run(self) -> None:
-        """Run it, with as many threads as its variables say: the server has read its own.
-
-        What it starts is forked from the same server. `multiprocessing` would start another one,
-        as the server is not a child of this process.
-        """
+        """Run it, with as many threads as its variables say: the server has read its own."""
         import torch
-        from vllm.v1.executor import multiproc_executor
 
-        gc.unfreeze = lambda: None  # vLLM would collect garbage in what was imported, at its end
-        multiproc_executor.get_mp_context = ForkContext
-        server: Any = forkserver._forkserver  # noqa: SLF001 - there is no other way
-        server.ensure_running = resource_tracker.ensure_running
         for name in os.environ.keys() - self._variables.keys():
             del os.environ[name]
         # The others stay where they are in memory: from there vLLM finds the process's title.

@@ -1,21 +1,39 @@
-"""Imports what an engine core needs, for the server that cores are forked from (`fork_server`)."""
+"""Imports what an engine core needs, for the server that cores and ranks are forked from.
+
+What is set here holds in all that is forked (`fork_server`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from importlib import import_module
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
 
+from asyncrl.engine.vllm.client.fork_server import ForkContext
 from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
+
+_EXECUTOR = "vllm.v1.executor.multiproc_executor"
 
 gc.disable()  # what is imported is no garbage
 for _name in (
     "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
+    _EXECUTOR,
     "vllm.v1.worker.cpu_worker",
     *(path.rpartition(".")[0] for path in (SCHEDULER_PATH, EXTENSION_PATH, DRAFTER_PATH)),
 ):
     with contextlib.suppress(ImportError):  # a core says what is missing
         import_module(_name)
 gc.freeze()
+gc.unfreeze = lambda: None  # vLLM would collect garbage in what was imported, at a core's end
 gc.enable()
+
+# A core forks its ranks from the same server. `multiprocessing` would start another one, as the
+# server is not a child of the core.
+if _EXECUTOR in sys.modules:
+    _executor: Any = sys.modules[_EXECUTOR]
+    _executor.get_mp_context = ForkContext
+_server: Any = forkserver._forkserver  # noqa: SLF001 - there is no other way
+_server.ensure_running = resource_tracker.ensure_running

@@ -152,18 +152,37 @@ def test_pause_stops_drawing_and_resume_continues(tiny_qwen3: str) -> None:
     run(main())
 
 
-def test_new_weights_in_flight(tiny_qwen3: str) -> None:
+class AllowedSteps:
+    """Lets a core compute so many steps as are allowed, and no more."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert isinstance(engine, TorchEngine)
+        assert engine._core is not None
+        step, self._allowed = engine._core.step, threading.Semaphore(0)
+        held = lambda: (self._allowed.acquire(timeout=DEADLINE), step())[1]  # noqa: E731
+        monkeypatch.setattr(engine._core, "step", held)
+
+    def allow(self, steps: int) -> None:
+        self._allowed.release(steps)
+
+
+def test_new_weights_in_flight(tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         engine = engine_of(tiny_qwen3)
         await engine.start()
+        steps = AllowedSteps(engine, monkeypatch)
         with pytest.raises(WeightsError, match="missing"):
             await give_weights(engine, [], 9)
         # Staged before: the response would end while weights are copied.
         with published(make_qwen3(seed=1).state_dict().items(), 4) as manifest:
             await engine.stage_weights(manifest)
         stream = engine.generate(request("a", max_tokens=40, seed=1))
+        steps.allow(20)
         versions = [(await anext(stream)).policy_version]
-        await engine.install_weights(4)
+        installed = asyncio.create_task(engine.install_weights(4))
+        await asyncio.sleep(0)
+        steps.allow(100)
+        await installed
         versions += [chunk.policy_version async for chunk in stream]
         assert versions == sorted(versions)
         assert set(versions) == {0, 4}
@@ -264,16 +283,12 @@ def test_no_token_is_lost_or_overtaken_however_busy_the_event_loop_is(
     async def main() -> None:
         engine = engine_of(tiny_qwen3, torch={"chunk_tokens": 16})
         await engine.start()
-        assert isinstance(engine, TorchEngine)
-        assert engine._core is not None
-        step, allowed = engine._core.step, threading.Semaphore(0)
-        held = lambda: (allowed.acquire(timeout=DEADLINE), step())[1]  # noqa: E731
-        monkeypatch.setattr(engine._core, "step", held)
+        steps = AllowedSteps(engine, monkeypatch)
         with published(make_qwen3(seed=1).state_dict().items(), 4) as manifest:
             await engine.stage_weights(manifest)
         reading = asyncio.create_task(collect(engine, request("a", max_tokens=12, seed=1)))
         await asyncio.sleep(0)
-        allowed.release(3)
+        steps.allow(3)
         block_until(lambda: engine.stats().steps == 3)
         work = engine.install_weights(4) if what == "install" else engine.pause()
         asked = asyncio.create_task(work)
@@ -281,7 +296,7 @@ def test_no_token_is_lost_or_overtaken_however_busy_the_event_loop_is(
         if what != "install":
             asked.cancel()
             await engine.resume()
-        allowed.release(100)
+        steps.allow(100)
         block_until(lambda: not engine.stats().running)
         chunks = await reading
         await asyncio.wait([asked])
@@ -314,17 +329,25 @@ def test_a_request_does_not_get_tokens_of_an_earlier_one_with_its_id(
     run(main())
 
 
-def test_the_id_of_a_request_that_is_served_is_refused(tiny_qwen3: str) -> None:
+def test_the_id_of_a_request_that_is_served_is_refused(
+    tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         engine = engine_of(tiny_qwen3)
         await engine.start()
+        steps = AllowedSteps(engine, monkeypatch)
         stream = engine.generate(request("a", max_tokens=40))
+        steps.allow(20)
         tokens = len((await anext(stream)).tokens)
         left = asyncio.create_task(collect(engine, request("a")))
         await asyncio.sleep(0)
         left.cancel()  # it has not been refused yet
+        again = asyncio.create_task(collect(engine, request("a")))
+        await asyncio.sleep(0)
+        steps.allow(1)  # after it, what came meanwhile is looked at
         with pytest.raises(RequestError, match="a request with this id is being served"):
-            await collect(engine, request("a"))
+            await again
+        steps.allow(100)
         async for chunk in stream:
             tokens += len(chunk.tokens)
         assert tokens == 40, "the first request was disturbed"
