@@ -88,7 +88,7 @@ format: $(VENV)/.dev ## let ruff rewrite what it can
 	$(VENV)/bin/ruff format .
 
 docs: $(VENV)/.dev ## make what is generated again: reference pages, picture of the structure, dashboard
-	$(VENV)/bin/python -m asyncrl.config_reference > docs/configuration.md
+	$(VENV)/bin/python -m asyncrl.config.reference > docs/configuration.md
 	$(VENV)/bin/python docs/structure.py
 	$(VENV)/bin/python docker/chart/schema/generate.py
 	$(VENV)/bin/python docs/generate.py

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import UserError
-from asyncrl.trainer_names import rank_of
+from asyncrl.rank_names import rank_of
 
 HELPER_CORES = "ASYNCRL_HELPER_CORES"
 """Environment variable with the cores of a process's reward workers, such as `1` or `2,3`."""

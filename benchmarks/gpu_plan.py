@@ -25,13 +25,13 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import RunConfig, load_config, parse_config
+from asyncrl.config.run_config import RunConfig, load_config, parse_config
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import plan_gpus
-from asyncrl.run.devices import needs_of
-from asyncrl.run.memory import device_of, memory_of, refuse_too_large
-from asyncrl.run.shared_gpu import USABLE, EngineNeeds, drafts_of, with_shared_gpu
+from asyncrl.startup.devices import needs_of
+from asyncrl.startup.memory import device_of, memory_of, refuse_too_large
+from asyncrl.startup.shared_gpu import USABLE, EngineNeeds, drafts_of, with_shared_gpu
 from asyncrl.trainer.memory import GIB, ModelShape
 from benchmarks.report import add_smoke, write_json
 

@@ -222,13 +222,13 @@ def _entropy(run: Path) -> float | None:
 def _warm() -> None:
     """Import what commands do, so that forks need not."""
     import asyncrl.cli.entry
-    import asyncrl.run.prepare
-    from asyncrl.run import loading_trial
+    import asyncrl.startup.prepare
+    from asyncrl.startup import loading_trial
 
     with tempfile.TemporaryDirectory() as empty:
         loading_trial.load(Path(empty))  # imports transformers' models
     assert asyncrl.cli.entry
-    assert asyncrl.run.prepare
+    assert asyncrl.startup.prepare
 
 
 def _forked(arguments: Sequence[str], output: int) -> int:
@@ -248,7 +248,7 @@ def _forked(arguments: Sequence[str], output: int) -> int:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         sys.argv = ["asyncrl", *arguments]
         from asyncrl.cli.entry import main as asyncrl
-        from asyncrl.run import loading_trial, model_check
+        from asyncrl.startup import loading_trial, model_check
 
         # It would be a process of its own, with five seconds of imports.
         model_check.tried = loading_trial.load

@@ -21,9 +21,9 @@ from unittest import mock
 
 import msgspec
 
-from asyncrl.processes.relay import pull
-from asyncrl.processes.relay.files import RelayFiles
-from asyncrl.processes.spec import files_hub
+from asyncrl.launch.child_spec import files_hub
+from asyncrl.relay import pull
+from asyncrl.relay.files import RelayFiles
 from asyncrl.wire import RunKey
 from asyncrl.wire.messages import files, from_relay, to_relay
 from benchmarks.report import add_smoke, write_json

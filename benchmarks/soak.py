@@ -41,7 +41,7 @@ from rich.table import Table
 
 from asyncrl.launch.identity import ProcessIdentity, identity_of, is_running
 from asyncrl.monitoring.group_account import GroupAccount, read_account
-from asyncrl.run.control import ask
+from asyncrl.steering.control_socket import ask
 from asyncrl.wire.messages import control
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
 from benchmarks.report import add_smoke, write_json

@@ -27,10 +27,10 @@ from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.rendering import TurnRenderer
 from asyncrl.environments.translation import Translation
-from asyncrl.processes.generator.episodes import Episodes
-from asyncrl.processes.generator.generation import SampleGeneration
-from asyncrl.processes.generator.held_sample import HeldSample
-from asyncrl.processes.generator.sample_generator import SampleGenerator
+from asyncrl.generator.environment_turns import Episodes
+from asyncrl.generator.finished_sample import HeldSample
+from asyncrl.generator.sample_runner import SampleGenerator
+from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rollout.trajectory import Provenance, SampleId
 from asyncrl.tasks.builtin_tokenizer import builtin_tokenizer

@@ -30,8 +30,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from asyncrl.run.audience import VIEW_SECONDS
-from asyncrl.run.watching import Watching
+from asyncrl.steering.status_stream import VIEW_SECONDS
+from asyncrl.steering.watching import Watching
 from benchmarks.report import add_smoke, write_json
 from benchmarks.watched_run import (
     SETTLE_SECONDS,

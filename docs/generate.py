@@ -3,7 +3,7 @@
     python docs/generate.py            writes them
     python docs/generate.py --check    exits with 1 when one on disk is stale
 
-docs/configuration.md has a generator of its own (`asyncrl.config_reference`), which
+docs/configuration.md has a generator of its own (`asyncrl.config.reference`), which
 `asyncrl run --explain` shares.
 """
 

@@ -58,9 +58,9 @@ def agent(
     once: Annotated[bool, typer.Option("--once", help="End when the run ends.")] = False,
 ) -> None:
     """Take part in a run with this machine: host its trainer or a generator."""
+    from asyncrl.config.agents import host_and_port
     from asyncrl.health import Health
     from asyncrl.launch.agents.agent import Agent, Settings
-    from asyncrl.launch.agents.config import host_and_port
     from asyncrl.launch.agents.gpus import count_gpus
     from asyncrl.launch.agents.secret import read_secret
 

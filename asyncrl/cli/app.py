@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from asyncrl.run.command_lines import DEFAULT_RUNS
+from asyncrl.runs.command_lines import DEFAULT_RUNS
 
 TRAINING, WATCHING, STEERING, MACHINE = "Train", "Watch", "Steer an active run", "This machine"
 """Headings of `asyncrl --help`, under which commands stand. Each command's epilog is an example."""

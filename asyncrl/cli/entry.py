@@ -22,7 +22,7 @@ from asyncrl.cli import (  # noqa: F401 - these add commands
 from asyncrl.cli.app import app
 from asyncrl.errors import AsyncrlError, Interrupted, UserError
 from asyncrl.monitoring.wording import without_controls
-from asyncrl.run.folder_lock import UnlockableError
+from asyncrl.runs.folder_lock import UnlockableError
 
 _ABOUT_PATHS = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST),

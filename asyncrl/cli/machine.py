@@ -20,8 +20,8 @@ def doctor(
     overrides: Overrides = None,
 ) -> None:
     """Show this machine, and which GPU each process of a run would get."""
-    from asyncrl.config import load_config
-    from asyncrl.run.doctor import diagnose
+    from asyncrl.config.run_config import load_config
+    from asyncrl.startup.doctor import diagnose
 
     diagnose(load_config(config_file, overrides or []), typer.echo)
 

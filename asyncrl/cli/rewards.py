@@ -71,10 +71,10 @@ def reward_server(
     import asyncio
     import contextlib
 
-    from asyncrl.rewards.server.address import listen, url_of
-    from asyncrl.rewards.server.batching import BatchSettings
-    from asyncrl.rewards.server.classifier import ClassifierSettings
-    from asyncrl.rewards.server.serving import ServerSettings, serve
+    from asyncrl.reward_server.address import listen, url_of
+    from asyncrl.reward_server.batching import BatchSettings
+    from asyncrl.reward_server.classifier import ClassifierSettings
+    from asyncrl.reward_server.serving import ServerSettings, serve
     from asyncrl.rewards.services.settings import read_secret
 
     token = read_secret(

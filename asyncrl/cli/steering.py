@@ -9,7 +9,7 @@ import typer
 
 from asyncrl.cli.app import STEERING, OrderedRun, Runs, app
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.run.command_lines import DEFAULT_RUNS
+from asyncrl.runs.command_lines import DEFAULT_RUNS
 from asyncrl.suggestions import shortened
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ def _request(name: str | None, runs: Path, request: control.Request) -> None:
         UserError: it is refused, or it is not known which run is meant.
         AsyncrlError: it is not known whether it was carried out.
     """
-    from asyncrl.run.choosing import find_run_for_order
-    from asyncrl.run.control import ask
+    from asyncrl.runs.find_run import find_run_for_order
+    from asyncrl.steering.control_socket import ask
     from asyncrl.wire.messages import control
 
     run = find_run_for_order(name, runs)

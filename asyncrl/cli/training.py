@@ -18,7 +18,7 @@ from rich.text import Text
 from asyncrl.cli.app import TRAINING, Overrides, Runs, app
 from asyncrl.cli.terminal import TerminalConsole
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.run.command_lines import DEFAULT_RUNS, resume_command
+from asyncrl.runs.command_lines import DEFAULT_RUNS, resume_command
 from asyncrl.simulation.command import simulate
 
 if TYPE_CHECKING:
@@ -104,13 +104,13 @@ def run(
     """Train: evaluate, run the steps, evaluate again, write a report."""
     if end_with is not None:
         _end_with(end_with)
-    from asyncrl.config import dump_config, load_config
-    from asyncrl.config_reference import explain_config
+    from asyncrl.config.reference import explain_config
+    from asyncrl.config.run_config import dump_config, load_config
 
     config = load_config(config_file, overrides or [])
     if dry_run or explain:
         typer.echo(explain_config(config) if explain else dump_config(config), nl=False)
-        from asyncrl.run.memory import memory_comment
+        from asyncrl.startup.memory import memory_comment
 
         typer.echo(memory_comment(config))
         return
@@ -119,7 +119,7 @@ def run(
             "--continue resumes a run or begins it: give it without --resume and --clean"
         )
     if continues:
-        from asyncrl.run.directory import is_complete, may_be_resumed
+        from asyncrl.runs.directory import is_complete, may_be_resumed
 
         if is_complete(config):
             typer.echo(f"the run in {config.directory} is complete; there is nothing to do")
@@ -129,19 +129,19 @@ def run(
     if resume and clean:
         raise UserError("--resume continues a run and --clean deletes it: give only one of them")
     console = TerminalConsole(markup=False)
-    from asyncrl.run.directory import refuse_unfit
-    from asyncrl.run.gpu_defaults import with_recorded_dtype
-    from asyncrl.run.orders import with_orders
-    from asyncrl.run.template_date import with_recorded_date
+    from asyncrl.runs.directory import refuse_unfit
+    from asyncrl.runs.template_date import with_recorded_date
+    from asyncrl.startup.gpu_defaults import with_recorded_dtype
+    from asyncrl.steering.user_commands import with_orders
 
     with contextlib.suppress(OSError):  # `execute` says what cannot be read
         refuse_unfit(config, resume=resume, clean=clean)
     if resume:
         say = partial(console.print, highlight=False, soft_wrap=True)
         config = with_recorded_dtype(with_recorded_date(with_orders(config, overrides or [], say)))
+    from asyncrl.controller.execute import execute
     from asyncrl.health import Health
-    from asyncrl.run.execute import execute
-    from asyncrl.run.prepare import prepare
+    from asyncrl.startup.prepare import prepare
 
     result = execute(
         prepare(config, console),
@@ -232,7 +232,7 @@ def export(
 
     Of a run with LoRA, its adapter as a PEFT directory.
     """
-    from asyncrl.run.exporting import describe, export_run
+    from asyncrl.tasks.exported_model import describe, export_run
     from asyncrl.tasks.model import no_transformers_bars
 
     with no_transformers_bars():
@@ -248,7 +248,7 @@ app.command(
 
 def _end_with(parent: int) -> None:
     """Have the kernel end this command when its parent ends. Raises UserError: not its parent."""
-    from asyncrl.launch.parent_death import end_with_parent
+    from asyncrl.parent_death import end_with_parent
 
     if sys.platform != "linux":
         raise UserError("--end-with works on Linux only")

@@ -14,14 +14,14 @@ from rich.text import Text
 from asyncrl.cli.app import WATCHING, Json, RunName, Runs, app
 from asyncrl.cli.terminal import TerminalConsole
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.run.command_lines import DEFAULT_RUNS
+from asyncrl.runs.command_lines import DEFAULT_RUNS
 
 
 @app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl status arithmetic --json")
 def status(name: RunName = None, runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
     """Show what an active run is doing."""
-    from asyncrl.run.control import ask
-    from asyncrl.run.directory import find_run
+    from asyncrl.runs.directory import find_run
+    from asyncrl.steering.control_socket import ask
     from asyncrl.wire.messages import control
 
     run = find_run(name, runs)
@@ -41,7 +41,7 @@ def status(name: RunName = None, runs: Runs = DEFAULT_RUNS, as_json: Json = Fals
 def report(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Write report.html of a run: active, finished or killed."""
     from asyncrl.monitoring.report.write import write_report
-    from asyncrl.run.directory import find_run
+    from asyncrl.runs.directory import find_run
 
     typer.echo(f"report: {write_report(find_run(name, runs))}")
 
@@ -54,8 +54,8 @@ def watch(name: RunName = None, runs: Runs = DEFAULT_RUNS) -> None:
     """
     import asyncio
 
-    from asyncrl.run import watching
-    from asyncrl.run.directory import find_run
+    from asyncrl.runs.directory import find_run
+    from asyncrl.steering import watching
 
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(watching.watch(find_run(name, runs), TerminalConsole()))
@@ -78,8 +78,8 @@ def logs(
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """Print the logs of a run's processes, such as trainer or generator-0."""
-    from asyncrl.run import log_reading
-    from asyncrl.run.directory import is_alive
+    from asyncrl.runs import log_reading
+    from asyncrl.runs.directory import is_alive
 
     run, process = _run_and_process(words or [], runs)
     log_reading.find_logs(run, process)
@@ -96,7 +96,7 @@ def logs(
 
 def _run_and_process(words: list[str], runs: Path) -> tuple[Path, str | None]:
     """What `asyncrl logs` is asked for. One word is a run if there is one of that name."""
-    from asyncrl.run.directory import find_run
+    from asyncrl.runs.directory import find_run
 
     if len(words) > 2:
         raise UserError("write it as asyncrl logs [RUN] [PROCESS]")
@@ -122,7 +122,7 @@ def samples(
     """
     from asyncrl.monitoring.sample_text import legend, newest, sample_text
     from asyncrl.monitoring.samples import read_samples, trained_on
-    from asyncrl.run.directory import find_run
+    from asyncrl.runs.directory import find_run
 
     run = find_run(name, runs)
     found = newest(trained_on(read_samples(run / "samples.jsonl")), count)
@@ -142,7 +142,7 @@ def list_all(runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
     from rich.table import Table
 
     from asyncrl.monitoring.wording import number
-    from asyncrl.run.run_list import list_runs
+    from asyncrl.runs.run_list import list_runs
 
     found = list_runs(runs)
     if as_json:
@@ -178,7 +178,7 @@ def compare(
     from asyncrl.monitoring.report.data import load_run
     from asyncrl.monitoring.report.series import thin
     from asyncrl.monitoring.wording import sparkline, without_controls
-    from asyncrl.run.directory import find_run
+    from asyncrl.runs.directory import find_run
 
     if not 2 <= len(names) <= 12:
         raise UserError(f"give the names of 2 to 12 runs, not {len(names)}")

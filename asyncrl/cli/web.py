@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from asyncrl.cli.app import WATCHING, RunName, Runs, app
-from asyncrl.run.command_lines import DEFAULT_RUNS
+from asyncrl.runs.command_lines import DEFAULT_RUNS
 
 
 @app.command(rich_help_panel=WATCHING, epilog="Example: asyncrl web arithmetic")
@@ -23,7 +23,7 @@ def web(
 
     The link holds the token that orders need.
     """
-    from asyncrl.run.directory import find_run
+    from asyncrl.runs.directory import find_run
     from asyncrl.web.command import show_page
 
     show_page(find_run(name, runs), port, typer.echo)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl import user_functions
 from asyncrl.environments.user_threads import in_thread
 from asyncrl.errors import RewardError
+from asyncrl.user_code import loading as user_functions
 
 _OUTPUT_BYTES = 1 << 20
 """A command may print so much, and this much of its errors is kept."""

@@ -36,7 +36,7 @@ from asyncrl.environments.turnstile import Turnstile
 from asyncrl.errors import RewardError
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.process import WorkerLost, refused
-from asyncrl.rewards.streams import pack
+from asyncrl.user_code.streams import pack
 from asyncrl.wire.decoding import FrameRefused, Reason
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from asyncrl.errors import RewardError
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.process import Program, UserProcess, WorkerLost
 from asyncrl.rewards.protocol import Refused
-from asyncrl.rewards.streams import MAX_FRAME, pack
+from asyncrl.user_code.streams import MAX_FRAME, pack
 from asyncrl.wire.decoding import FrameDecoder
 
 _DECODER: FrameDecoder[FromWorker] = FrameDecoder(FromWorker, max_bytes=MAX_FRAME)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from asyncrl import user_functions
 from asyncrl.errors import RewardError
 from asyncrl.suggestions import nearest
+from asyncrl.user_code import loading as user_functions
 
 Factory = Callable[[], Any]
 """Makes one environment."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from asyncrl.environments.interpreter import check_interpreter, command
 from asyncrl.environments.registry import load_factory
 from asyncrl.errors import RewardError
-from asyncrl.user_functions import search
+from asyncrl.user_code.loading import search
 
 
 def main() -> None:

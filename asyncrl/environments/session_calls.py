@@ -37,10 +37,10 @@ from asyncrl.environments.protocol import (
 from asyncrl.environments.registry import Factory
 from asyncrl.environments.snapshots import Snapshots
 from asyncrl.environments.user_threads import SessionThread
-from asyncrl.rewards.error_text import bounded, last_lines
 from asyncrl.rewards.examples import argument_for
-from asyncrl.rewards.streams import MAX_FRAME, pack
 from asyncrl.rewards.values import is_unavailable
+from asyncrl.user_code.error_text import bounded, last_lines
+from asyncrl.user_code.streams import MAX_FRAME, pack
 
 _CLOSE_SECONDS = 5.0
 """Longest time for an environment's `close`."""

@@ -1,7 +1,7 @@
 """A worker of environments: `python -m asyncrl.environments.worker PARENT STATUS PROCESSES`.
 
 The user's environments run here, many in one process, below a supervisor
-(`asyncrl.rewards.supervisor`). Async methods run in one event loop; others in a thread that each
+(`asyncrl.user_code.supervisor`). Async methods run in one event loop; others in a thread that each
 session has to itself, so that an environment is always called from the same thread. A method that
 takes too long is cancelled, or its thread is left behind and the pool told so: it replaces the
 process once several hang. Import-light: no torch, no pydantic.
@@ -32,11 +32,11 @@ from asyncrl.environments.registry import Factory, load_factory
 from asyncrl.environments.session_calls import Session
 from asyncrl.environments.user_threads import LEFT_BEHIND
 from asyncrl.errors import RewardError
-from asyncrl.rewards.error_text import last_lines
 from asyncrl.rewards.protocol import Refused
-from asyncrl.rewards.streams import Streams
-from asyncrl.rewards.worker_start import begin
-from asyncrl.user_functions import search
+from asyncrl.user_code.error_text import last_lines
+from asyncrl.user_code.loading import search
+from asyncrl.user_code.streams import Streams
+from asyncrl.user_code.worker_start import begin
 
 _LOOK_SECONDS = 1.0
 """Time between two looks at the threads that were left behind."""

@@ -13,32 +13,32 @@ import torch
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from asyncrl.config import RunConfig, load_config
+from asyncrl.config.run_config import RunConfig, load_config
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import Engine
 from asyncrl.errors import AsyncrlError, ModelError, UserError, first_error
 from asyncrl.evaluation.plan import plan_of
 from asyncrl.evaluation.round import EvaluationRound
+from asyncrl.generator.environment_setup import episodes_with, start_environments
+from asyncrl.generator.sample_rewards import SampleRewards
+from asyncrl.generator.sample_runner import SampleGenerator
+from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
-from asyncrl.processes.generator.environment_setup import episodes_with, start_environments
-from asyncrl.processes.generator.generation import SampleGeneration
-from asyncrl.processes.generator.sample_generator import SampleGenerator
-from asyncrl.processes.generator.sample_rewards import SampleRewards
+from asyncrl.reward_server.keeping import served
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.rewards.server.keeping import served
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.run.directory import find_run
-from asyncrl.run.exporting import model_of
-from asyncrl.run.gpu_defaults import with_drafts_that_pay
-from asyncrl.run.model_check import check_files, check_numbers
-from asyncrl.run.positions_check import check_positions
-from asyncrl.run.sample_requests import payload_of, sample_seed
-from asyncrl.run.template_date import with_date
+from asyncrl.runs.directory import find_run
+from asyncrl.runs.template_date import with_date
+from asyncrl.startup.gpu_defaults import with_drafts_that_pay
+from asyncrl.startup.model_check import check_files, check_numbers
+from asyncrl.startup.positions_check import check_positions
 from asyncrl.tasks.config import ModelConfig
+from asyncrl.tasks.exported_model import model_of
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task, held_out_sets
+from asyncrl.tasks.sample_requests import payload_of, sample_seed
 from asyncrl.tasks.token_bytes import stop_rule
 from asyncrl.trainer.checkpoint_files import choose
 from asyncrl.trainer.errors import CheckpointError

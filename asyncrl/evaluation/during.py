@@ -6,7 +6,7 @@
 
 Where tokens cannot be verified (`scheduler.on_update` other than `verify`) the lead is 0.
 Generators install no newer version before their held-out samples are finished, for `hold_seconds`
-at most (`asyncrl.processes.generator.evaluation`). Nothing else waits for a round.
+at most (`asyncrl.generator.evaluation`). Nothing else waits for a round.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from asyncrl.config import RunConfig
-from asyncrl.config_by_step import ConfigByStep
+from asyncrl.config.by_step import ConfigByStep
+from asyncrl.config.run_config import RunConfig
 from asyncrl.evaluation.plan import plan_of
 from asyncrl.evaluation.round import EvaluationRound
-from asyncrl.run.fleet import Fleet
-from asyncrl.run.sample_requests import SampleRequests
-from asyncrl.run.worker import Worker
+from asyncrl.fleet.process_fleet import Fleet
+from asyncrl.fleet.process_state import Worker
+from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.evaluations import EvaluationRecord
 from asyncrl.wire.messages import from_generator, to_generator
 from asyncrl.wire.messages.to_generator import FixedVersion

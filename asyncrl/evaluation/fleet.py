@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from asyncrl.config import RunConfig
-from asyncrl.evaluation.config import EvaluationConfig
+from asyncrl.config.run_config import RunConfig
 from asyncrl.evaluation.during import EvaluationDuringTraining
 from asyncrl.evaluation.plan import plan_of
 from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import EvaluationRound
-from asyncrl.run.fleet import Fleet
-from asyncrl.run.sample_requests import SampleRequests
-from asyncrl.run.waiting import Waiter
-from asyncrl.run.worker import Worker
+from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.process_fleet import Fleet
+from asyncrl.fleet.process_state import Worker
+from asyncrl.tasks.evaluation_config import EvaluationConfig
+from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.evaluations import EvaluationRecord
 from asyncrl.wire.messages.from_generator import EvaluationMissed, EvaluationSample
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncrl.evaluation.config import EvaluationConfig
+from asyncrl.tasks.evaluation_config import EvaluationConfig
 from asyncrl.wire.evaluations import HELD_OUT
 
 SHOWN = 4

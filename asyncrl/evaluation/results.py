@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.evaluation.config import EvaluationConfig
 from asyncrl.monitoring.evaluations_log import EvaluationsLog, read_evaluations
+from asyncrl.tasks.evaluation_config import EvaluationConfig
 from asyncrl.trainer.best_checkpoint import BestCheckpoint, write_best
 from asyncrl.wire.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation
 

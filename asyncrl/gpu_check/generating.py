@@ -25,9 +25,9 @@ from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams
+from asyncrl.generator.background import BackgroundTasks
+from asyncrl.generator.noise_floor import NoiseFloorProbe
 from asyncrl.gpu_check.parts import Context, LeftOut, PartFailed, Said
-from asyncrl.processes.generator.background import BackgroundTasks
-from asyncrl.processes.generator.noise_floor import NoiseFloorProbe
 from asyncrl.rollout.trajectory import SampleId, TrajectoryBuilder, VerifiableTrajectory
 from asyncrl.simulation.lengths import Survival
 from asyncrl.wire.noise_floor import NoiseFloor

@@ -95,8 +95,8 @@ def _doctor() -> list[str]:
     """The lines of `asyncrl doctor` for a run with all defaults; none without its packages."""
     if any(importlib.util.find_spec(name) is None for name in _DOCTOR_NEEDS):
         return []
-    from asyncrl.config import load_config
-    from asyncrl.run.doctor import diagnose
+    from asyncrl.config.run_config import load_config
+    from asyncrl.startup.doctor import diagnose
 
     lines: list[str] = []
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from asyncrl.processes.spec import ChildKeys, ChildSpec
+from asyncrl.launch.child_spec import ChildKeys, ChildSpec
 
 
 class ProcessHandle(Protocol):

@@ -16,16 +16,16 @@ import msgspec
 
 from asyncrl.cores import HELPER_CORES, divide_machine, stay_on
 from asyncrl.errors import UserError
+from asyncrl.launch.child_spec import ChildKeys, ChildSpec
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
-from asyncrl.processes.spec import ChildKeys, ChildSpec
 
 logger = logging.getLogger(__name__)
 
 _LOG_TAIL_BYTES = 16_384
 
-CHILD_MODULE = "asyncrl.processes.child"
+CHILD_MODULE = "asyncrl.child"
 """What a child runs. Benchmarks put an entry point of their own here, which then calls this one."""
 
 

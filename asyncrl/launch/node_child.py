@@ -1,7 +1,7 @@
 """The child of a node: started as locally, watched, and not left behind.
 
     process on a node (an actor of Ray, an agent)
-        ├── child (asyncrl.processes.child), in a session of its own, keys on its standard input
+        ├── child (asyncrl.child), in a session of its own, keys on its standard input
         └── keeper (asyncrl.launch.keeper), a child of neither
 
 The kernel tells a child of the death of the *thread* that started it, so that thread waits for it.
@@ -36,13 +36,13 @@ MARK_VARIABLE = "ASYNCRL_PROCESS_MARK"
 RUN_MARK = "ASYNCRL_CONTROLLER_MARK"
 """`asyncrl.launch.records.MARK_VARIABLE`, which this module must not import."""
 CONFIG_VARIABLE = "ASYNCRL_RUN_CONFIG"
-"""`asyncrl.processes.spec.CONFIG_VARIABLE`, which this module must not import."""
-CHILD_MODULE = "asyncrl.processes.child"
+"""`asyncrl.launch.child_spec.CONFIG_VARIABLE`, which this module must not import."""
+CHILD_MODULE = "asyncrl.child"
 KEEPER_MODULE = "asyncrl.launch.keeper"
 
 GRACE_SECONDS = 12.0
 """Time that the child of a lost process has to end by itself. It cleans up for at most 10 s after
-SIGTERM (`asyncrl.processes.child`)."""
+SIGTERM (`asyncrl.child`)."""
 _START_SECONDS = 30.0
 PROBE_SECONDS = 5.0
 _KEEPER_SECONDS = 1.0

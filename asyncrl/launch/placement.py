@@ -5,7 +5,7 @@
 
 A generator has t GPUs (`tensor_parallel_size` of its engine), side by side, so that those of one
 generator are those that the machine connects best. Each rank of the trainer has one; where there is
-one GPU in all, it shares the generator's (`asyncrl.run.shared_gpu` divides it). A replacement gets
+one GPU in all, it shares the generator's (`asyncrl.startup.shared_gpu` divides it). A replacement gets
 its predecessor's. A process sees its own GPUs only: CUDA_VISIBLE_DEVICES names them as the
 user's did.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from asyncrl.engine.config import EngineKind
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import NONE_VISIBLE, Gpu
-from asyncrl.trainer_names import rank_of
+from asyncrl.rank_names import rank_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ORDER = "CUDA_DEVICE_ORDER"

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import RunConfig
+from asyncrl.config.run_config import RunConfig
+from asyncrl.launch.child_spec import ChildSpec
 from asyncrl.launch.records import MARK_VARIABLE
-from asyncrl.processes.spec import ChildSpec
 
 
 def start_order(spec: ChildSpec, *, mark: str, relay_per_node: bool) -> str:

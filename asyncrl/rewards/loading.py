@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from asyncrl import user_functions
 from asyncrl.errors import RewardError
 from asyncrl.rewards import judge, reward_model
 from asyncrl.rewards.code import code
 from asyncrl.rewards.functions import BUILTIN, RewardFunction, response_format
 from asyncrl.sandbox.check import why_not
 from asyncrl.suggestions import nearest
+from asyncrl.user_code import loading as user_functions
 
 _KIND = user_functions.FunctionKind(
     noun="reward",

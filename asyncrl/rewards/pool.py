@@ -21,8 +21,8 @@ from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.lane import Lane
 from asyncrl.rewards.loading import check_name
 from asyncrl.rewards.protocol import Call
-from asyncrl.rewards.streams import MAX_FRAME, pack
 from asyncrl.rewards.values import ABSURD
+from asyncrl.user_code.streams import MAX_FRAME, pack
 from asyncrl.wire.reward_counts import RewardCounts
 
 log = logging.getLogger(__name__)

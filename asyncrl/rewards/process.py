@@ -20,12 +20,12 @@ from typing import Generic, TypeVar
 from asyncrl.errors import RewardError
 from asyncrl.monitoring.wording import without_controls
 from asyncrl.rewards import protocol
-from asyncrl.rewards.cgroup import ControlGroup
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.rewards.endings import how_it_ended, how_it_exited, read_ending
 from asyncrl.rewards.protocol import FromWorker
-from asyncrl.rewards.streams import MAX_FRAME, pack, take_frame
-from asyncrl.rewards.supervisor import KILL_SECONDS
+from asyncrl.user_code.control_group import ControlGroup
+from asyncrl.user_code.exit_status import how_it_ended, how_it_exited, read_ending
+from asyncrl.user_code.streams import MAX_FRAME, pack, take_frame
+from asyncrl.user_code.supervisor import KILL_SECONDS
 from asyncrl.wire.decoding import FrameDecoder, FrameRefused, Reason
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Program:
     """What a process runs, and how messages speak of it."""
 
     command: tuple[str, ...]
-    """An interpreter and a main module, which calls `asyncrl.rewards.worker_start.begin` first."""
+    """An interpreter and a main module, which calls `asyncrl.user_code.worker_start.begin` first."""
     noun: str
     """What it is a worker of, for logs: `reward`."""
     contents: str

@@ -1,6 +1,6 @@
 """The messages between the pool and a worker process.
 
-Each is a frame on the worker's standard streams (`asyncrl.rewards.streams`). The pool sends one
+Each is a frame on the worker's standard streams (`asyncrl.user_code.streams`). The pool sends one
 `Setup`, then `Call`s, which may queue up in the stream. The worker answers `Setup` with `Ready` or
 `Refused`. It answers each `Call` with a `Began` as each term starts, then `Scored` or `Failed`: in
 turn, or in any order if it is `asynchronous`.

@@ -1,6 +1,6 @@
 """A reward worker: `python -m asyncrl.rewards.worker PARENT STATUS PROCESSES`.
 
-The user's functions run here, below a supervisor (`asyncrl.rewards.supervisor`): one that hangs can
+The user's functions run here, below a supervisor (`asyncrl.user_code.supervisor`): one that hangs can
 be killed with all that it has started, and one that crashes takes nothing with it. Calls queue up
 in the worker's input. They are answered one after the other, or, if a function is async, run
 concurrently in one event loop. The functions' own output goes to the supervisor; the frames have
@@ -14,10 +14,10 @@ import msgspec
 
 from asyncrl.errors import RewardError
 from asyncrl.rewards import protocol
-from asyncrl.rewards.error_text import last_lines
 from asyncrl.rewards.scoring import LoadedTerm, finish, score
-from asyncrl.rewards.worker_start import begin
-from asyncrl.user_functions import search
+from asyncrl.user_code.error_text import last_lines
+from asyncrl.user_code.loading import search
+from asyncrl.user_code.worker_start import begin
 
 
 def main() -> None:

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from asyncrl.rewards.process_tree import descendants
 from asyncrl.sandbox.errors import SandboxError
 from asyncrl.sandbox.limits import Limits
 from asyncrl.sandbox.memory import held
 from asyncrl.sandbox.own_time import OwnTime, times_of
 from asyncrl.sandbox.seccomp import ARCHITECTURES, program
+from asyncrl.user_code.process_tree import descendants
 
 Ending = Literal["exit", "signal", "wall_seconds", "cpu_seconds", "memory_bytes", "output_bytes"]
 """`exit`: by itself. `signal`: killed by one, its own fault. The others: the limit that it met."""

@@ -205,7 +205,7 @@ def simulate(
     """
     from dataclasses import asdict
 
-    from asyncrl.config import load_config
+    from asyncrl.config.run_config import load_config
     from asyncrl.simulation import study, tables
     from asyncrl.simulation.failures import Failures, Stragglers
     from asyncrl.simulation.fit import fit_run

@@ -1,6 +1,6 @@
 """Fit the costs of a real run to the records in its directory.
 
-    RUN/engine/GENERATOR.jsonl    counters of the engine (`asyncrl.processes.generator.engine_log`)
+    RUN/engine/GENERATOR.jsonl    counters of the engine (`asyncrl.generator.engine_log`)
     RUN/metrics.jsonl             step records: seconds of steps and of training, tokens
     RUN/timeline/PROCESS.jsonl    seconds of weight transfers and of messages
 
@@ -17,16 +17,16 @@ from statistics import fmean, median
 
 import numpy as np
 
-from asyncrl.config import RunConfig, load_config
+from asyncrl.config.run_config import RunConfig, load_config
 from asyncrl.engine.drafting.calibration import rising
 from asyncrl.errors import UserError
+from asyncrl.generator.engine_log import EngineRecord
 from asyncrl.monitoring.jsonl import read_jsonl
 from asyncrl.monitoring.metrics_log import read_metrics
 from asyncrl.monitoring.spans import Span, SpanKind, read_spans
-from asyncrl.processes.generator.engine_log import EngineRecord
+from asyncrl.rank_names import rank_of
 from asyncrl.simulation.cost import MeasuredCost
 from asyncrl.simulation.lengths import Survival
-from asyncrl.trainer_names import rank_of
 from asyncrl.wire.records import StepMetrics, TokenCounts
 
 WARM_UP = 3

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from asyncrl.config import RunConfig
+from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.scheduler.config import DynamicSamplingConfig, SchedulerConfig
 from asyncrl.simulation.cost import DEVICES, MODELS, Cost, Costs, kv_tokens, roofline

@@ -20,9 +20,9 @@ import msgspec
 
 from asyncrl.errors import RenderingError
 from asyncrl.monitoring.wording import without_controls
-from asyncrl.rewards.streams import MAX_FRAME, pack
 from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
 from asyncrl.tasks.template_messages import Answer, Failed, Limits, Render
+from asyncrl.user_code.streams import MAX_FRAME, pack
 
 Message = dict[str, Any]
 """A chat message: `role` and `content`, and what the template knows besides (`tool_calls`)."""

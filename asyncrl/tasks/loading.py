@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncrl.errors import DataError
-from asyncrl.evaluation.config import EvaluationSetConfig
 from asyncrl.tasks.arithmetic import arithmetic_questions
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.dataset import dataset_questions
 from asyncrl.tasks.encoding import PromptEncoder
+from asyncrl.tasks.evaluation_config import EvaluationSetConfig
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.model_tokenizer import load_tokenizer, model_stop_tokens
 from asyncrl.tasks.prompts import LoadedTask, Prompt, Task, prompt_order

@@ -1,6 +1,6 @@
 """What the controller and the process that runs `task.map` send each other.
 
-Each is a frame (`asyncrl.rewards.streams`). The process reads a `Load` and then one example per
+Each is a frame (`asyncrl.user_code.streams`). The process reads a `Load` and then one example per
 frame, until its input ends. It answers `Loaded` or `Refused`, and each example with `Mapped` or
 `Failed`, in order. Import-light: that process loads this file.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import DataError
-from asyncrl.user_functions import FunctionKind
+from asyncrl.user_code.loading import FunctionKind
 
 MAP = FunctionKind(noun="task.map", signature="function(example)", arguments=({},), error=DataError)
 

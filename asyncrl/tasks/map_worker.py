@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import DataError
-from asyncrl.rewards.error_text import last_lines
-from asyncrl.rewards.streams import MAX_FRAME, Streams
-from asyncrl.rewards.supervisor import supervise
 from asyncrl.tasks.map_messages import MAP, Failed, Load, Loaded, Mapped, Refused
-from asyncrl.user_functions import load_function, search
+from asyncrl.user_code.error_text import last_lines
+from asyncrl.user_code.loading import load_function, search
+from asyncrl.user_code.streams import MAX_FRAME, Streams
+from asyncrl.user_code.supervisor import supervise
 
 
 def main() -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import DataError
-from asyncrl.rewards.streams import pack
 from asyncrl.tasks.map_messages import Answer, Failed, Load, Loaded, Mapped, Refused
 from asyncrl.tasks.rows import BadRow, Row, checked
 from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
+from asyncrl.user_code.streams import pack
 
 IMPORT_SECONDS = 60.0
 """Longest time for importing the function's module."""

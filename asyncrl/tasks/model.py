@@ -83,7 +83,7 @@ def _of_checkpoint(directory: Path, progress: Progress | None) -> Path:
         directory = directory.parent if is_checkpoint(directory.parent) else directory
     if not is_checkpoint(directory):
         return directory
-    from asyncrl.run.exporting import model_of
+    from asyncrl.tasks.exported_model import model_of
 
     try:
         return model_of(

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import time
 
-from asyncrl.rewards.endings import how_it_ended, read_ending
-from asyncrl.rewards.streams import take_frame
+from asyncrl.user_code.exit_status import how_it_ended, read_ending
+from asyncrl.user_code.streams import take_frame
 
 _END_SECONDS = 30.0
 """Longest wait for the supervisor to end the process."""
@@ -36,7 +36,7 @@ class SupervisedProcess:
     """Runs a module as `python -m MODULE PARENT STATUS PROCESSES`.
 
     Args:
-        module: calls `asyncrl.rewards.supervisor.supervise` before anything else.
+        module: calls `asyncrl.user_code.supervisor.supervise` before anything else.
         max_processes: most processes that it may start.
         input_file: descriptor of its standard input; None: `send` writes to it.
     """

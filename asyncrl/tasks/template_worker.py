@@ -27,9 +27,9 @@ import jinja2.parser
 import jinja2.sandbox
 import msgspec
 
-from asyncrl.rewards.streams import Streams
-from asyncrl.rewards.supervisor import supervise
 from asyncrl.tasks.template_messages import MAX_TEXT, Answer, Failed, Limits, Render, Rendered
+from asyncrl.user_code.streams import Streams
+from asyncrl.user_code.supervisor import supervise
 
 _MAX_MESSAGE = 2000
 """Most characters of an error."""

@@ -13,8 +13,8 @@ import yaml
 
 from asyncrl.errors import UserError
 from asyncrl.monitoring.config import WebConfig
-from asyncrl.run.command_lines import command_for
-from asyncrl.run.directory import is_alive, read_state
+from asyncrl.runs.command_lines import command_for
+from asyncrl.runs.directory import is_alive, read_state
 from asyncrl.web.serving import listen, url_of
 from asyncrl.web.tokens import read_token, token_path
 

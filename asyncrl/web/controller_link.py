@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.monitoring.report.data import RunData, load_run
 from asyncrl.monitoring.run_view import RunView
-from asyncrl.run.control import open_line, send_order
-from asyncrl.run.directory import read_state
+from asyncrl.runs.directory import read_state
+from asyncrl.steering.control_socket import open_line, send_order
 from asyncrl.wire import Line
 from asyncrl.wire.errors import WireError
 from asyncrl.wire.messages import control

@@ -1,4 +1,4 @@
-"""Entry point of the children: `asyncrl.processes.child` with faults that can be switched on."""
+"""Entry point of the children: `asyncrl.child` with faults that can be switched on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from asyncrl import child
 from asyncrl.engine.torch.weights import ModuleWeights
-from asyncrl.processes import child
-from asyncrl.processes.generator import noise_floor
+from asyncrl.generator import noise_floor
 from asyncrl.trainer.learner import Learner
 from asyncrl.wire.noise_floor import NoiseFloor
 from asyncrl.wire.records import LearnerMetrics
@@ -62,7 +62,7 @@ _really_compared = noise_floor._compared  # noqa: SLF001 - where the engine's ve
 def inject() -> None:
     """Put the faulty parts in the places of the real ones, in this process."""
     import asyncrl.engine.torch.core as torch_core
-    import asyncrl.processes.trainer.setup as trainer_setup
+    import asyncrl.trainer_process.setup as trainer_setup
 
     trainer_setup.Learner = FaultyLearner  # type: ignore[misc]
     torch_core.ModuleWeights = FaultyWeights  # type: ignore[misc]

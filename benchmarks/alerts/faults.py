@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 
 from asyncrl.launch.identity import send
-from asyncrl.run.directory import read_state
+from asyncrl.runs.directory import read_state
 from benchmarks.chaos.live_run import LiveRun
 
 DISK = "64m"

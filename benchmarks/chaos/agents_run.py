@@ -15,7 +15,7 @@ from asyncrl.launch.identity import ProcessIdentity, identity_of
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecord
 from benchmarks.chaos.live_run import LiveRun
 
-CHILD = "asyncrl.processes.child"
+CHILD = "asyncrl.child"
 PLACES = {"t": "trainer", "g": "generator", "h": "generator"}
 """Agents, and what they run."""
 

@@ -21,11 +21,11 @@ from typing import Any
 
 from rich.table import Table
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.launch.identity import ProcessIdentity, identity_of, is_running, send
 from asyncrl.monitoring.errors import RecordError
 from asyncrl.monitoring.group_account import GroupAccount, read_account
-from asyncrl.run.directory import read_state
+from asyncrl.runs.directory import read_state
 from asyncrl.tasks.model import resolve_model
 from benchmarks.chaos.agents_run import AgentsRun
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
@@ -325,7 +325,7 @@ def _hold_for(run: LiveRun, kind: str, seconds: float) -> None:
 
 def _ask(run: LiveRun) -> None:
     from asyncrl.errors import AsyncrlError
-    from asyncrl.run.control import ask
+    from asyncrl.steering.control_socket import ask
     from asyncrl.wire.errors import WireError
     from asyncrl.wire.messages import control
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config import parse_config
-from asyncrl.processes.spec import ChildSpec, is_relay
-from asyncrl.run.controller import Controller, Message
-from asyncrl.run.directory import RunDirectory
-from asyncrl.run.fleet import Fleet
+from asyncrl.config.run_config import parse_config
+from asyncrl.controller.controller import Controller, Message
+from asyncrl.fleet.process_fleet import Fleet
+from asyncrl.launch.child_spec import ChildSpec, is_relay
+from asyncrl.runs.directory import RunDirectory
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 from asyncrl.wire import Hub, RunKey, RuntimeDirectory, outbox
 from benchmarks.plain_sockets import without_curve

@@ -14,8 +14,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from asyncrl.processes.generator.controller_line import ControllerLine
-from asyncrl.processes.relay.control import ControlRelay
+from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.relay.control import ControlRelay
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Line, RunKey, outbox
 from asyncrl.wire.messages import from_generator, from_trainer, to_generator, to_trainer

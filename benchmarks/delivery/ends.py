@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.processes.trainer.group_queue import GroupQueue
-from asyncrl.processes.trainer.intake import Intake
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
 from asyncrl.trainer.group_check import check_trajectory
+from asyncrl.trainer_process.delivery_check import Intake
+from asyncrl.trainer_process.group_queue import GroupQueue
 from asyncrl.wire.frames import digest_of, encode_trajectory
 from asyncrl.wire.messages.data import TrajectoryDelivery
 from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample

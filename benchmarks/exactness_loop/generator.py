@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from asyncrl.engine.protocol import Engine, SamplingParams
+from asyncrl.generator.activity import Activity
+from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.finished_sample import HeldSample
+from asyncrl.generator.process import GeneratorProcess
+from asyncrl.generator.reports import GeneratorRecords
+from asyncrl.generator.sample_rewards import SampleRewards
+from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
 from asyncrl.monitoring.timeline import Timeline
-from asyncrl.processes.generator.activity import Activity
-from asyncrl.processes.generator.controller_line import ControllerLine
-from asyncrl.processes.generator.held_sample import HeldSample
-from asyncrl.processes.generator.process import GeneratorProcess
-from asyncrl.processes.generator.reports import GeneratorRecords
-from asyncrl.processes.generator.sample_generator import SampleGenerator
-from asyncrl.processes.generator.sample_rewards import SampleRewards
 from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.trajectory import SampleId, Trajectory, VerifiableTrajectory
 from asyncrl.wire.reward_counts import RewardCounts

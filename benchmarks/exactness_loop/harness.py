@@ -30,10 +30,10 @@ import numpy as np
 
 from asyncrl.engine.protocol import Engine
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.scheduler import commands, events
 from asyncrl.scheduler.scheduler import Scheduler
 from asyncrl.tasks.prompts import LoadedTask, Prompt
+from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.frames import decode_trajectory
 from asyncrl.wire.messages import data
 from asyncrl.wire.messages import from_generator as fg

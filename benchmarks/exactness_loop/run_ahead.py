@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from asyncrl.config import parse_config
-from asyncrl.run.sample_requests import SampleRequests
-from asyncrl.run.unfinished_folders import unfinished_folder
-from asyncrl.run.unfinished_work import UnfinishedWork
+from asyncrl.config.run_config import parse_config
+from asyncrl.controller.unfinished_work import UnfinishedWork
+from asyncrl.runs.unfinished_folders import unfinished_folder
 from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages.to_generator import ToGenerator
 
 _POLL_SECONDS = 0.001

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncrl.config import parse_config
-from asyncrl.run.moves import Moves
-from asyncrl.run.sample_requests import SampleRequests
+from asyncrl.config.run_config import parse_config
+from asyncrl.controller.sample_handover import Moves
 from asyncrl.scheduler import commands, events
+from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
 from benchmarks.exactness_loop.generator import EngineClock

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from asyncrl.run.control import control_key_file
+from asyncrl.steering.control_socket import control_key_file
 from asyncrl.wire import RunKey
 from asyncrl.wire.keys import LineKeys
 from asyncrl.wire.sockets import identify

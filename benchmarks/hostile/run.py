@@ -20,9 +20,9 @@ import msgspec
 
 from asyncrl.monitoring.discovery import targets_file
 from asyncrl.monitoring.metrics_log import read_metrics
-from asyncrl.rewards.process_tree import descendants
-from asyncrl.run.control import ask
-from asyncrl.run.directory import read_state
+from asyncrl.runs.directory import read_state
+from asyncrl.steering.control_socket import ask
+from asyncrl.user_code.process_tree import descendants
 from asyncrl.wire import RunKey
 from asyncrl.wire.messages import control
 from benchmarks.hostile.victim import CONTROLLER, Order

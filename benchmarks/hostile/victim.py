@@ -18,10 +18,10 @@ import msgspec
 import zmq
 from rich.console import Console
 
-from asyncrl.config import load_config
-from asyncrl.launch.parent_death import end_with_parent
-from asyncrl.run.execute import execute
-from asyncrl.run.prepare import prepare
+from asyncrl.config.run_config import load_config
+from asyncrl.controller.execute import execute
+from asyncrl.parent_death import end_with_parent
+from asyncrl.startup.prepare import prepare
 from asyncrl.wire import Hub, RunKey
 from benchmarks.hostile.frames import Frames
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config import RunConfig, load_config
+from asyncrl.config.run_config import RunConfig, load_config
 from asyncrl.monitoring.trained_samples import TrainedSample, read_trained_samples
 from asyncrl.rewards.functions import arithmetic
 from asyncrl.tasks.loading import load_task

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.config import RunConfig
+from asyncrl.config.run_config import RunConfig
 from asyncrl.monitoring.trained_samples import TrainedSample
 from asyncrl.rollout.trajectory import Provenance
 

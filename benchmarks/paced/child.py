@@ -1,4 +1,4 @@
-"""Entry point of a paced run's children: `asyncrl.processes.child` on modelled devices.
+"""Entry point of a paced run's children: `asyncrl.child` on modelled devices.
 
 The engine and the learner are the real ones. Where a process would wait for its device it sleeps,
 in the thread that computes: an engine step takes as long as the roofline says for the tokens that
@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from asyncrl import child
 from asyncrl.engine.protocol import Score, ScoreRequest, TokenChunk
 from asyncrl.engine.torch.core import DecodeCore
-from asyncrl.processes import child
-from asyncrl.processes.spec import ChildSpec
+from asyncrl.launch.child_spec import ChildSpec
 from asyncrl.simulation.cost import Cost
 from asyncrl.trainer.learner import Group, Learner
 from asyncrl.wire.records import LearnerMetrics
@@ -119,7 +119,7 @@ class PacedLearner(Learner):
 def pace(name: str, folder: Path, cost: Cost) -> None:
     """Put the paced core and learner in the places of the real ones, in this process."""
     import asyncrl.engine.torch.engine as torch_engine
-    import asyncrl.processes.trainer.setup as trainer_setup
+    import asyncrl.trainer_process.setup as trainer_setup
 
     device = PacedDevice(folder / RECORDS / f"{name}.jsonl")
     for paced in (PacedCore, PacedLearner):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.monitoring.jsonl import read_jsonl
 from asyncrl.monitoring.metrics_log import read_metrics
 from asyncrl.monitoring.spans import clip, idle_by_cause, read_timelines

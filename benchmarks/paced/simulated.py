@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.simulation.lengths import Survival
 from asyncrl.simulation.outcome import mean

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import RunConfig
+from asyncrl.config.run_config import RunConfig
 from asyncrl.rewards.loading import load_function
-from asyncrl.run.sample_requests import RandomStreams
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.prompts import Prompt, Task, prompt_order
+from asyncrl.tasks.sample_requests import RandomStreams
 from asyncrl.wire.weights.fingerprint import fingerprint
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.config import RunConfig
+from asyncrl.config.run_config import RunConfig
 
 LOSSES = {"token": "dapo", "sequence": "grpo"}
 """`trainer.loss_normalization` to TRL's `loss_type`: weights per token or per sample."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from benchmarks.peers.shared_data import StepLog, mean, prompts_by_step, reward_of, task_of
 from benchmarks.peers.trl_arguments import grpo_arguments
 

@@ -22,7 +22,7 @@ from typing import Any
 
 async def train(options: argparse.Namespace) -> None:
     """Train to the last step."""
-    from asyncrl.config import load_config
+    from asyncrl.config.run_config import load_config
     from asyncrl.engine.factory import create_engine
     from asyncrl.trainer.learner import Learner
     from asyncrl.wire.weights.layout import SHARED_MEMORY
@@ -78,7 +78,7 @@ async def _generate(
     """All samples of a step, by group."""
     from asyncrl.engine.protocol import GenerateRequest
     from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
-    from asyncrl.run.sample_requests import sample_seed
+    from asyncrl.tasks.sample_requests import sample_seed
 
     async def one(prompt: Any, group: int, index: int) -> Trajectory:
         sample = SampleId(group, index)

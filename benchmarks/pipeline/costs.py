@@ -83,7 +83,7 @@ def measure_costs(model: Path, prompts: int, more: Sequence[str] = ()) -> Costs:
 
 
 async def _measure(model: str, prompts: int, more: Sequence[str]) -> Costs:
-    from asyncrl.config import load_config
+    from asyncrl.config.run_config import load_config
     from asyncrl.tasks.loading import load_task
 
     config = load_config(CONFIG, (f"model.path={model}", f"task.train_size={prompts}", *more))
@@ -101,7 +101,7 @@ async def _passes(config: Any, task: Any, model: str, cache: Any) -> tuple[list[
     from asyncrl.engine.factory import create_engine
     from asyncrl.engine.protocol import GenerateRequest
     from asyncrl.rollout.trajectory import SampleId, TrajectoryBuilder
-    from asyncrl.run.sample_requests import sample_seed
+    from asyncrl.tasks.sample_requests import sample_seed
 
     engine_config = config.engine.model_copy(update={"threads": 1})
     engine = create_engine(engine_config, model, cache_config=cache, seed=0)

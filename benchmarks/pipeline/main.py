@@ -92,7 +92,7 @@ def run_and_evaluate(
     """One run of a mode, with the held-out accuracy of its last checkpoint."""
     run = carry_out(mode, seed, model=model, effort=effort, folder=folder)
     numbers = read_run(run, mode.name, seed, effort.window)
-    from asyncrl.run.exporting import model_of  # late: torch
+    from asyncrl.tasks.exported_model import model_of  # late: torch
 
     model = model_of(path_of(run / "checkpoints", effort.steps), print)
     return replace(numbers, accuracy=held_out_accuracy(model, effort))
@@ -104,7 +104,7 @@ def held_out_accuracy(model: Path, effort: Effort) -> float:
     Raises:
         RunError: too many samples are unscored.
     """
-    from asyncrl.config import load_config
+    from asyncrl.config.run_config import load_config
     from asyncrl.evaluation.command import evaluate_model
 
     cores = len(os.sched_getaffinity(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.errors import ConfigError
 
 CONFIG = Path(__file__).with_name("pipeline.yaml")

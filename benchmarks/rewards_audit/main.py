@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.monitoring.trained_samples import TrainedSample, read_trained_samples
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config import RunConfig
+from asyncrl.config.run_config import RunConfig
 from asyncrl.environments.messages import Failed, Open, Opened, Setup, Step, Stepped
 from asyncrl.environments.protocol import (
     BadAnswerError,
@@ -28,10 +28,10 @@ from asyncrl.environments.protocol import (
 from asyncrl.environments.registry import load_factory
 from asyncrl.environments.session_calls import Session
 from asyncrl.environments.translation import Translation
+from asyncrl.generator.conversation import Episode, Turn
+from asyncrl.generator.environment_setup import translation_of
+from asyncrl.generator.next_context import answered
 from asyncrl.monitoring.trained_samples import TrainedSample
-from asyncrl.processes.generator.branches import answered
-from asyncrl.processes.generator.environment_setup import translation_of
-from asyncrl.processes.generator.episode import Episode, Turn
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.tasks.prompts import Task
 

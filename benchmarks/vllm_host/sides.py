@@ -21,8 +21,8 @@ from asyncrl.engine.vllm.client.engine import VllmEngine
 from asyncrl.engine.vllm.client.environment import prepare, process_log
 from asyncrl.engine.vllm.client.process import shut_down
 from asyncrl.engine.vllm.config import VllmConfig
-from asyncrl.processes.generator.generation import SampleGeneration
-from asyncrl.processes.generator.sample_generator import SampleGenerator
+from asyncrl.generator.sample_runner import SampleGenerator
+from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire.frames import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload

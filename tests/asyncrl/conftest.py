@@ -14,7 +14,7 @@ import pytest
 from asyncrl_runs import OWN, CommandLine
 from tried_here import tried, try_here
 
-from asyncrl.run import model_check
+from asyncrl.startup import model_check
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.cli import entry
-from asyncrl.run import execute
+from asyncrl.controller import execute
 
 
 def printed(

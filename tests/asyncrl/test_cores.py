@@ -14,9 +14,9 @@ import pytest
 
 from asyncrl.cores import HELPER_CORES, CorePlan, plan_cores, stay_on
 from asyncrl.errors import UserError
+from asyncrl.launch.child_spec import ChildSpec, keys_of
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
-from asyncrl.processes.spec import ChildSpec, keys_of
 from asyncrl.wire import RunKey
 
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")

@@ -11,11 +11,11 @@ import pytest
 from reward_pools import running
 
 import asyncrl
-from asyncrl import user_functions
 from asyncrl.errors import DataError
 from asyncrl.rewards.calls import Reward
 from asyncrl.tasks.map_messages import MAP
-from asyncrl.user_functions import load_function
+from asyncrl.user_code import loading as user_functions
+from asyncrl.user_code.loading import load_function
 
 OURS = ("cache", "engine", "monitoring", "rollout", "scheduler", "trainer", "wire")
 SHADOWS = (*OURS, "types", "random", "tokenizers", "torch", "asyncio", "msgspec")

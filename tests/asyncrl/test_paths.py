@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.config import dump_config, load_config, parse_config
+from asyncrl.config.run_config import dump_config, load_config, parse_config
 from asyncrl.errors import ConfigError
 
 PATHS = {

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.config import dump_config, load_config, parse_config
+from asyncrl.config.run_config import dump_config, load_config, parse_config
 from asyncrl.errors import ConfigError
 
 PLACES: dict[str, Any] = {

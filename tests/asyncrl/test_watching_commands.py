@@ -16,8 +16,8 @@ from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.monitoring.report.compare import comparison_page, differences, table
 from asyncrl.monitoring.report.data import load_run
 from asyncrl.monitoring.run_view import RunView
-from asyncrl.run import watching
-from asyncrl.run.log_reading import LogReader, find_logs, follow
+from asyncrl.runs.log_reading import LogReader, find_logs, follow
+from asyncrl.steering import watching
 from asyncrl.wire.errors import NoReply
 from asyncrl.wire.messages import control
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from benchmarks import gpu_plan
 from benchmarks.gpu_plan import CHART, MACHINES, ROOT, Machine, Row, judge, ratios_of, rows
 

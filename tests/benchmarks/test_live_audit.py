@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.monitoring.samples import SampleSegment
 from asyncrl.monitoring.trained_samples import TrainedSample
 from benchmarks.live_audit.audit import refusal

@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.engine.torch.core import CoreSettings
 from asyncrl.engine.torch.model import load_model

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.tasks.model import ensure_builtin_model
 from benchmarks.peers import main as peers
 from benchmarks.peers import trl_environment
@@ -101,7 +101,7 @@ def test_prompts_come_in_the_order_of_a_real_run(tmp_path: Path) -> None:
     """The order is keyed by the initial weights, as the controller does it."""
     from transformers import AutoModelForCausalLM
 
-    from asyncrl.run.sample_requests import SampleRequests
+    from asyncrl.tasks.sample_requests import SampleRequests
     from asyncrl.trainer.learner import Learner
 
     model = ensure_builtin_model(tmp_path, None, SMOKE_START)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.rewards.functions import arithmetic
 from asyncrl.tasks.arithmetic import draw_problems
 from asyncrl.tasks.loading import load_task

@@ -34,7 +34,7 @@ def _runs_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         return run(command, **options)
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("asyncrl.run.launching.LocalLauncher", ThreadLauncher)
+    monkeypatch.setattr("asyncrl.startup.launching.LocalLauncher", ThreadLauncher)
     monkeypatch.setattr(subprocess, "run", carry_out)
 
 

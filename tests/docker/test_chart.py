@@ -20,7 +20,7 @@ from helm_python.errors import HelmError
 from kubernetes_validate import utils
 from pod_security import violations
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.launch.agents.secret import read_secret
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docker/compose.yaml"

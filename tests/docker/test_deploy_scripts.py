@@ -12,7 +12,7 @@ import pytest
 import yaml
 from helm_python.chart import Chart
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pod_security import violations
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 OBJECTS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config_reference import sections
+from asyncrl.config.reference import sections
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

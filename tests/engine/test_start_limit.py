@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from asyncrl.config import RunConfig
+from asyncrl.config.run_config import RunConfig
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.vllm.client.environment import prepare, process_log
 from asyncrl.engine.vllm.config import VllmConfig

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from needed_programs import needs, path_of
 
-from asyncrl.config import RunConfig
+from asyncrl.config.run_config import RunConfig
 from asyncrl.monitoring.dashboards.panels import ROWS
 from asyncrl.monitoring.metrics import all_specs
 from asyncrl.monitoring.rules.faster import faster

@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    # A child that was forked has an alarm of its own (asyncrl.processes.child).
+    # A child that was forked has an alarm of its own (asyncrl.child).
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL))
 
 

@@ -156,7 +156,7 @@ RUN_BY: dict[str, str] = {
     "tests/asyncrl/environments/test_interpreter.py::test_rows_are_read_there_too": """
         python -m asyncrl.environments.rows --python .venv-verifiers/bin/python verifiers:my-taskset > tasks.jsonl
     """,
-    "tests/asyncrl/run/test_doctor.py::test_sglangs_interpreter_is_named_with_what_is_wrong_with_it": """
+    "tests/asyncrl/startup/test_doctor.py::test_sglangs_interpreter_is_named_with_what_is_wrong_with_it": """
         asyncrl doctor CONFIG --set engine.kind=sglang
     """,
     "tests/asyncrl/test_gpu_check.py::test_the_command_runs_what_a_cpu_can_and_names_the_other_parts": """
@@ -166,7 +166,7 @@ RUN_BY: dict[str, str] = {
     """,
     "tests/docs/test_generated_pages.py::test_the_generated_pages_are_current": """
         python docs/generate.py
-        python -m asyncrl.config_reference > docs/configuration.md
+        python -m asyncrl.config.reference > docs/configuration.md
         python -m asyncrl.monitoring.dashboards
         make docs
     """,

@@ -7,7 +7,7 @@ import sys
 
 import msgspec
 
-from asyncrl.processes.relay.control import ControlRelay
+from asyncrl.relay.control import ControlRelay
 from asyncrl.wire.keys import LineKeys
 from asyncrl.wire.messages import from_generator, to_generator
 

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.config import RunConfig, parse_config
+from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.errors import UserError
-from asyncrl.processes.shared_memory import local_run_id
-from asyncrl.processes.spec import ChildKeys, ChildSpec
-from asyncrl.run.fleet import Fleet
-from asyncrl.run.worker import Worker
+from asyncrl.fleet.process_fleet import Fleet
+from asyncrl.fleet.process_state import Worker
+from asyncrl.launch.child_spec import ChildKeys, ChildSpec
+from asyncrl.launch.shared_memory import local_run_id
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 from asyncrl.wire import RunKey, Unreachable
 from asyncrl.wire.messages.from_trainer import TrainerReport

@@ -28,10 +28,10 @@ ALARM = 1e-7
 SIGMAS = 5.33
 """A normal deviation is larger, to either side, with probability ALARM."""
 P_VALUES = {
-    "asyncrl/processes/generator/test_turns_exactness.py": 15,
-    "asyncrl/processes/test_held_out_samples.py": 1,
-    "asyncrl/processes/test_whole_loop.py": 139,
-    "asyncrl/processes/test_whole_loop_remote.py": 114,
+    "asyncrl/generator/test_turns_exactness.py": 15,
+    "asyncrl/generator/test_held_out_samples.py": 1,
+    "asyncrl/generator/test_whole_loop.py": 139,
+    "asyncrl/generator/test_whole_loop_remote.py": 114,
     "asyncrl/run/test_two_runs.py": 2,
     "asyncrl/simulation/test_simulation.py": 14,
     "benchmarks/test_benchmarks_exactness.py": 110,

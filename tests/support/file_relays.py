@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.processes.relay.files import RelayFiles
-from asyncrl.processes.spec import files_hub
+from asyncrl.launch.child_spec import files_hub
+from asyncrl.relay.files import RelayFiles
 from asyncrl.wire import RunKey
 from asyncrl.wire.messages import files, from_relay, to_relay
 

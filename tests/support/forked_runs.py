@@ -49,14 +49,14 @@ PARTS = {
 }
 FORKED = CONTROLLERS | PARTS
 """How the commands begin that the server forks."""
-CHILDREN = {"asyncrl.processes.child", "benchmarks.paced.child"}
+CHILDREN = {"asyncrl.child", "benchmarks.paced.child"}
 """Modules of the processes that those fork."""
 _IMPORTED = (
     "asyncrl.cli",
-    "asyncrl.processes.generator.setup",
-    "asyncrl.processes.trainer.setup",
-    "asyncrl.run.execute",
-    "asyncrl.run.prepare",
+    "asyncrl.generator.setup",
+    "asyncrl.trainer_process.setup",
+    "asyncrl.controller.execute",
+    "asyncrl.startup.prepare",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 )

@@ -26,16 +26,16 @@ from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.errors import AsyncrlError
+from asyncrl.generator.activity import Activity
+from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.environment_turns import Episodes
+from asyncrl.generator.process import GeneratorProcess
+from asyncrl.generator.reports import GeneratorRecords
+from asyncrl.generator.sample_rewards import SampleRewards
+from asyncrl.generator.sample_runner import SampleGenerator
+from asyncrl.generator.sample_traces import SampleTraces
 from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
 from asyncrl.monitoring.timeline import Timeline
-from asyncrl.processes.generator.activity import Activity
-from asyncrl.processes.generator.controller_line import ControllerLine
-from asyncrl.processes.generator.episodes import Episodes
-from asyncrl.processes.generator.process import GeneratorProcess
-from asyncrl.processes.generator.reports import GeneratorRecords
-from asyncrl.processes.generator.sample_generator import SampleGenerator
-from asyncrl.processes.generator.sample_rewards import SampleRewards
-from asyncrl.processes.generator.sample_traces import SampleTraces
 from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.trajectory import Provenance, SampleId
 from asyncrl.wire.messages import from_generator as fg

@@ -19,7 +19,7 @@ from asyncrl.environments.messages import Failed, Open, Setup
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.session_calls import Session
 from asyncrl.environments.translation import Translation
-from asyncrl.processes.generator.episodes import Episodes
+from asyncrl.generator.environment_turns import Episodes
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rollout.trajectory import IntArray
 

@@ -15,16 +15,16 @@ import torch
 from tiny_models import VOCAB
 from torch_cores import core_of, request
 
+from asyncrl.controller.mismatch_cause import conclusion
 from asyncrl.engine.protocol import SamplingParams, ScoreRequest
 from asyncrl.engine.torch.model import load_model
-from asyncrl.processes.trainer.group_queue import WholeGroup
-from asyncrl.processes.trainer.policy_check import PolicyCheck
 from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
-from asyncrl.run.rescored import conclusion
 from asyncrl.trainer.config import TrainerConfig
 from asyncrl.trainer.disagreement import FLOAT32_CPU, TENSOR_CORES
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.lora.config import LoraConfig
+from asyncrl.trainer_process.group_queue import WholeGroup
+from asyncrl.trainer_process.policy_check import PolicyCheck
 from asyncrl.wire.frames import decode_tokens, encode_floats
 from asyncrl.wire.messages.from_generator import Rescored
 from asyncrl.wire.messages.from_trainer import WrongPolicyFound

@@ -19,13 +19,13 @@ import torch
 from asyncrl_runs import OWN
 from rich.console import Console
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
+from asyncrl.controller.execute import execute
+from asyncrl.generator.setup import run_generator
+from asyncrl.launch.child_spec import ChildKeys, ChildSpec, GeneratorKeys
 from asyncrl.monitoring.metrics_log import read_metrics
-from asyncrl.processes.generator.setup import run_generator
-from asyncrl.processes.spec import ChildKeys, ChildSpec, GeneratorKeys
-from asyncrl.processes.trainer.setup import run_trainer
-from asyncrl.run.execute import execute
-from asyncrl.run.prepare import prepare
+from asyncrl.startup.prepare import prepare
+from asyncrl.trainer_process.setup import run_trainer
 from asyncrl.wire.records import RunResult, StepMetrics
 
 

@@ -8,19 +8,19 @@ from typing import Any
 
 from fake_processes import FakeProgress, run_config, started_fleet, task, weights
 
+from asyncrl.controller.checkpoint_record import CheckpointRecord
+from asyncrl.controller.inbox import Inbox
+from asyncrl.controller.policy_watch import PolicyWatch
+from asyncrl.controller.sample_handover import Moves
+from asyncrl.controller.trainer_restarts import TrainerRestarts
+from asyncrl.controller.training import Training
+from asyncrl.controller.unfinished_work import UnfinishedWork
+from asyncrl.controller.watchdog import Watchdog
 from asyncrl.evaluation.fleet import FleetEvaluation
+from asyncrl.fleet.condition_wait import Waiter
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.run.checkpoint_record import CheckpointRecord
-from asyncrl.run.directory import RunDirectory
-from asyncrl.run.inbox import Inbox
-from asyncrl.run.moves import Moves
-from asyncrl.run.policy_watch import PolicyWatch
-from asyncrl.run.sample_requests import SampleRequests
-from asyncrl.run.trainer_restarts import TrainerRestarts
-from asyncrl.run.training import Training
-from asyncrl.run.unfinished_work import UnfinishedWork
-from asyncrl.run.waiting import Waiter
-from asyncrl.run.watchdog import Watchdog
+from asyncrl.runs.directory import RunDirectory
+from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import from_trainer as ft
 from asyncrl.wire.messages import to_trainer as tt

@@ -9,7 +9,7 @@ from trace_collector import Span
 
 from asyncrl.monitoring.spans import read_timelines
 from asyncrl.monitoring.tracing.ids import TraceIds
-from asyncrl.run.directory import read_state
+from asyncrl.runs.directory import read_state
 
 _SKEW = 0.005
 """Seconds by which two processes that read one clock may differ."""

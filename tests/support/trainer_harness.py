@@ -15,22 +15,22 @@ from deliveries_of import delivery_of, order_of
 from generator_harness import FakeLine
 from step_records import full_step
 
+from asyncrl.config.run_section import RunSection
 from asyncrl.monitoring.metrics import TrainerMetrics, new_registry
 from asyncrl.monitoring.timeline import Timeline
 from asyncrl.monitoring.trained_samples import read_trained_samples
-from asyncrl.processes.trainer.checkpoints import Checkpoints
-from asyncrl.processes.trainer.group_queue import GroupQueue
-from asyncrl.processes.trainer.intake import EARLY_BYTES, Intake
-from asyncrl.processes.trainer.process import TrainerProcess
-from asyncrl.processes.trainer.sample_log import TrainedSampleLog
-from asyncrl.processes.trainer.step_trainer import StepTrainer, TrainerRecords
 from asyncrl.rollout.trajectory import SampleId, Trajectory
-from asyncrl.run_section import RunSection
 from asyncrl.trainer.disagreement import SUMS
 from asyncrl.trainer.errors import CheckpointUnwritable
 from asyncrl.trainer.group_check import check_trajectory
 from asyncrl.trainer.ranks import ALONE
 from asyncrl.trainer.sharding.lockstep import Lockstep
+from asyncrl.trainer_process.checkpoints import Checkpoints
+from asyncrl.trainer_process.delivery_check import EARLY_BYTES, Intake
+from asyncrl.trainer_process.group_queue import GroupQueue
+from asyncrl.trainer_process.process import TrainerProcess
+from asyncrl.trainer_process.sample_log import TrainedSampleLog
+from asyncrl.trainer_process.step_trainer import StepTrainer, TrainerRecords
 from asyncrl.wire.messages import data, to_trainer
 from asyncrl.wire.records import StalenessMetrics, TrainedStep
 from asyncrl.wire.refusals import Refusals

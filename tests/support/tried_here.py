@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from unittest import mock
 
-from asyncrl.run import loading_trial, model_check
+from asyncrl.startup import loading_trial, model_check
 
 
 def tried(model: Path) -> loading_trial.Loaded:

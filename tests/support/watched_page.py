@@ -20,7 +20,7 @@ from asyncrl_runs import CommandLine, until
 
 from asyncrl.errors import UserError
 from asyncrl.monitoring.wording import count, number, percent
-from asyncrl.run.directory import read_state
+from asyncrl.runs.directory import read_state
 from asyncrl.web.command import show_page
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config import RunConfig, parse_config
+from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.errors import UserError
-from asyncrl.processes.trainer.own_algorithm import load_own_algorithm, try_own_algorithm
-from asyncrl.run.algorithm_check import check_algorithm
-from asyncrl.run.overview import training_line
+from asyncrl.startup.algorithm_check import check_algorithm
+from asyncrl.startup.startup_summary import training_line
 from asyncrl.trainer.algorithms.factory import make
+from asyncrl.trainer_process.custom_algorithm import load_own_algorithm, try_own_algorithm
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]

@@ -15,7 +15,7 @@ from whole_checkpoints import WEIGHTS, flip
 from asyncrl.cli.app import app
 from asyncrl.errors import UserError
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.run import exporting
+from asyncrl.tasks import exported_model as exporting
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.model import resolve_model
 from asyncrl.trainer import checkpoint_tensors, export_files

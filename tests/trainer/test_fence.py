@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from trainer_harness import FakeTokenizer
 
+from asyncrl.config.run_section import RunSection
 from asyncrl.monitoring.metrics import TrainerMetrics, new_registry
 from asyncrl.monitoring.trained_samples import read_trained_samples
-from asyncrl.processes.trainer.sample_log import TrainedSampleLog
-from asyncrl.run_section import RunSection
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer.config import TrainerConfig
 from asyncrl.trainer.errors import Superseded
 from asyncrl.trainer.fence import FENCE_FILE, Fence, raise_fence
 from asyncrl.trainer.learner import Learner
+from asyncrl.trainer_process.sample_log import TrainedSampleLog
 
 ModelPath = Callable[[str], str]
 

@@ -27,7 +27,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import UserError
-from asyncrl.run.exporting import export_run, model_of
+from asyncrl.tasks.exported_model import export_run, model_of
 from asyncrl.trainer.checkpoint_files import path_of
 from asyncrl.trainer.diagnosis import logprobs_of
 from asyncrl.trainer.errors import CheckpointError

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tiny_models import make_llama
 
-from asyncrl.config import RunConfig, parse_config
+from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.engine.errors import WeightsError
 from asyncrl.engine.torch.weights import ModuleWeights
 from asyncrl.errors import ModelError, UserError
-from asyncrl.run.lora_check import check_serving, with_adapter
+from asyncrl.startup.lora_check import check_serving, with_adapter
 from asyncrl.tasks.model import check_directory
 from asyncrl.trainer.checkpoint_files import path_of
 from asyncrl.trainer.config import TrainerConfig

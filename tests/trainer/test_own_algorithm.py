@@ -15,14 +15,14 @@ import pytest
 from prometheus_client import generate_latest
 from rich.console import Console
 
-from asyncrl.config import RunConfig
+from asyncrl.config.run_config import RunConfig
+from asyncrl.controller.progress import Progress
 from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.live import LiveView
 from asyncrl.monitoring.metrics import ControllerMetrics, TrainerMetrics, new_registry
 from asyncrl.monitoring.metrics_log import MetricsLog, read_metrics
 from asyncrl.monitoring.report.write import write_report
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.run.progress import Progress
 from asyncrl.trainer.algorithms import registry
 from asyncrl.trainer.algorithms.base import LossSums, Signal, TokenBatch
 from asyncrl.trainer.algorithms.grpo import Grpo

@@ -76,7 +76,7 @@ def name_of(manifest: WeightManifest) -> str:
 def trainer_of(manifest: WeightManifest) -> str:
     """Names the trainer of a version: the path of its files but for their number.
 
-    Each trainer of a run has files of its own (`asyncrl.processes.shared_memory`).
+    Each trainer of a run has files of its own (`asyncrl.launch.shared_memory`).
     """
     return manifest.path.rpartition("-")[0]
 

@@ -30,7 +30,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from asyncrl import user_functions
 from asyncrl.environments.adapters.openenv_tools import OpenEnvTools
 from asyncrl.environments.adapters.tool_turns import (
     longest_result,
@@ -41,6 +40,7 @@ from asyncrl.environments.adapters.tool_turns import (
 )
 from asyncrl.environments.protocol import Action, Replay, StepResult
 from asyncrl.errors import RewardError
+from asyncrl.user_code import loading as user_functions
 
 _CLIENT = user_functions.FunctionKind(
     noun="environment", signature="Client(base_url=...)", arguments=(), error=RewardError

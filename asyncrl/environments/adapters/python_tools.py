@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from asyncrl import user_functions
 from asyncrl.environments.adapters.tool_turns import (
     AsyncToolTurns,
     ToolTurns,
@@ -25,6 +24,7 @@ from asyncrl.environments.adapters.tool_turns import (
 )
 from asyncrl.environments.tool_functions import FunctionTool
 from asyncrl.errors import RewardError, UserError
+from asyncrl.user_code import loading as user_functions
 
 _KIND = user_functions.FunctionKind(
     noun="tool", signature="function(**arguments)", arguments=(), error=RewardError

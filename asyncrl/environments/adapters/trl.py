@@ -19,7 +19,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl import user_functions
 from asyncrl.environments.adapters.tool_turns import (
     AsyncToolTurns,
     ToolTurns,
@@ -30,6 +29,7 @@ from asyncrl.environments.adapters.tool_turns import (
 from asyncrl.environments.protocol import Message, Replay
 from asyncrl.environments.tool_functions import FunctionTool
 from asyncrl.errors import RewardError, UserError
+from asyncrl.user_code import loading as user_functions
 
 _KIND = user_functions.FunctionKind(
     noun="environment", signature="factory()", arguments=(), error=RewardError

@@ -1,6 +1,6 @@
 """The launcher of agents: `launcher.kind: agents`.
 
-    controller ══ one CURVE line ══ agent on a machine ── child (asyncrl.processes.child)
+    controller ══ one CURVE line ══ agent on a machine ── child (asyncrl.child)
                                                             └─ keeper
 
     config.py       the settings `launcher.agents`

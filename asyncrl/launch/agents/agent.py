@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.config.agents import host_and_port
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.health import Health, beat_of
-from asyncrl.launch.agents.config import host_and_port
 from asyncrl.launch.agents.hosting import Hosting
 from asyncrl.launch.agents.line import AgentLine
 from asyncrl.launch.agents.ports import Ports

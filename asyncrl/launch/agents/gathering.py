@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.config import RunConfig
+from asyncrl.config.agents import host_and_port
+from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.launch.agents.config import host_and_port
 from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.launch.agents.roster import Needs
 from asyncrl.launch.agents.secret import read_secret

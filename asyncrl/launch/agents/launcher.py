@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 import zmq
 from msgspec.structs import replace
 
-from asyncrl.config import RunConfig
+from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.launch.agents.members import AgentProcess
 from asyncrl.launch.agents.roster import Needs, Roster
 from asyncrl.launch.agents.secret import HUB
+from asyncrl.launch.child_spec import ChildKeys, ChildSpec
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.start_order import inline_config, random_letters
-from asyncrl.processes.spec import ChildKeys, ChildSpec
 from asyncrl.wire import Hub, RunKey
 from asyncrl.wire.messages import from_agent, to_agent
 from asyncrl.wire.refusals import Refusals
@@ -145,7 +145,7 @@ class AgentsLauncher:
         """Nothing: an agent that has no process has room."""
 
     def start(self, spec: ChildSpec, keys: ChildKeys, node: str | None = None) -> ProcessHandle:
-        """Have an agent start `python -m asyncrl.processes.child`; returns at once."""
+        """Have an agent start `python -m asyncrl.child`; returns at once."""
         full = replace(
             spec,
             threads=1 if spec.role == "relay" else self.threads,

@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from asyncrl.launch.agents.config import host_and_port
+from asyncrl.config.agents import host_and_port
 from asyncrl.wire import Line
 from asyncrl.wire.keys import LineKeys
 from asyncrl.wire.messages import to_agent

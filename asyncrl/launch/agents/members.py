@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec.structs import replace
 
+from asyncrl.launch.child_spec import ChildKeys, ChildSpec
 from asyncrl.launch.nodes import NodeInfo
 from asyncrl.launch.start_order import start_order
-from asyncrl.processes.spec import ChildKeys, ChildSpec
 from asyncrl.wire.messages import from_agent, to_agent
 
 LOST = -9

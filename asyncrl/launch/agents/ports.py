@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from asyncrl.config.agents import MAX_PORT
 from asyncrl.errors import UserError
-from asyncrl.launch.agents.config import MAX_PORT
 
 NEEDED = {"trainer": 1, "relay": 3, "generator": 0}
 """How many a process listens at, by role."""

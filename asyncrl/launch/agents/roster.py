@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from asyncrl.launch.agents.members import Agent, AgentProcess, info_of, out_of_reach
 from asyncrl.launch.agents.needed_gpus import NeededGpus
+from asyncrl.launch.child_spec import ChildKeys, ChildSpec, Role
 from asyncrl.launch.nodes import Machines, NodeInfo, unfit
-from asyncrl.processes.spec import ChildKeys, ChildSpec, Role
 from asyncrl.wire.messages import from_agent, to_agent
 
 _SPARE = "; this is a spare"

@@ -1,6 +1,6 @@
 """The launcher of a Ray cluster: `launcher.kind: ray`.
 
-    controller ── pipes ── broker ── Ray ── actor on a node ── child (asyncrl.processes.child)
+    controller ── pipes ── broker ── Ray ── actor on a node ── child (asyncrl.child)
                                                  └─ keeper
 
     config.py      the settings `launcher.ray`

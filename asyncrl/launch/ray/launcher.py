@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.config import RunConfig
+from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.launch.child_spec import ChildKeys, ChildSpec
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.nodes import Machines, ranks_apart
 from asyncrl.launch.ray import messages
@@ -25,7 +26,6 @@ from asyncrl.launch.ray.nodes import Slot
 from asyncrl.launch.ray.opening import NODES_FILE, BrokerProcess, open_cluster
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.launch.start_order import inline_config, random_letters, start_order
-from asyncrl.processes.spec import ChildKeys, ChildSpec
 
 ROOM_SECONDS = 6.0
 """Longest wait for room for a joiner. The user waits for the answer, for 10 s."""
@@ -268,7 +268,7 @@ class RayLauncher:
             self._orders.put(messages.GiveBack(slot))
 
     def start(self, spec: ChildSpec, keys: ChildKeys, node: str | None = None) -> ProcessHandle:
-        """Have the broker start `python -m asyncrl.processes.child`; returns at once."""
+        """Have the broker start `python -m asyncrl.child`; returns at once."""
         threads = self._threads(spec.role)
         spec = replace(
             spec,

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from asyncrl.config import RunConfig
+from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.ray import messages
 from asyncrl.launch.ray.nodes import Slot

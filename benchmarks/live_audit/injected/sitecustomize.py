@@ -80,8 +80,8 @@ MUTANTS = {
     "accept-too-often": ("asyncrl.engine.verification", accept_too_often),
     "accept-all": ("asyncrl.engine.verification", accept_all),
     "drafts-too-often": ("asyncrl.engine.torch.drafting", drafts_too_often),
-    "shared-seeds": ("asyncrl.run.sample_requests", shared_seeds),
-    "unlikely-ones-again": ("asyncrl.processes.generator.generation", unlikely_ones_again),
+    "shared-seeds": ("asyncrl.tasks.sample_requests", shared_seeds),
+    "unlikely-ones-again": ("asyncrl.generator.sample_state", unlikely_ones_again),
 }
 
 

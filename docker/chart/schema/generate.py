@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from asyncrl.config import RunConfig
+from asyncrl.config.run_config import RunConfig
 
 SCHEMA = Path(__file__).resolve().parents[1] / "values.schema.json"
 OWNED = {

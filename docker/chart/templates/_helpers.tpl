@@ -43,7 +43,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
 {{/* The configuration of the run: the user's, with what the chart decides. */}}
-{{- define "asyncrl.config" -}}
+{{- define "asyncrl.config.run_config" -}}
 {{- $generators := .Values.generators -}}
 {{- $agents := dict "listen" "0.0.0.0:5900" "control_port" 5901 "key_file" (printf "/run/secrets/asyncrl/%s" .Values.secret.key) "place_seconds" .Values.placeSeconds -}}
 {{- if $generators.maxGenerators }}{{ $_ := set $agents "max_generators" (int $generators.maxGenerators) }}{{ end -}}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config import RunConfig, parse_config
+from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.environments.calculator import Calculator, evaluate
 from asyncrl.environments.guessing import Guessing
 from asyncrl.environments.protocol import (

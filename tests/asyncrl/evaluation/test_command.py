@@ -11,13 +11,13 @@ from rich.console import Console
 from whole_checkpoints import WEIGHTS, truncate, write_whole
 
 from asyncrl.cli.training import _print_result
-from asyncrl.config import load_config, parse_config
+from asyncrl.config.run_config import load_config, parse_config
 from asyncrl.engine.protocol import GenerateRequest
 from asyncrl.errors import AsyncrlError, ModelError, UserError
 from asyncrl.evaluation import command
 from asyncrl.evaluation.command import evaluate_model, resolve_target
 from asyncrl.monitoring.evaluations_log import EvaluationsLog
-from asyncrl.run.directory import RunDirectory
+from asyncrl.runs.directory import RunDirectory
 from asyncrl.tasks.model import builtin_tokenizer
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 from asyncrl.wire.evaluations import EvaluationRecord, SetEvaluation

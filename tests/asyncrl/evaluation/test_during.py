@@ -8,7 +8,7 @@ from typing import Any
 
 from running_training import G, Run
 
-from asyncrl.config import RunConfig
+from asyncrl.config.run_config import RunConfig
 from asyncrl.evaluation.during import EvaluationDuringTraining, lead_of, next_version
 from asyncrl.wire.evaluations import EvaluationRecord
 from asyncrl.wire.messages import from_generator as fg

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from whole_checkpoints import write_whole
 
-from asyncrl.config import parse_config
+from asyncrl.config.run_config import parse_config
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.config import EvaluationConfig
 from asyncrl.evaluation.results import EvaluationResults, best_of
 from asyncrl.monitoring.evaluations_log import read_evaluations
-from asyncrl.run.resuming import rewind
+from asyncrl.runs.resuming import rewind
+from asyncrl.tasks.evaluation_config import EvaluationConfig
 from asyncrl.trainer.checkpoint_files import ResumePoint, path_of, prune
 from asyncrl.wire.evaluations import EvaluationRecord, SetEvaluation
 

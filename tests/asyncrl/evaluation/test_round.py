@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.evaluation.config import EvaluationConfig
 from asyncrl.evaluation.plan import EvaluationPlan, PlannedSet, plan_of
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
+from asyncrl.tasks.evaluation_config import EvaluationConfig
 
 
 def a_round(prompts: int, samples: int = 1) -> EvaluationRound:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
 from asyncrl.cli.entry import main  # adds the commands
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.errors import UserError
 from asyncrl.initialise.write import initialise
 from asyncrl.rewards.loading import load_function

@@ -21,7 +21,7 @@ from fake_processes import spec
 from msgspec.structs import replace
 
 from asyncrl import health as health_module
-from asyncrl.config import RunConfig, parse_config
+from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.health import Health
 from asyncrl.launch import node_child
@@ -33,8 +33,8 @@ from asyncrl.launch.agents.line import AgentLine
 from asyncrl.launch.agents.ports import Ports
 from asyncrl.launch.agents.roster import Needs
 from asyncrl.launch.agents.secret import HUB
+from asyncrl.launch.child_spec import keys_of
 from asyncrl.launch.nodes import NodeInfo
-from asyncrl.processes.spec import keys_of
 from asyncrl.wire import RunKey
 from asyncrl.wire.refusals import Refusals
 from benchmarks.chaos.agents_run import free_ports

@@ -14,14 +14,14 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from asyncrl.cli.entry import app
+from asyncrl.config.agents import host_and_port
 from asyncrl.errors import UserError
-from asyncrl.launch.agents.config import host_and_port
 from asyncrl.launch.agents.members import AgentProcess
 from asyncrl.launch.agents.ports import Ports
 from asyncrl.launch.agents.roster import Needs, Roster
 from asyncrl.launch.agents.secret import read_secret, write_secret
+from asyncrl.launch.child_spec import Role, keys_of
 from asyncrl.launch.nodes import NodeInfo
-from asyncrl.processes.spec import Role, keys_of
 from asyncrl.wire import RunKey
 from asyncrl.wire.messages import from_agent, to_agent
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 from reward_pools import alive
 
+from asyncrl.launch.child_spec import ChildKeys, ChildSpec, keys_of
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
-from asyncrl.processes.spec import ChildKeys, ChildSpec, keys_of
 from asyncrl.wire import RunKey
 
 
@@ -26,7 +26,7 @@ def _shown_by(pid: int) -> bytes:
     process = Path(f"/proc/{pid}")
     while alive(pid):
         shown = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
-        if b"asyncrl.processes.child" in shown:
+        if b"asyncrl.child" in shown:
             return shown
     return b""
 
@@ -43,7 +43,7 @@ def test_keys_are_not_on_the_command_line_or_in_the_environment(tmp_path: Path) 
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         if shown:
             break
-    assert b"asyncrl.processes.child" in shown
+    assert b"asyncrl.child" in shown
     assert not any(secret in shown for secret in secrets_of(keys))
     on_disk = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert not any(secret in on_disk for secret in secrets_of(keys))

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import RunConfig, load_config
+from asyncrl.config.run_config import RunConfig, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch import gpus
+from asyncrl.launch.child_spec import ChildSpec, keys_of
 from asyncrl.launch.gpus import (
     driver_version,
     find_gpus,
@@ -23,9 +24,8 @@ from asyncrl.launch.gpus import (
 )
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
-from asyncrl.processes.spec import ChildSpec, keys_of
-from asyncrl.run import devices
-from asyncrl.run.devices import engine_device, place
+from asyncrl.startup import devices
+from asyncrl.startup.devices import engine_device, place
 from asyncrl.wire import RunKey
 
 WHOLE = """\
@@ -205,7 +205,7 @@ def test_the_build_of_torch_is_known_without_importing_it() -> None:
 
     assert torch_build() == gpus.TorchBuild(torch.__version__, torch.version.cuda)
     code = (
-        "import sys; from asyncrl.run.devices import place; from asyncrl.config import RunConfig; "
+        "import sys; from asyncrl.startup.devices import place; from asyncrl.config.run_config import RunConfig; "
         "place(RunConfig()); print('torch' in sys.modules)"
     )
     done = subprocess.run(

@@ -18,10 +18,10 @@ import bare_actor
 import pytest
 from msgspec import json as msgspec_json
 
+from asyncrl.launch.child_spec import ChildSpec
 from asyncrl.launch.keeper import is_last, share
 from asyncrl.launch.node_child import KEEPER_MODULE, _relay_address, code_version
 from asyncrl.launch.ray.actor import ProcessActor
-from asyncrl.processes.spec import ChildSpec
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:

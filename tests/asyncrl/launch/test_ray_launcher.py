@@ -19,8 +19,9 @@ import pytest
 from fake_processes import spec
 from msgspec.structs import replace
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.errors import AsyncrlError, ConfigError, UserError
+from asyncrl.launch.child_spec import ChildSpec, keys_of
 from asyncrl.launch.nodes import Machines, NodeInfo, ranks_apart
 from asyncrl.launch.ray import messages, opening
 from asyncrl.launch.ray.launcher import RayLauncher
@@ -31,8 +32,7 @@ from asyncrl.launch.ray.nodes import (
     without_missing_gpus,
 )
 from asyncrl.launch.records import ProcessRecords, end_leftovers
-from asyncrl.processes.spec import ChildSpec, keys_of
-from asyncrl.run.launching import slots_of
+from asyncrl.startup.launching import slots_of
 from asyncrl.wire import RunKey
 
 CONFIG = load_config(

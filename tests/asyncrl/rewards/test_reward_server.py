@@ -23,15 +23,15 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.entry import app as command_line
 from asyncrl.errors import RewardFailed, UserError
+from asyncrl.reward_server import keeping
+from asyncrl.reward_server.address import listen, url_of
+from asyncrl.reward_server.app import App
+from asyncrl.reward_server.batching import Batcher, BatchSettings
+from asyncrl.reward_server.classifier import Classifier, ClassifierSettings, TooLongError
+from asyncrl.reward_server.keeping import RewardServers, served
 from asyncrl.rewards.addresses import starts_servers
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.rewards.server import keeping
-from asyncrl.rewards.server.address import listen, url_of
-from asyncrl.rewards.server.app import App
-from asyncrl.rewards.server.batching import Batcher, BatchSettings
-from asyncrl.rewards.server.classifier import Classifier, ClassifierSettings, TooLongError
-from asyncrl.rewards.server.keeping import RewardServers, served
-from asyncrl.run.preflight import check_rewards
+from asyncrl.startup.preflight import check_rewards
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from asyncrl_runs import ROOT, CommandLine, call, until
 
-from asyncrl.run.directory import read_state
+from asyncrl.runs.directory import read_state
 from benchmarks.run_command import run_command
 
 STARTS_A_RUN = """

@@ -20,8 +20,8 @@ from whole_checkpoints import truncate
 from asyncrl.monitoring.discovery import targets_file
 from asyncrl.monitoring.group_account import read_account
 from asyncrl.monitoring.trained_samples import TrainedSample, read_trained_samples
-from asyncrl.run.control import ask
-from asyncrl.run.directory import read_state
+from asyncrl.runs.directory import read_state
+from asyncrl.steering.control_socket import ask
 from asyncrl.wire.messages import control
 from asyncrl.wire.unfinished import read_index
 

@@ -10,8 +10,8 @@ from fake_processes import task, weights
 from running_training import G, Run
 from whole_checkpoints import write_whole
 
+from asyncrl.controller.controller import Controller
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.run.controller import Controller
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import from_trainer as ft
 from asyncrl.wire.messages import to_generator as tg

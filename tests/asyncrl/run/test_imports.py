@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["asyncrl.cli", "asyncrl.run.execute"])
+@pytest.mark.parametrize("module", ["asyncrl.cli", "asyncrl.controller.execute"])
 def test_the_controller_starts_without_torch(module: str) -> None:
     """Torch takes five seconds to import; a wrong setting or run name is reported before that."""
     heavy = "{'torch', 'transformers', 'numba', 'datasets', 'ray'}"

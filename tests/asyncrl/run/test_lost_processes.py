@@ -12,7 +12,7 @@ from running_training import DIGEST, G, Run, step_finished
 
 from asyncrl.errors import RunFailed
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.run.directory import read_state
+from asyncrl.runs.directory import read_state
 from asyncrl.trainer.fence import FENCE_FILE
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import from_trainer as ft

@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
-from asyncrl.config import RunConfig, load_config, parse_config
+from asyncrl.config.run_config import RunConfig, load_config, parse_config
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import GpuNeeds, GpuPlan, plan_gpus
-from asyncrl.run.memory import (
+from asyncrl.startup.memory import (
     Device,
     device_of,
     memory_of,
@@ -23,7 +23,7 @@ from asyncrl.run.memory import (
     refuse_too_large,
     shape_of,
 )
-from asyncrl.run.overview import memory_line
+from asyncrl.startup.startup_summary import memory_line
 from asyncrl.trainer.memory import StepMemory
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "7b-8gpus.yaml"

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.config import RunConfig
-from asyncrl.evaluation.config import EvaluationConfig
+from asyncrl.config.run_config import RunConfig
+from asyncrl.controller.progress import Progress
 from asyncrl.evaluation.plan import EvaluationPlan, PlannedSet
 from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import EvaluationRound
@@ -20,8 +20,8 @@ from asyncrl.monitoring.live import LiveView
 from asyncrl.monitoring.metrics import ControllerMetrics, new_registry
 from asyncrl.monitoring.metrics_log import MetricsLog
 from asyncrl.monitoring.status_text import status_lines
-from asyncrl.run.progress import Progress
-from asyncrl.run.replies import status_reply
+from asyncrl.steering.replies import status_reply
+from asyncrl.tasks.evaluation_config import EvaluationConfig
 from asyncrl.wire.evaluations import EvaluationRecord, SetEvaluation
 
 

@@ -11,12 +11,12 @@ from msgspec import UNSET
 from typer.testing import CliRunner
 
 from asyncrl.cli.entry import app
-from asyncrl.config import RunConfig, load_config, parse_config
+from asyncrl.config.run_config import RunConfig, load_config, parse_config
+from asyncrl.controller.agent_autoscaling import arrivals_of
+from asyncrl.controller.scaling import Scaling
 from asyncrl.errors import UserError
-from asyncrl.run.arrivals import arrivals_of
-from asyncrl.run.directory import RunDirectory
-from asyncrl.run.orders import ORDERS, _append, with_orders
-from asyncrl.run.scaling import Scaling
+from asyncrl.runs.directory import RunDirectory
+from asyncrl.steering.user_commands import ORDERS, _append, with_orders
 from asyncrl.web.orders import SetArguments, set_request
 from asyncrl.wire.orders import OrderRecord
 
@@ -131,7 +131,7 @@ def test_orders_that_cannot_be_read_are_not_passed_over(
     def prepare(*_: object) -> None:
         raise AssertionError("the run would begin")
 
-    monkeypatch.setattr("asyncrl.run.prepare.prepare", prepare)
+    monkeypatch.setattr("asyncrl.startup.prepare.prepare", prepare)
     file = tmp_path / "run.yaml"
     file.write_text(f"run: {{name: mine, directory: {tmp_path}}}\n")
     RunDirectory.create(load_config(file, []), resume=False, clean=False).close()

@@ -19,14 +19,14 @@ from lora_learners import LORA, random_adapter
 from run_in_threads import ThreadedRun, ThreadLauncher, carry_out
 from small_disks import small_disk
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.torch.weights import ModuleWeights
 from asyncrl.errors import RunFailed, UserError, WrongPolicyError
+from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.monitoring.trained_samples import read_trained_samples
-from asyncrl.processes.generator.sample_generator import SampleGenerator
-from asyncrl.run.control import ask
-from asyncrl.run.directory import read_state
+from asyncrl.runs.directory import read_state
+from asyncrl.steering.control_socket import ask
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import ensure_builtin_model
 from asyncrl.tasks.model_tokenizer import load_tokenizer
@@ -48,7 +48,7 @@ def threaded_run(
 ) -> Iterator[ThreadedRun]:
     """A run in threads. None of them may be alive when the test ends."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("asyncrl.run.launching.LocalLauncher", ThreadLauncher)
+    monkeypatch.setattr("asyncrl.startup.launching.LocalLauncher", ThreadLauncher)
     before = set(threading.enumerate())
     yield ThreadedRun(tmp_path / "runs", own_model)
     roles = ("trainer", "generator")
@@ -197,7 +197,7 @@ def test_a_generator_at_another_temperature_ends_the_run_before_its_step(
         ) -> None:
             super().__init__(engine, rewards, replace(sampling, temperature=1.25), **more)
 
-    monkeypatch.setattr("asyncrl.processes.generator.setup.SampleGenerator", Warmer)
+    monkeypatch.setattr("asyncrl.generator.setup.SampleGenerator", Warmer)
     with pytest.raises(WrongPolicyError, match=r"temperature 1\.25 instead of 1") as ended:
         threaded_run.run()
     assert ended.value.exit_code == 1
@@ -288,7 +288,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_a_run_whose_folder_is_moved_away_ends_with_an_error(
     threaded_run: ThreadedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.run.surroundings.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("asyncrl.runs.runtime_folders.LOOK_SECONDS", 0.05)
     elsewhere = threaded_run.runs / "elsewhere"
     acting = meanwhile(threaded_run, lambda: threaded_run.folder.rename(elsewhere) and None)
     with pytest.raises(RunFailed, match="was removed, moved or replaced while the run was active"):
@@ -301,7 +301,7 @@ def test_a_run_whose_folder_is_moved_away_ends_with_an_error(
 def test_a_run_whose_sockets_are_removed_is_reached_again(
     threaded_run: ThreadedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.run.surroundings.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("asyncrl.runs.runtime_folders.LOOK_SECONDS", 0.05)
     replies: list[object] = []
 
     def remove_sockets() -> None:

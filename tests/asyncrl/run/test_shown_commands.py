@@ -73,7 +73,7 @@ def elsewhere(
 @pytest.fixture
 def in_threads(elsewhere: CommandLine, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommandLine]:
     """There, runs are in threads of this process."""
-    monkeypatch.setattr("asyncrl.run.launching.LocalLauncher", ThreadLauncher)
+    monkeypatch.setattr("asyncrl.startup.launching.LocalLauncher", ThreadLauncher)
     before = set(threading.enumerate())
     yield elsewhere
     left = [thread.name for thread in set(threading.enumerate()) - before]

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from fake_processes import FakeHub, FakeLauncher, run_config, spec, weights
 
+from asyncrl.controller.watchdog import first_cause
 from asyncrl.errors import ConfigError
-from asyncrl.run.fleet import Fleet
-from asyncrl.run.installations import Installations
-from asyncrl.run.watchdog import first_cause
+from asyncrl.fleet.pending_weight_updates import Installations
+from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.wire import RunKey
 from asyncrl.wire.messages import to_trainer
 

@@ -18,8 +18,8 @@ from torch_cores import core_of, hf_logprobs, load, request, run
 from transformers import AutoModelForCausalLM
 
 from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
-from asyncrl.run.sample_requests import SampleRequests
 from asyncrl.tasks.prompts import LoadedTask, Prompt
+from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.trainer.config import TrainerConfig
 from asyncrl.trainer.export import export
 from asyncrl.trainer.learner import Learner

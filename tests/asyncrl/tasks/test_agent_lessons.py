@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.environments.calculator import Calculator, evaluate
 from asyncrl.environments.guessing import Guessing
 from asyncrl.environments.protocol import Action

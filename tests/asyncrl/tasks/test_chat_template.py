@@ -17,7 +17,6 @@ from further_templates import FURTHER
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from asyncrl.errors import DataError, RenderingError
-from asyncrl.rewards.process_tree import descendants
 from asyncrl.tasks import chat_template
 from asyncrl.tasks.builtin_tokenizer import AGENT_VOCABULARY, make_tokenizer
 from asyncrl.tasks.chat_template import ChatTemplate
@@ -26,6 +25,7 @@ from asyncrl.tasks.encoding import PromptEncoder, Question
 from asyncrl.tasks.supervised import ProcessEnded
 from asyncrl.tasks.template_messages import MAX_TEXT, Limits
 from asyncrl.tasks.template_worker import environment
+from asyncrl.user_code.process_tree import descendants
 
 SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "what is 1 + 1?\n\n<b>&amp;</b> ünï 🙂"}

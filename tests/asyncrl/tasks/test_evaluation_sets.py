@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import DataError
-from asyncrl.evaluation.config import EvaluationSetConfig
 from asyncrl.tasks.config import TaskConfig
+from asyncrl.tasks.evaluation_config import EvaluationSetConfig
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import builtin_tokenizer
 from asyncrl.tasks.prompts import held_out_sets

@@ -152,7 +152,7 @@ def test_a_damaged_generation_config_is_refused(tmp_path: Path, text: str) -> No
 def test_a_cached_model_and_its_task_are_found_without_importing_torch(tmp_path: Path) -> None:
     script = f"""
 import sys
-import asyncrl.run.execute
+import asyncrl.controller.execute
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import ensure_builtin_model

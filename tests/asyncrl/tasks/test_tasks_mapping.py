@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from asyncrl_runs import OWN
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.errors import DataError
-from asyncrl.run.preflight import check_machine
+from asyncrl.startup.preflight import check_machine
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.dataset import dataset_questions
 from asyncrl.tasks.encoding import Question

@@ -14,15 +14,15 @@ import transformers.utils.chat_template_utils
 from chat_models import chat_tokenizer, stop_ids
 from local_environments import LocalPool
 
-from asyncrl.config import RunConfig, load_config, parse_config
+from asyncrl.config.run_config import RunConfig, load_config, parse_config
 from asyncrl.environments.protocol import StepResult
 from asyncrl.errors import ConfigError, DataError, UserError
-from asyncrl.processes.generator.environment_setup import translation_of
-from asyncrl.processes.generator.episodes import Episodes
-from asyncrl.processes.generator.generation import SampleGeneration
+from asyncrl.generator.environment_setup import translation_of
+from asyncrl.generator.environment_turns import Episodes
+from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.run.directory import RunDirectory
-from asyncrl.run.template_date import with_date, with_recorded_date
+from asyncrl.runs.directory import RunDirectory
+from asyncrl.runs.template_date import with_date, with_recorded_date
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.encoding import PromptEncoder, Question
 from asyncrl.tasks.template_variables import names_the_date

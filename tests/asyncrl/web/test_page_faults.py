@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from asyncrl.config import parse_config
+from asyncrl.config.run_config import parse_config
+from asyncrl.controller.web_page import open_page
 from asyncrl.errors import UserError
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.monitoring.config import WebConfig
-from asyncrl.run.directory import RunDirectory
-from asyncrl.run.page import open_page
+from asyncrl.runs.directory import RunDirectory
 from asyncrl.web import serving
 from asyncrl.web.serving import WebPage
 

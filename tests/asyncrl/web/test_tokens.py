@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import load_config
+from asyncrl.config.run_config import load_config
 from asyncrl.errors import ConfigError, UserError
 from asyncrl.web import command
 from asyncrl.web.command import show_page

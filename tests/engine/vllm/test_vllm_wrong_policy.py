@@ -14,16 +14,16 @@ from served_engine import PROMPT as SHORT
 from served_engine import TOP_K, VOCAB, Served, ask, collect_all
 from served_vllm import REAL_VLLM
 
+from asyncrl.controller.mismatch_cause import conclusion
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.vllm.client.core import VllmCore
-from asyncrl.processes.generator.rescoring import Rescoring
-from asyncrl.processes.trainer.group_queue import WholeGroup
-from asyncrl.processes.trainer.policy_check import PolicyCheck
+from asyncrl.generator.rescoring import Rescoring
 from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
-from asyncrl.run.rescored import conclusion
 from asyncrl.trainer.config import TrainerConfig
 from asyncrl.trainer.disagreement import FLOAT32_CPU
 from asyncrl.trainer.learner import Learner
+from asyncrl.trainer_process.group_queue import WholeGroup
+from asyncrl.trainer_process.policy_check import PolicyCheck
 from asyncrl.wire.messages.to_generator import Rescore, ToRescore
 from asyncrl.wire.weights.writer import WeightPublisher
 from asyncrl.wire.wrong_policy import WrongPolicy

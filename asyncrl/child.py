@@ -1,0 +1,142 @@
+"""Entry point of every child process: `python -m asyncrl.child SPEC_JSON`.
+
+Its keys come on standard input (`ChildKeys`), which is then closed.
+A child ends when the process that started it ends, ignores Ctrl-C (the controller handles it) and
+logs to its standard error, which the launcher redirects to a file. Before it fails it logs why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import MutableMapping
+
+import msgspec
+import zmq.asyncio
+
+from asyncrl.engine.errors import EngineError
+from asyncrl.errors import AsyncrlError
+from asyncrl.launch.child_spec import (
+    ChildKeys,
+    ChildSpec,
+    GeneratorKeys,
+    RelayKeys,
+    TrainerKeys,
+    read_spec,
+)
+from asyncrl.monitoring.errors import MonitoringError
+from asyncrl.parent_death import end_with_parent
+from asyncrl.trainer.errors import TrainerError
+from asyncrl.wire.errors import WireError
+
+_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+"""With one of these in the environment, the user has configured torch's CUDA allocator."""
+SHUTDOWN_SECONDS = 10
+"""Longest time that a child may take to clean up after SIGTERM."""
+
+
+def _read_keys() -> ChildKeys:
+    """Read the keys from standard input and put an empty file in its place."""
+    keys: ChildKeys = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ChildKeys)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    return keys
+
+
+def _end_process_group() -> None:
+    """End what this child started. It leads its own process group, which must not outlive it."""
+    if os.getpgrp() == os.getpid():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+
+
+def _exit_on_signal(number: int, _frame: object) -> None:
+    """Exit with clean-up; if that takes over SHUTDOWN_SECONDS, SIGALRM ends the process."""
+    signal.alarm(SHUTDOWN_SECONDS)
+    sys.exit(128 + number)
+
+
+def configure_allocator(environment: MutableMapping[str, str]) -> None:
+    """Have torch's CUDA allocator, which reads this at its import, grow its segments.
+
+    Micro-batches of all lengths leave gaps of all sizes between segments that cannot grow.
+    """
+    if _ALLOCATOR.isdisjoint(environment):
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def _run(spec: ChildSpec, keys: ChildKeys) -> None:
+    """Run the process of this role. A relay does without torch, so it starts at once."""
+    if isinstance(keys, RelayKeys):
+        from asyncrl.relay.setup import run_relay
+
+        asyncio.run(run_relay(spec, keys))
+        return
+    if isinstance(keys, TrainerKeys):
+        configure_allocator(os.environ)
+    gc.disable()  # until `without_collecting_the_start`: what is imported now is no garbage
+    import torch
+
+    torch.set_num_threads(spec.threads)
+    if isinstance(keys, GeneratorKeys):
+        from asyncrl.generator.setup import run_generator
+
+        asyncio.run(run_generator(spec, keys))
+    else:
+        from asyncrl.trainer_process.setup import run_trainer
+
+        asyncio.run(run_trainer(spec, keys))
+
+
+def main() -> None:
+    """Run the process that the command line describes; exit with 1 or 2 if it fails."""
+    spec = read_spec(sys.argv[1], os.environ)
+    end_with_parent(spec.parent, signal.SIGTERM)
+    keys = _read_keys()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logger = logging.getLogger(f"asyncrl.{spec.name}")
+    try:
+        _run(spec, keys)
+    except AsyncrlError as error:
+        logger.error("%s", error)
+        sys.exit(error.exit_code)
+    except (EngineError, TrainerError, MonitoringError, WireError) as error:
+        logger.error("%s", error)
+        sys.exit(1)
+    except BaseExceptionGroup as group:
+        logger.exception("a loop of this process failed", exc_info=group)
+        sys.exit(1)
+    finally:
+        # Send the last messages: they tell the controller why this process ends.
+        zmq.asyncio.Context.instance().destroy(linger=1000)
+        _end_process_group()
+
+
+def _end(status: int) -> None:
+    """End as Python does, but keep what was imported: to clear torch takes 2 s of CPU."""
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - waits for threads
+    atexit._run_exitfuncs()  # noqa: SLF001
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SystemExit as ended:
+        if isinstance(ended.code, int):
+            _end(ended.code)
+        raise
+    _end(0)

@@ -1,0 +1,135 @@
+"""Settings of the launcher."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from asyncrl.config.agents import AgentsConfig
+from asyncrl.config.cluster import ClusterConfig
+from asyncrl.config.ray import RayConfig
+from asyncrl.wire.limits import MAX_THREADS, START_SECONDS, WEEK_SECONDS
+
+GpuName = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
+GpuNumber = Annotated[int, Field(ge=0, le=1024)]
+
+
+class LauncherConfig(BaseModel):
+    """How the processes of a run are started and supervised."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    kind: Literal["local", "ray", "agents"] = "local"
+    """`local`: child processes on this machine. `ray`: on the nodes of a Ray cluster
+    (docs/ray.md). `agents`: on machines or in containers that somebody else has started, with
+    `asyncrl agent` in each (docs/agents.md)."""
+    generators: int = Field(default=1, ge=1, le=10_000)
+    """Number of generator processes."""
+    threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
+    """Threads of each process for tensor operations; null: the machine's cores are divided."""
+    gpus: tuple[GpuNumber | GpuName, ...] | None = None
+    """GPUs that this run may use: numbers as `nvidia-smi` and CUDA_VISIBLE_DEVICES have them, or
+    names that begin with GPU- or MIG-. null: all that CUDA_VISIBLE_DEVICES leaves visible. []:
+    none, everything runs on the CPU. Each generator gets `tensor_parallel_size` of its engine of
+    them, the trainer the next one (docs/gpus.md)."""
+    weights: Literal["files", "broadcast"] = "files"
+    """How new weights reach the generators. `files`: each reads them from the memory of its node.
+    `broadcast`: the trainer sends them to all at once, by NCCL between GPUs and by gloo otherwise,
+    and who misses that reads the file. Its sockets have no keys: needs `trusted_network`."""
+    trusted_network: bool = False
+    """Nobody whom you do not trust can listen to or connect to the network between the run's
+    nodes, nor log in to them. Only `weights: broadcast` and `trainer.rank_network` ask for it
+    (SECURITY.md)."""
+    colocate: bool | None = None
+    """Let the trainer share the first GPU of the last generator instead of having one of its own.
+    Its memory is divided by what a training step needs (docs/gpus.md). null: yes where the run may
+    use one GPU, and one generator and the trainer would each take one; otherwise no."""
+    pin_cores: bool = False
+    """Pin each generator and the trainer to `threads` cores of its own. The controller and the
+    reward workers use a core that is left over or else the trainer's, never a generator's."""
+    startup_seconds: float = Field(default=START_SECONDS, gt=0, le=WEEK_SECONDS)
+    """Longest wait for a process to become ready: imports, loading the model, compilation, CUDA
+    graphs. The limits of vLLM and SGLang follow it (`startup_timeout_seconds`)."""
+    silence_seconds: float = Field(default=120.0, gt=0, le=WEEK_SECONDS)
+    """A process that reports nothing for this long is killed and counts as dead; a relay after a
+    quarter of it, so that those who speak through it can be heard again in time."""
+    leave_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
+    """Longest time for a generator to leave after `asyncrl scale`, in which the run is not paused
+    and has a trainer. Then it is killed, and what it had is generated again. Without verification
+    it finishes the groups that it has begun."""
+    stop_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
+    """Longest wait for a process to end after it was asked to. Then it is killed."""
+    checkpoint_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
+    """Longest time for a checkpoint: one that takes longer is given up, and training continues. The
+    trainer has this much more time to end, because it saves one."""
+    max_restarts: int = Field(default=3, ge=0, le=10_000)
+    """Most restarts of processes that died: generators and trainers, counted together. Those that
+    were lost with their machine (Ray's node, an agent) do not count. A restarted trainer continues
+    from the newest checkpoint (trainer.checkpoint_every)."""
+    ray: RayConfig = RayConfig()
+    agents: AgentsConfig = AgentsConfig()
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """The settings for several machines, of the launcher's kind."""
+        return self.agents if self.kind == "agents" else self.ray
+
+    @property
+    def cluster_key(self) -> str:
+        """The name of `cluster` in the configuration."""
+        return "launcher.agents" if self.kind == "agents" else "launcher.ray"
+
+    @model_validator(mode="after")
+    def _sockets_without_keys_are_asked_for(self) -> Self:
+        if self.weights == "broadcast" and not self.trusted_network:
+            raise ValueError(
+                "launcher.weights: broadcast opens sockets that have neither keys nor encryption, "
+                "because torch.distributed and NCCL have none: whoever reaches them can read the "
+                "weights and disturb the run. If you trust everybody on this machine and on the "
+                "network between the nodes, say so with launcher.trusted_network: true; otherwise "
+                "use launcher.weights: files"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _others_divide_the_machines(self) -> Self:
+        local = {
+            "gpus": self.gpus is not None,
+            "colocate": bool(self.colocate),
+            "pin_cores": self.pin_cores,
+        }
+        wrong = [f"launcher.{name}" for name, is_set in local.items() if is_set]
+        if self.kind != "local" and wrong:
+            who = {
+                "ray": "Ray gives each process its cores and GPUs (launcher.ray.generator and "
+                ".trainer)",
+                "agents": "an agent's process has the cores and GPUs that its agent has",
+            }
+            raise ValueError(
+                f"{', '.join(wrong)} is for launcher.kind: local; with launcher.kind: {self.kind}, "
+                f"{who[self.kind]}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _agents_have_a_secret(self) -> Self:
+        if self.kind != "agents":
+            return self
+        if self.agents.key_file is None:
+            raise ValueError(
+                "launcher.kind: agents needs launcher.agents.key_file, the file of a secret that "
+                "agents have too: `asyncrl agent-key FILE` writes one"
+            )
+        if self.weights == "broadcast":
+            raise ValueError(
+                "launcher.weights: broadcast does not work with launcher.kind: agents, whose ports "
+                "are fixed; use launcher.weights: files"
+            )
+        most = self.agents.max_generators
+        if most is not None and most < self.generators:
+            raise ValueError(
+                f"launcher.agents.max_generators: {most} is less than launcher.generators "
+                f"({self.generators}), with which the run begins"
+            )
+        return self

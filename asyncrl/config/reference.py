@@ -1,0 +1,246 @@
+"""The reference of all settings, generated from the Config classes.
+
+Each setting is a pydantic field with a docstring under it. The docstring is its meaning; type,
+bounds and default come from the field. Two things are rendered from that:
+
+- `explain_config`: a run's configuration as commented YAML (`asyncrl run CONFIG --explain`);
+- `reference_page`: docs/configuration.md, rewritten by
+  `python -m asyncrl.config.reference > docs/configuration.md`. A test compares the two.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from asyncrl.config.run_config import RunConfig
+
+Schema = Mapping[str, Any]
+"""JSON schema of one field or one model, as pydantic writes it."""
+
+_WIDTH = 100
+
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Generated from the Config classes: edit their docstrings, then run
+     `python -m asyncrl.config.reference > docs/configuration.md`. -->
+
+A run is described by one YAML file with the sections below. Every key may be left out; it then has
+its default. `--set section.key=value` overrides a key on the command line, and its value is read as
+YAML (`--set trainer.betas='[0.9, 0.95]'`). An unknown key, a value out of bounds or an impossible
+combination is refused with the path of the key and what would be right. A relative path starts at
+the current directory. A file that a run reads (data, model, functions, environments) and that is
+not there is looked for next to the YAML file.
+
+```bash
+asyncrl run CONFIG --dry-run    # print the whole configuration, defaults included
+asyncrl run CONFIG --explain    # the same with the meaning, bounds and default of each key
+```
+
+A resumed run may change every setting except those that determine the data order and the model:
+`run.seed`, `task`, `model`, `scheduler.group_size` and `scheduler.groups_per_step`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key that a user may set."""
+
+    name: str
+    """Name within its section."""
+    values: str
+    """Which values are allowed: the type or the choices, then the bounds."""
+    default: str
+    """The default as YAML."""
+    meaning: str
+    """Its docstring, one line."""
+
+    @property
+    def summary(self) -> str:
+        """Allowed values and default, on one line."""
+        return f"{self.values}; default: {self.default}"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A group of settings: one Config class at one place of the configuration."""
+
+    path: str
+    """Dotted path of the section; `[]` stands for each entry of a list, `NAME` for each name of a
+    mapping."""
+    meaning: str
+    """Docstring of the class and of the field that holds it. May have several paragraphs."""
+    settings: tuple[Setting, ...]
+    """In the order in which the class defines them, nested sections left out."""
+
+
+def sections() -> list[Section]:
+    """Every section of a run's configuration; a nested section follows the one it belongs to."""
+    schema = RunConfig.model_json_schema()
+    return [
+        section
+        for name, field in schema["properties"].items()
+        for section in _sections(name, field, schema["$defs"])
+    ]
+
+
+def explain_config(config: RunConfig) -> str:
+    """The configuration as YAML, each key with a comment; `load_config` reads it back."""
+    known = {section.path: section for section in sections()}
+    lines: list[str] = []
+    for name, values in config.model_dump(mode="json").items():
+        if lines:
+            lines.append("")
+        lines += _explain_section(name, values, known, indent="")
+    return "\n".join(lines) + "\n"
+
+
+def reference_page() -> str:
+    """The text of docs/configuration.md."""
+    parts = [_INTRODUCTION]
+    for section in sections():
+        table = ["| key | values | default | meaning |", "|---|---|---|---|"]
+        table += [
+            f"| `{setting.name}` | {_cell(setting.values)} | `{setting.default}` "
+            f"| {_cell(setting.meaning)} |"
+            for setting in section.settings
+        ]
+        title = f"{'###' if '.' in section.path else '##'} `{section.path}`"
+        parts.append("\n".join([title, "", section.meaning, "", *table]) + "\n")
+    return "\n".join(parts)
+
+
+def _sections(path: str, field: Schema, models: Schema) -> Iterator[Section]:
+    model = _model_of(field, models)
+    settings: list[Setting] = []
+    nested: list[Section] = []
+    for name, inner in model["properties"].items():
+        if "$ref" in inner:
+            nested += _sections(f"{path}.{name}", inner, models)
+            continue
+        settings.append(_setting(name, inner))
+        if "$ref" in inner.get("items", {}):
+            nested += _sections(f"{path}.{name}[]", inner["items"], models)
+        entries = inner.get("additionalProperties", {})
+        if isinstance(entries, Mapping) and "$ref" in entries:
+            nested += _sections(f"{path}.{name}.NAME", entries, models)
+    meaning = model.get("description", "").partition("\n\nExample:")[0]
+    if "description" in field:
+        meaning += "\n\n" + field["description"]
+    yield Section(path, meaning.strip(), tuple(settings))
+    yield from nested
+
+
+def _model_of(field: Schema, models: Schema) -> Schema:
+    model: Schema = models[field["$ref"].rpartition("/")[2]]
+    return model
+
+
+def _setting(name: str, field: Schema) -> Setting:
+    default = _yaml(field["default"]) if "default" in field else "none, it must be given"
+    if "bytes" in name:
+        default += f" ({field['default'] >> 20} MiB)"
+    meaning = " ".join(field.get("description", "").split())
+    return Setting(name, _values(field), default, meaning)
+
+
+def _values(field: Schema) -> str:
+    if "anyOf" in field:
+        return ", or ".join(_values(choice) for choice in field["anyOf"])
+    if "enum" in field:
+        choices = [f"`{value}`" for value in field["enum"]]
+        return f"{', '.join(choices[:-1])} or {choices[-1]}"
+    if "const" in field:
+        return f"`{field['const']}`"
+    return " ".join([_type(field), ", ".join(_bounds(field))]).strip()
+
+
+def _type(field: Schema) -> str:
+    if "prefixItems" in field:
+        return f"[{', '.join(_type(item) for item in field['prefixItems'])}]"
+    names = {"boolean": "true or false", "string": "text", "array": "list", "object": "mapping"}
+    kind: str = field.get("type", "any value")
+    return names.get(kind, kind)
+
+
+def _bounds(field: Schema) -> Iterator[str]:
+    for key, sign in (
+        ("minimum", "≥"),
+        ("exclusiveMinimum", ">"),
+        ("maximum", "≤"),
+        ("exclusiveMaximum", "<"),
+    ):
+        if key in field:
+            bound = field[key]
+            yield f"{sign} {bound:,.0f}" if bound == int(bound) else f"{sign} {bound:g}"
+    if "pattern" in field:
+        yield f"matching `{field['pattern']}`"
+    if "minLength" in field or ("minItems" in field and "prefixItems" not in field):
+        yield "(not empty)"
+
+
+def _explain_section(
+    path: str, values: Mapping[str, Any], known: Mapping[str, Section], indent: str
+) -> Iterator[str]:
+    section = known[path]
+    yield from _comment(section.meaning, indent)
+    yield f"{indent}{path.rpartition('.')[2]}:"
+    yield from _explain_settings(path, values, known, indent + "  ")
+
+
+def _explain_settings(
+    path: str, values: Mapping[str, Any], known: Mapping[str, Section], indent: str
+) -> Iterator[str]:
+    settings = {setting.name: setting for setting in known[path].settings}
+    for name, value in values.items():
+        if name not in settings:
+            yield from _explain_section(f"{path}.{name}", value, known, indent)
+            continue
+        yield from _comment(settings[name].meaning, indent)
+        yield from _comment(settings[name].summary.replace("`", ""), indent)
+        if value and f"{path}.{name}.NAME" in known:
+            yield f"{indent}{name}:"
+            for key, entry in value.items():
+                yield f"{indent}  {key}:"
+                yield from _explain_settings(f"{path}.{name}.NAME", entry, known, indent + "    ")
+            continue
+        entries = f"{path}.{name}[]"
+        if entries not in known or not value:
+            yield f"{indent}{name}: {_yaml(value)}"
+            continue
+        yield f"{indent}{name}:"
+        for entry in value:
+            yield f"{indent}  -"
+            yield from _explain_settings(entries, entry, known, indent + "    ")
+
+
+def _comment(text: str, indent: str) -> Iterator[str]:
+    for paragraph in text.split("\n\n"):
+        yield from textwrap.wrap(
+            paragraph,
+            width=_WIDTH,
+            initial_indent=f"{indent}# ",
+            subsequent_indent=f"{indent}# ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+
+
+def _yaml(value: Any) -> str:
+    """A value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize)
+    return text.removesuffix("...\n").strip()
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference_page())

@@ -1,0 +1,349 @@
+"""The whole configuration of a run, composed of each package's own `Config`.
+
+It is read from one YAML file and dotted overrides (`--set engine.kind=vllm`). Unknown keys and
+impossible combinations are refused with the path of the key and what would be right. A field's
+docstring is its documentation for users: see `asyncrl.config.reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from asyncrl.cache.config import CacheConfig
+from asyncrl.config.changes import changed_at, refuse_unknown
+from asyncrl.config.errors import mistakes
+from asyncrl.config.launcher import LauncherConfig
+from asyncrl.config.repeatable import clock_dependencies
+from asyncrl.config.run_section import RunSection
+from asyncrl.config.yaml_text import dump_yaml, parse_yaml, read_yaml
+from asyncrl.engine.config import EngineConfig, SamplingConfig
+from asyncrl.environments.config import EnvironmentConfig
+from asyncrl.environments.defaults import refuse_contradictions, with_default_functions
+from asyncrl.environments.protocol import LABEL
+from asyncrl.errors import ConfigError
+from asyncrl.monitoring.config import MAX_PORT, MonitoringConfig
+from asyncrl.rewards.config import RewardConfig
+from asyncrl.scheduler.config import SchedulerConfig
+from asyncrl.suggestions import nearest, shortened
+from asyncrl.tasks.config import ModelConfig, TaskConfig
+from asyncrl.tasks.evaluation_config import EvaluationConfig
+from asyncrl.trainer.algorithms.registry import is_own, smallest_group
+from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.rank_network import is_loopback
+from asyncrl.wire.paths import FOLDER
+
+
+class RunConfig(BaseModel):
+    """The configuration of a run: one field per section."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    run: RunSection = RunSection()
+    task: TaskConfig = TaskConfig()
+    model: ModelConfig = ModelConfig()
+    rewards: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    launcher: LauncherConfig = LauncherConfig()
+    monitoring: MonitoringConfig = MonitoringConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _an_environment_has_its_own_reward(cls, values: Any) -> Any:
+        return with_default_functions(values)
+
+    @model_validator(mode="after")
+    def _the_environment_fits(self) -> Self:
+        refuse_contradictions(self.environment, self.rewards, self.cache)
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Self:
+        if self.sampling.max_tokens >= self.engine.max_model_len:
+            raise ValueError(
+                f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
+                f"engine.max_model_len ({self.engine.max_model_len}); raise engine.max_model_len"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_overlong_buffer_fits(self) -> Self:
+        if self.trainer.overlong_buffer > self.sampling.max_tokens:
+            raise ValueError(
+                f"trainer.overlong_buffer ({self.trainer.overlong_buffer}) is longer than any "
+                f"response: sampling.max_tokens is {self.sampling.max_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _verification_has_stored_probabilities(self) -> Self:
+        if self.scheduler.on_update == "verify" and self.engine.top_k_logprobs == 0:
+            raise ValueError(
+                "engine.top_k_logprobs: 0 does not work with scheduler.on_update: verify, which "
+                "accepts tokens by the stored top K of the distributions that they were drawn "
+                "from; it must be at least 1 (8 is usual)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_large_enough(self) -> Self:
+        least = smallest_group(self.trainer.algorithm)
+        if self.scheduler.group_size < least:
+            raise ValueError(
+                f"scheduler.group_size: {self.scheduler.group_size} leaves "
+                f"trainer.algorithm: {self.trainer.algorithm} nothing to learn from: a sample is "
+                f"compared with the others of its group. It must be at least {least} (8 is usual)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _minibatches_divide_the_step(self) -> Self:
+        groups, trainer = self.scheduler.groups_per_step, self.trainer
+        for key, count in (("", trainer.minibatches), ("critic.", trainer.critic.minibatches)):
+            if groups % count:
+                fitting = [one for one in range(1, groups + 1) if groups % one == 0]
+                raise ValueError(
+                    f"trainer.{key}minibatches: {count} does not divide the step: "
+                    f"scheduler.groups_per_step is {groups}. It must be one of "
+                    f"{', '.join(map(str, fitting))}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_outwait_a_disk(self) -> Self:
+        ranks, disk = self.trainer.rank_seconds, self.launcher.checkpoint_seconds
+        if self.trainer.ranks > 1 and ranks <= disk:
+            raise ValueError(
+                f"trainer.rank_seconds: {ranks:g} must be longer than launcher.checkpoint_seconds "
+                f"({disk:g}): rank 0 may wait that long for the disk, and the others for it"
+            )
+        return self
+
+    @property
+    def processes_at_start(self) -> int:
+        """Most that a run begins with besides its controller: trainer, generators, relays.
+
+        On several machines each process may be on a node of its own, which has a relay.
+        """
+        count = self.trainer.ranks + self.launcher.generators
+        return count if self.launcher.kind == "local" else 2 * count
+
+    @model_validator(mode="after")
+    def _groups_without_signal_teach_nothing(self) -> Self:
+        algorithm = self.trainer.algorithm
+        if is_own(algorithm):
+            return self  # what its class says is asked before a run starts
+        if self.scheduler.dynamic_sampling.enabled and smallest_group(algorithm) < 2:
+            raise ValueError(
+                "scheduler.dynamic_sampling.enabled leaves out groups whose rewards are all equal, "
+                f"but trainer.algorithm: {algorithm} does not compare a sample with the others of "
+                "its group, so it learns from such groups too. Disable it, or choose an algorithm "
+                "that compares: dapo, grpo, rloo"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_process_has_a_port(self) -> Self:
+        base, launcher = self.monitoring.port, self.launcher
+        # The trainer, the generators and their replacements follow the controller.
+        last = self.processes_at_start + self.trainer.ranks * launcher.max_restarts
+        if self.monitoring.metrics and base and base + last > MAX_PORT:
+            raise ValueError(
+                f"monitoring.port: {base} leaves no port for every process of the run: "
+                f"the trainer, {launcher.generators} generator(s), relays between machines and up "
+                f"to {launcher.max_restarts} restart(s) take the {last} ports after it. It must be "
+                "at most "
+                f"{MAX_PORT - last}, or 0 for any free ports"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_speak_where_nobody_else_does(self) -> Self:
+        network, launcher = self.trainer.rank_network, self.launcher
+        if self.trainer.ranks == 1 or is_loopback(network):
+            return self
+        if launcher.kind == "local":
+            raise ValueError(
+                f"trainer.rank_network: {network} is for ranks on several machines; with "
+                "launcher.kind: local all are on this one: leave it out"
+            )
+        if not launcher.trusted_network:
+            raise ValueError(
+                f"trainer.rank_network: {network} lets the trainer's ranks listen at sockets that "
+                "have neither keys nor encryption, because gloo and NCCL have none: whoever "
+                "reaches them can read gradients and weights and disturb the run. If you trust "
+                "everybody in that network, say so with launcher.trusted_network: true; otherwise "
+                "keep all ranks on one machine, without trainer.rank_network"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_may_start_as_long_as_their_process(self) -> Self:
+        outer = self.launcher.startup_seconds
+        for kind in ("vllm", "sglang"):
+            inner = getattr(self.engine, kind).startup_timeout_seconds
+            if inner is not None and inner > outer:
+                raise ValueError(
+                    f"engine.{kind}.startup_timeout_seconds: {inner:g} is longer than "
+                    f"launcher.startup_seconds ({outer:g}), after which the generator is killed. "
+                    "Raise launcher.startup_seconds alone: the engine's limit follows it"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _repeatable_runs_do_not_depend_on_the_clock(self) -> Self:
+        sections = self.scheduler, self.engine, self.cache, self.trainer, self.environment
+        found = list(clock_dependencies(*sections)) if self.run.repeatable else []
+        if found:
+            listed = ". Nor does it work with ".join(found)
+            raise ValueError(f"run.repeatable: true does not work with {listed}")
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_evaluated_has_a_checkpoint(self) -> Self:
+        every, saved = self.evaluation.every, self.trainer.checkpoint_every
+        if self.evaluation.keep_best and every is not None and every % saved:
+            raise ValueError(
+                f"evaluation.keep_best: true needs a checkpoint of every policy that is evaluated, "
+                f"and evaluation.every ({every}) is not a multiple of trainer.checkpoint_every "
+                f"({saved})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_change_leaves_a_whole_configuration(self) -> Self:
+        refuse_unknown(self.run.changes)
+        for step in sorted(self.run.changes):
+            values = self.model_dump(mode="json")
+            values["run"]["changes"] = {}
+            for name, changed in changed_at(self.run.changes, step).items():
+                values[name] |= changed
+            try:
+                RunConfig.model_validate(values)
+            except ValidationError as error:
+                wrong = "; ".join(mistakes({}, error, RunConfig))
+                raise ValueError(f"run.changes, step {step}: {wrong}") from error
+        return self
+
+    def at(self, step: int) -> RunConfig:
+        """The configuration of a step: with the changes (`run.changes`) up to it, and no others."""
+        if not self.run.changes:
+            return self
+        parts: dict[str, BaseModel] = {"run": self.run.model_copy(update={"changes": {}})}
+        for name, changed in changed_at(self.run.changes, step).items():
+            before = parts.get(name) or getattr(self, name)
+            parts[name] = type(before).model_validate(before.model_dump(mode="json") | changed)
+        return self.model_copy(update=parts)  # whose other sections are shared
+
+    @property
+    def reward_labels(self) -> tuple[str, ...]:
+        """A name for each term of the reward: the functions', and `environment` if there is one."""
+        labels = self.rewards.labels
+        return (*labels, LABEL) if self.environment.name else labels
+
+    @property
+    def samples_follow_policy(self) -> bool:
+        """Whether every sample follows the policies of its versions up to its last token."""
+        lenient, deadline = self.cache.reuse == "lenient", self.scheduler.sample_deadline_seconds
+        return not lenient and deadline is None
+
+    @property
+    def engines(self) -> list[EngineConfig]:
+        """Of the generators, one for each kind."""
+        return self.engine.of_fleet(self.launcher.generators)
+
+    @property
+    def engine_kinds(self) -> str:
+        """For people: `torch`, or `torch+vllm` for a mixed fleet."""
+        return "+".join(engine.kind for engine in self.engines)
+
+    @property
+    def directory(self) -> Path:
+        """The run's folder."""
+        return Path(self.run.directory) / self.run.name
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, apply `key.path=value` overrides and validate the result.
+
+    Without a file the overrides apply to the defaults.
+
+    Raises:
+        ConfigError: the file is missing or not a mapping, a key is unknown or twice there, or a
+            value is impossible.
+    """
+    values = {} if path is None else _read(path)
+    for override in overrides:
+        _apply(values, override)
+    if path is None:
+        return parse_config(values, source="the defaults")
+    return parse_config(values, source=str(path), folder=path.parent)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = read_yaml(path)
+    except FileNotFoundError as error:
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.yaml")])
+        raise ConfigError(f"no configuration file at {path}.{near}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must be a mapping of sections (run:, engine:, ...) to settings")
+    return values
+
+
+def parse_config(
+    values: Mapping[str, Any], *, source: str, folder: Path | None = None
+) -> RunConfig:
+    """Validate plain values. Errors (ConfigError) refer to them as `source`.
+
+    A section that is null is empty: all its settings are commented out. Files that are not at the
+    current directory are looked for in `folder`, that of the configuration file.
+    """
+    values = {
+        key: {} if value is None and key in RunConfig.model_fields else value
+        for key, value in values.items()
+    }
+    try:
+        config = RunConfig.model_validate(values, context={FOLDER: folder})
+        refused: ValidationError | None = None
+    except ValidationError as error:
+        refused = error
+    lines = mistakes(values, refused, RunConfig)
+    if lines:
+        listed = "\n".join(f"  {line}" for line in lines)
+        raise ConfigError(f"{source} does not describe a run:\n{listed}") from refused
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """The whole configuration as YAML, defaults included; `load_config` reads it back."""
+    return dump_yaml(config.model_dump(mode="json"))
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    shown = f"--set {shortened(override)!r}"
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"{shown}: write it as key.path=value")
+    value = parse_yaml(text, source=f"{shown}: the value")
+    *sections, last = key.strip().split(".")
+    place = values
+    for section in sections:
+        inner = place.setdefault(section, {})
+        if inner is None:
+            inner = place[section] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{shown}: {shortened(section)} is a value, not a section")
+        place = inner
+    place[last] = value

@@ -1,0 +1,65 @@
+"""Configuration of the run itself (`run:`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from asyncrl.config.changes import Changes
+from asyncrl.monitoring.config import unquoted_off
+from asyncrl.wire.limits import MAX_STEPS
+from asyncrl.wire.paths import LocalPath
+
+OnWrongPolicy = Literal["stop", "warn"]
+
+
+class RunSection(BaseModel):
+    """Name, length, seed and folder of the run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Name of the run and of its folder: letters, digits, dot, dash, underscore."""
+    steps: int = Field(default=100, ge=1, le=MAX_STEPS)
+    """Optimizer steps."""
+    seed: int = Field(default=0, ge=-(10**18), le=10**18)
+    """Seed of the data order, the sampling and the trainer. Data order and sampling also depend on
+    the weights that the run starts from, so a run from another run's model draws anew. The split
+    into training and held-out examples depends on the seed only."""
+    directory: LocalPath = "runs"
+    """Folder in which the run's own folder is created. `~` and `${NAME}` are expanded."""
+    repeatable: bool = False
+    """Whether a second run with the same settings on the same machine must train on the same
+    samples and end with the same weights, bit for bit. Works for synchronous training
+    (`scheduler.on_update: keep`, `max_off_policy_steps: 0`) with the torch engine on a CPU in
+    float32. The engine is then slower when few rows decode, and the trainer takes groups in the
+    order of their numbers (docs/reliability.md)."""
+    on_wrong_policy: OnWrongPolicy = "stop"
+    """What happens when a generator is found to sample from another policy than the trainer has for
+    that version: other weights, another temperature, another tokenizer, KV of older weights.
+    `stop`: the run ends before it trains on such tokens. `warn`: it continues and says so in the
+    terminal, metrics.jsonl, result.json and the report."""
+    changes: Changes = {}
+    """Settings that change during the run, by the first step that has them:
+    `{100: {trainer.learning_rate: 1.0e-6}}`. `asyncrl set` adds to them. Possible are
+    trainer.learning_rate, trainer.checkpoint_every, scheduler.max_off_policy_steps,
+    scheduler.max_runahead_groups, scheduler.on_update and scheduler.sample_deadline_seconds."""
+    log_samples: Annotated[Literal["off", "jsonl"], BeforeValidator(unquoted_off)] = "off"
+    """`jsonl`: write every trained sample with its text to RUN/samples/000001.jsonl and following
+    files of up to 64 MB."""
+    log_samples_mb: int = Field(default=10_000, ge=1, le=10**9)
+    """Most megabytes of RUN/samples. Beyond it the oldest file is removed."""
+    log_sample_tokens: bool = False
+    """Add the token ids of prompt and response to each logged sample, and for each token of the
+    response where it comes from and the log-probability with which it was drawn."""
+
+    @field_validator("log_samples", mode="before")
+    @classmethod
+    def _known_log(cls, value: object) -> object:
+        if value == "parquet":
+            raise ValueError(
+                "parquet is not written, because a file without its end cannot be read after a "
+                "crash; use jsonl, and convert RUN/samples/*.jsonl with pandas or datasets"
+            )
+        return value

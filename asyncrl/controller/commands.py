@@ -1,0 +1,151 @@
+"""Carry out the scheduler's commands: each becomes messages to the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from asyncrl.config.by_step import ConfigByStep
+from asyncrl.controller.progress import Progress
+from asyncrl.controller.rank_assignment import Deals
+from asyncrl.controller.sample_handover import Moves
+from asyncrl.controller.sample_reports import SampleReports
+from asyncrl.fleet.process_fleet import Fleet
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import commands
+from asyncrl.tasks.sample_requests import SampleRequests
+from asyncrl.wire.messages import to_generator, to_trainer
+
+
+class CommandExecutor:
+    """Sends the messages that a command of the scheduler stands for."""
+
+    def __init__(
+        self,
+        requests: SampleRequests,
+        reports: SampleReports,
+        fleet: Fleet,
+        progress: Progress,
+        moves: Moves,
+        *,
+        config: ConfigByStep,
+        step_of: Callable[[int], int],
+    ) -> None:
+        self._step_of = step_of
+        self._requests = requests
+        self._reports = reports
+        self._fleet = fleet
+        self._progress = progress
+        self._moves = moves
+        self.config = config
+        """Orders of the user replace it."""
+        self.finished: commands.FinishRun | None = None
+        """The scheduler's last command, once it has been given."""
+        self._deals = Deals(config.whole.trainer.ranks)
+        self.lineage = 0
+        """Of the trainer that the scheduler was told of last."""
+        self._handlers: dict[type, Callable[[Any], Awaitable[None]]] = {
+            commands.StartSample: self._start_sample,
+            commands.VerifySamples: self._verify_samples,
+            commands.InstallWeights: self._install_weights,
+            commands.RewindGenerator: self._rewind_generator,
+            commands.ReleaseSamples: self._release_samples,
+            commands.EndGenerator: self._end_generator,
+            commands.DeliverGroup: self._deliver_group,
+            commands.DeclareStep: self._declare_step,
+            commands.DiscardSamples: self._discard_samples,
+            commands.ReportGroupFailed: self._report_group_failed,
+            commands.ReportGroupWithoutSignal: self._report_group_without_signal,
+            commands.PauseGenerator: self._pause_generator,
+            commands.ResumeGenerator: self._resume_generator,
+            commands.FinishRun: self._finish_run,
+        }
+
+    async def execute(self, command: commands.Command) -> None:
+        """Carry out one command."""
+        await self._handlers[type(command)](command)
+
+    async def _start_sample(self, command: commands.StartSample) -> None:
+        request = self._requests.generate(command.sample, command.priority)
+        settings = self.config.at(self._step_of(command.sample.group)).scheduler
+        if settings.sample_deadline_seconds is not None:
+            request = replace(request, deadline_seconds=settings.sample_deadline_seconds)
+        await self._fleet.send(command.generator, request)
+
+    async def _verify_samples(self, command: commands.VerifySamples) -> None:
+        await self._fleet.send(command.generator, self._verification(command))
+
+    def _verification(self, command: commands.VerifySamples) -> to_generator.Verify:
+        return self._requests.verify(command.samples, command.min_version, lineage=self.lineage)
+
+    async def _install_weights(self, command: commands.InstallWeights) -> None:
+        version = command.policy_version
+        # A newer version may be installed: the one named may be overwritten already.
+        self._fleet.install(
+            command.generator,
+            version,
+            rebuild_kv=self.config.at(version).scheduler.on_update == "recompute",
+            verify=tuple(self._verification(one) for one in command.verify),
+        )
+
+    async def _rewind_generator(self, command: commands.RewindGenerator) -> None:
+        self._fleet.installations.drop(command.generator)  # the answer to this one counts
+        message = to_generator.Rewind(command.policy_version, command.lineage)
+        await self._fleet.send(command.generator, message)
+
+    async def _release_samples(self, command: commands.ReleaseSamples) -> None:
+        version = self._fleet.trainer.policy_version
+        await self._fleet.send(command.generator, self._moves.request(command, version))
+
+    async def _end_generator(self, command: commands.EndGenerator) -> None:
+        await self._fleet.send(command.generator, to_generator.Shutdown())
+
+    async def _deliver_group(self, command: commands.DeliverGroup) -> None:
+        by_generator: dict[str, list[SampleId]] = {}
+        for generator, sample in command.samples:
+            by_generator.setdefault(generator, []).append(sample)
+        orders = {
+            generator: self._reports.expectation(command.step, generator, samples)
+            for generator, samples in by_generator.items()
+        }
+        rank = self._deals.rank_of(
+            command.group,
+            step=command.step,
+            tokens=sum(one.length for order in orders.values() for one in order.samples),
+            lineage=self.lineage,
+        )
+        trainer = self._fleet.ranks[rank]
+        for generator, order in orders.items():
+            await self._fleet.send(trainer.name, order)
+            samples = tuple(by_generator[generator])
+            message = to_generator.Deliver(
+                command.step, samples, self.lineage, trainer.data_address, rank
+            )
+            await self._fleet.send(generator, message)
+
+    async def _declare_step(self, command: commands.DeclareStep) -> None:
+        dealt = self._deals.by_rank(command.step, command.groups)
+        for worker, groups in zip(self._fleet.ranks, dealt, strict=True):
+            await self._fleet.send(worker.name, to_trainer.StepPlan(command.step, groups))
+
+    async def _discard_samples(self, command: commands.DiscardSamples) -> None:
+        await self._fleet.send(command.generator, to_generator.Discard(command.samples))
+
+    async def _report_group_failed(self, command: commands.ReportGroupFailed) -> None:
+        self._progress.group_failed(command.group, command.reason)
+
+    async def _report_group_without_signal(
+        self, command: commands.ReportGroupWithoutSignal
+    ) -> None:
+        self._progress.group_without_signal(command.group, command.reward)
+
+    async def _pause_generator(self, command: commands.PauseGenerator) -> None:
+        await self._fleet.send(command.generator, to_generator.Pause())
+
+    async def _resume_generator(self, command: commands.ResumeGenerator) -> None:
+        await self._fleet.send(command.generator, to_generator.Resume())
+
+    async def _finish_run(self, command: commands.FinishRun) -> None:
+        self.finished = command

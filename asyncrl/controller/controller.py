@@ -1,0 +1,363 @@
+"""The controller of a run: event loops between generators, trainer, scheduler and user.
+
+              prompts ──┐                       ┌── InstallWeights ◄── StepFinished ──┐
+                        ▼                       ▼                                     │
+    scheduler ─► Generate ─► generators ─► SampleFinished ─► scheduler ─► Deliver     │
+                                 │                                                    │
+                                 └──────────── trajectories (data plane) ─────────► trainer
+
+pump      consumes:      messages from every process
+          produces:      scheduler events, whose commands become messages to the processes
+          waits for:     the next message
+          unblocked by:  any process
+          bounded by:    watch, which kills processes that stay silent
+          code:          inbox, training, commands
+
+watch     consumes:      exit codes, and the time of each process's last message
+          produces:      GeneratorLost events, replacements, RunFailed
+          waits for:     the clock
+          bounded by:    WATCH_SECONDS
+          code:          watchdog, fleet
+
+show      consumes:      reports of the processes, a snapshot of the scheduler
+          produces:      the live view
+          waits for:     the clock
+          bounded by:    SHOW_SECONDS
+          code:          progress
+
+phases    consumes:      what pump and watch changed
+          produces:      the accuracy before, trained steps, the accuracy after
+          waits for:     a condition; errors name it
+          unblocked by:  Waiter.notify, after every message and every death
+          bounded by:    a time limit per condition; training by watch, which ends the run when
+                         nothing is left that training could wait for
+          code:          evaluation, training, waiting
+
+An error in a loop goes to `Waiter.fail`, which raises it in the phase that waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.controller.agent_autoscaling import arrivals_of
+from asyncrl.controller.checkpoint_record import CheckpointRecord
+from asyncrl.controller.group_traces import GroupTraces
+from asyncrl.controller.inbox import Inbox, Message
+from asyncrl.controller.live_settings import LiveSettings
+from asyncrl.controller.policy_watch import PolicyWatch
+from asyncrl.controller.progress import Progress
+from asyncrl.controller.sample_handover import Moves
+from asyncrl.controller.scaling import Scaling
+from asyncrl.controller.trainer_restarts import TrainerRestarts
+from asyncrl.controller.training import Training
+from asyncrl.controller.unfinished_work import UnfinishedWork
+from asyncrl.controller.user_requests import UserRequests
+from asyncrl.controller.watchdog import Watchdog
+from asyncrl.evaluation.during import EvaluationDuringTraining
+from asyncrl.evaluation.fleet import FleetEvaluation
+from asyncrl.evaluation.results import EvaluationResults
+from asyncrl.evaluation.round import Accuracy
+from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.process_fleet import Fleet
+from asyncrl.launch.agents.launcher import AgentsLauncher
+from asyncrl.runs.directory import RunDirectory
+from asyncrl.scheduler import events
+from asyncrl.steering.replies import status_reply, view_reply
+from asyncrl.tasks.prompts import Task
+from asyncrl.tasks.sample_requests import SampleRequests
+from asyncrl.wire import Hub
+from asyncrl.wire.evaluations import EvaluationRecord
+from asyncrl.wire.messages import control, from_trainer
+
+WATCH_SECONDS = 0.2
+SHOW_SECONDS = 0.25
+LAST_MESSAGE_SECONDS = 0.2
+
+
+class Controller:
+    """Carries a run from the start of its processes to its last evaluation."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        *,
+        directory: RunDirectory,
+        fleet: Fleet,
+        hub: Hub[Message],
+        progress: Progress,
+        traces: GroupTraces | None = None,
+        agents: AgentsLauncher | None = None,
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._fleet = fleet
+        self._hub = hub
+        self._progress = progress
+        self._waiter = Waiter()
+        requests = SampleRequests(task, config.run.seed, directory.state.start)
+        self._results = EvaluationResults(directory.path, config.evaluation)
+        progress.evaluations = self._results
+        self._evaluation = FleetEvaluation(
+            config.evaluation,
+            requests,
+            fleet=fleet,
+            waiter=self._waiter,
+            during=EvaluationDuringTraining(
+                config,
+                requests,
+                fleet,
+                say=progress.say,
+                result=self._evaluated,
+                given_up=self._given_up,
+            ),
+            results=self._results,
+        )
+        self._moves = Moves(config, directory.path, requests, progress.say, fleet.files)
+        self._training = Training(
+            config,
+            requests,
+            fleet=fleet,
+            progress=progress,
+            waiter=self._waiter,
+            moves=self._moves,
+            traces=traces,
+        )
+        self._training.trained_steps = directory.resume_point.step
+        self._checkpoints = CheckpointRecord(directory.path / "checkpoints", progress.say)
+        self._unfinished = UnfinishedWork(config, directory.path, fleet, requests, progress.say)
+        self._settings = LiveSettings(
+            config,
+            directory,
+            fleet,
+            training=self._training,
+            evaluation=self._evaluation,
+            unfinished=self._unfinished,
+        )
+        self.accuracy_before: Accuracy | None = None
+        """Held-out accuracy before training, once it is known."""
+        self.has_begun = False
+        """Whether its processes were all ready once, so that it evaluates or trains."""
+        self._evaluations = 0
+        """Evaluations after training that were begun: one, unless steps were lost meanwhile."""
+        restarts = TrainerRestarts(
+            config,
+            directory,
+            fleet,
+            training=self._training,
+            evaluation=self._evaluation,
+            progress=progress,
+            waiter=self._waiter,
+        )
+        self._inbox = Inbox(
+            directory,
+            fleet,
+            training=self._training,
+            evaluation=self._evaluation,
+            progress=progress,
+            waiter=self._waiter,
+            trainer_restarts=restarts,
+            checkpoints=self._checkpoints,
+            unfinished=self._unfinished,
+            policy_watch=PolicyWatch(config.run.on_wrong_policy, fleet, progress, self._waiter),
+            moves=self._moves,
+            settings=self._settings,
+        )
+        scaling = Scaling(fleet, self._training, self._evaluation)
+        self._requests = UserRequests(
+            directory,
+            fleet,
+            training=self._training,
+            waiter=self._waiter,
+            settings=self._settings,
+            scaling=scaling,
+            snapshot=self._status,
+            stop=self.stop,
+        )
+        self._checkpoints.listeners.append(self._requests.checkpoint_ended)
+        self._watchdog = Watchdog(
+            fleet,
+            restarts,
+            training=self._training,
+            evaluation=self._evaluation,
+            progress=progress,
+            arrivals=arrivals_of(
+                agents, fleet, scaling, directory.path, self._requests.why_no_order, progress.say
+            ),
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every step of the run is trained."""
+        return self._training.is_complete
+
+    async def run(self) -> tuple[Accuracy | None, Accuracy | None]:
+        """Evaluate, train, evaluate. Returns the accuracy before and after.
+
+        The accuracy after is None when the run was stopped before its last step.
+
+        Raises:
+            RunFailed: a process died for good, or nothing could be trained.
+            UserError: the reward, a prompt or the model is at fault.
+            WaitTimeout: a process did not become ready, or an evaluation did not end.
+        """
+        loops = [
+            asyncio.create_task(self._guarded(loop))
+            for loop in (self._pump, self._watch, self._show)
+        ]
+        try:
+            self._fleet.start_all()
+            await self._waiter.until(
+                lambda: self._fleet.all_ready or self._waiter.stop_requested,
+                seconds=self._config.launcher.startup_seconds,
+                what=self._fleet.what_starts,
+            )
+            self.has_begun = True
+            before = await self._evaluate_before()
+            if self._directory.resume_point.directory is not None:
+                await self._unfinished.restore(self._directory.resume_point.step)
+            if not self.is_complete:
+                await self._evaluation.training_begins(self._training.trained_steps)
+            return before, await self._train_and_evaluate()
+        finally:
+            for loop in loops:
+                loop.cancel()
+            self._evaluation.end()
+
+    async def unsaved(self) -> str | None:
+        """After all processes have ended: why the last state is not saved; None if it is."""
+        self._moves.remove_files()
+        if self._checkpoints.missing(self._training.trained_steps) is None:
+            return None
+        while (message := await self._message_within(LAST_MESSAGE_SECONDS)) is not None:
+            if isinstance(message, from_trainer.CheckpointFailed):
+                self._checkpoints.failed(message)
+        return self._checkpoints.missing(self._training.trained_steps)
+
+    async def _message_within(self, seconds: float) -> Message | None:
+        try:
+            async with asyncio.timeout(seconds):
+                return (await self._hub.receive())[1]
+        except TimeoutError:
+            return None
+
+    async def stop(self, *, drain: bool = False) -> None:
+        """Finish the current step, or all steps that are begun, then end the run."""
+        self._waiter.stop_requested = True
+        self._progress.stopping = True
+        await self._training.apply(events.DrainRequested() if drain else events.StopRequested())
+        self._waiter.notify()
+
+    def fail(self, error: Exception) -> None:
+        """End the run with this error, in whatever phase it is."""
+        self._waiter.fail(error)
+
+    async def answer(self, request: control.Request) -> control.Reply | msgspec.Raw:
+        """Carry out a user's request."""
+        return await self._requests.answer(request)
+
+    def view(self) -> control.ViewReply:
+        """What those who watch are shown."""
+        return view_reply(self._progress.view(self._fleet, self._evaluation.current))
+
+    def _status(self) -> control.StatusReply:
+        view = self._progress.view(self._fleet, self._evaluation.current)
+        return status_reply(self._config, self._fleet, view)
+
+    def _evaluated(self, record: EvaluationRecord) -> None:
+        """Keep the result of an evaluation and show it."""
+        self._results.add(record)
+        best = self._results.best
+        self._progress.evaluated(record, is_best=best is not None and best.step == record.step)
+
+    def _given_up(self, step: int) -> None:
+        """The evaluation of this step has no result and will have none."""
+        self._results.settled(step)
+        self._progress.evaluation_given_up()
+
+    async def _evaluate_before(self) -> Accuracy | None:
+        """Measure the accuracy before training, unless the run was resumed and knows it."""
+        state = self._directory.state
+        if not state.comparable:
+            return None
+        known = self._results.before if self._training.trained_steps else None
+        if state.accuracy_before is not None:
+            known = self._results.began_with(state.accuracy_before, state.evaluation_samples)
+        if known is not None:  # the model before training is gone, even if this is incomplete
+            accuracy = Accuracy.of(known)
+            self._progress.evaluated(known)
+        else:
+            measured = await self._evaluation.measure(0)
+            if measured is None:
+                return None
+            accuracy = Accuracy.of(measured)
+            state.accuracy_before = accuracy.value
+            state.evaluation_samples = accuracy.samples
+            self._directory.write_state()
+            self._evaluated(measured)
+        self.accuracy_before = accuracy
+        return accuracy
+
+    async def _train_and_evaluate(self) -> Accuracy | None:
+        """Train, then measure the accuracy; None when the run was stopped before its last step."""
+        while True:
+            await self._training.run()
+            after = await self._evaluate_after() if self.is_complete else None
+            if not self._training.has_steps_left:
+                return after
+            # Steps were lost with the trainer during the evaluation: train them again.
+
+    async def _evaluate_after(self) -> Accuracy | None:
+        """Bring every generator to the final weights and measure the accuracy."""
+        version = self._training.trained_steps
+
+        def changed() -> bool:
+            return self._waiter.stop_requested or self._training.has_steps_left
+
+        await self._waiter.until(
+            lambda: self._fleet.trainer.state == "ready" or changed(),
+            seconds=self._config.launcher.startup_seconds,
+            what=lambda: f"{self._fleet.trainer.name} to become ready",
+        )
+        await self._evaluation.bring_to(version)
+        await self._waiter.until(
+            lambda: (
+                changed() or all(one.policy_version >= version for one in self._fleet.generators())
+            ),
+            seconds=self._config.launcher.startup_seconds,
+            what=lambda: f"the generators to install version {version}",
+        )
+        self._evaluations += 1
+        measured = None if changed() else await self._evaluation.measure(self._evaluations)
+        if measured is None:
+            return None
+        self._evaluated(measured)
+        return Accuracy.of(measured)
+
+    async def _guarded(self, loop: Callable[[], Awaitable[None]]) -> None:
+        """Run a loop; if it breaks, the run ends with its error."""
+        try:
+            await loop()
+        except Exception as error:  # noqa: BLE001 - raised again in the phase that waits
+            self._waiter.fail(error)
+
+    async def _pump(self) -> None:
+        while True:
+            sender, message = await self._hub.receive()
+            await self._inbox.handle(sender, message)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if await self._watchdog.check():
+                self._waiter.notify()
+
+    async def _show(self) -> None:
+        while True:
+            self._progress.show(self._fleet, self._evaluation.current)
+            await asyncio.sleep(SHOW_SECONDS)

@@ -1,0 +1,157 @@
+"""The traces of groups as the controller sees them: from the first draw to the optimizer step.
+
+It looks at what the scheduler is told and decides, and changes nothing. A group's trace ends with
+the step that was trained on it, or when it is reported as failed. What other processes do with its
+samples are spans of their own (`monitoring.tracing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.monitoring.metrics import ControllerMetrics
+from asyncrl.monitoring.timeline import Timeline
+from asyncrl.monitoring.tracing.records import Value
+from asyncrl.monitoring.tracing.tracer import Moment, Tracer
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.scheduler import commands, events
+
+_MAX_EVENTS = 64
+"""Of one sample; later ones are left out."""
+
+
+@dataclass(slots=True)
+class _Sample:
+    began: float
+    events: list[Moment] = field(default_factory=list)
+    is_delivered: bool = False
+
+
+@dataclass(slots=True)
+class _Group:
+    began: float
+    samples: dict[SampleId, _Sample] = field(default_factory=dict)
+
+
+def open_group_traces(
+    config: RunConfig, key: str, metrics: ControllerMetrics, closing: AsyncExitStack
+) -> GroupTraces | None:
+    """What records the controller's part of traces; None where `monitoring.tracing` is off.
+
+    Args:
+        config: of the run.
+        key: of the run, see `asyncrl.monitoring.tracing.ids`.
+        metrics: count the spans.
+        closing: ends it.
+    """
+    settings, run = config.monitoring.tracing, config.run.name
+    if not settings.enabled:
+        return None
+    from asyncrl.monitoring.tracing.opening import open_tracer
+
+    name = "controller"
+    tracer = open_tracer(
+        settings,
+        closing,
+        key=key,
+        run=run,
+        process=name,
+        metrics=metrics,
+        unix=Timeline(None, name).unix,
+    )
+    return GroupTraces(tracer)
+
+
+class GroupTraces:
+    """Records groups, their samples, and the scheduler's decisions on them.
+
+    Args:
+        tracer: of the controller.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._groups: dict[int, _Group] = {}
+        """Traced ones that are not settled; no more than are in flight."""
+
+    def note(self, event: events.Event, decided: Iterable[commands.Command]) -> None:
+        """Note an event and what the scheduler decided on it."""
+        now = self._tracer.now()
+        match event:
+            case events.SampleFinished():
+                what: dict[str, Value] = {
+                    "asyncrl.tokens": event.length,
+                    "asyncrl.generator": event.generator,
+                }
+                self._happened(event.sample, "finished", now, what)
+            case events.SampleDelivered():
+                self._delivered(event, now)
+            case events.StepFinished():
+                for group in event.groups:
+                    self._settled(group, now, {"asyncrl.step": event.step})
+            case _:
+                pass
+        for command in decided:
+            self._decided(command, now)
+
+    def _decided(self, command: commands.Command, now: float) -> None:
+        match command:
+            case commands.StartSample(generator=generator, sample=sample, priority=priority):
+                more: dict[str, Value] = {
+                    "asyncrl.generator": generator,
+                    "asyncrl.priority": priority,
+                }
+                if self._tracer.is_traced(sample.group):
+                    group = self._groups.setdefault(sample.group, _Group(now))
+                    group.samples.setdefault(sample, _Sample(now)).is_delivered = False
+                    self._happened(sample, "draw", now, more)
+            case commands.VerifySamples():
+                self._verification(command, now)
+            case commands.InstallWeights():
+                for verification in command.verify:
+                    self._verification(verification, now)
+            case commands.DeliverGroup():
+                for _, sample in command.samples:
+                    self._happened(sample, "delivery ordered", now, {"asyncrl.step": command.step})
+            case commands.ReportGroupFailed():
+                self._settled(command.group, now, {}, failure=command.reason)
+            case _:
+                pass
+
+    def _verification(self, command: commands.VerifySamples, now: float) -> None:
+        more = {"asyncrl.min_version": command.min_version}
+        for sample in command.samples:
+            self._happened(sample, "verification ordered", now, more)
+
+    def _happened(
+        self, sample: SampleId, name: str, now: float, attributes: Mapping[str, Value]
+    ) -> None:
+        group = self._groups.get(sample.group)
+        found = None if group is None else group.samples.get(sample)
+        if found is not None and len(found.events) < _MAX_EVENTS:
+            found.events.append((name, now, attributes))
+
+    def _delivered(self, event: events.SampleDelivered, now: float) -> None:
+        group = self._groups.get(event.sample.group)
+        found = None if group is None else group.samples.get(event.sample)
+        if found is None or found.is_delivered:
+            return
+        found.is_delivered = True
+        more = {"asyncrl.generator": event.generator}
+        self._tracer.whole_sample(event.sample, found.began, now, more, tuple(found.events))
+
+    def _settled(
+        self, group: int, now: float, attributes: Mapping[str, Value], *, failure: str = ""
+    ) -> None:
+        found = self._groups.pop(group, None)
+        if found is None:
+            return
+        more: dict[str, Value] = {
+            "asyncrl.outcome": "failed" if failure else "trained",
+            "asyncrl.samples": len(found.samples),
+            **attributes,
+        }
+        self._tracer.whole_group(group, found.began, now, more, failure=failure)

@@ -1,0 +1,362 @@
+"""Handle the messages of generators, the trainer and relays."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from asyncrl.controller.checkpoint_record import CheckpointRecord
+from asyncrl.controller.live_settings import LiveSettings
+from asyncrl.controller.policy_watch import PolicyWatch
+from asyncrl.controller.progress import Progress
+from asyncrl.controller.sample_handover import Moves
+from asyncrl.controller.throughput_meter import SpeedMeter
+from asyncrl.controller.trainer_restarts import TrainerRestarts
+from asyncrl.controller.training import Training
+from asyncrl.controller.unfinished_work import UnfinishedWork
+from asyncrl.errors import UserError
+from asyncrl.evaluation.fleet import FleetEvaluation
+from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.process_fleet import Fleet
+from asyncrl.fleet.process_state import Worker
+from asyncrl.launch.child_spec import Role
+from asyncrl.runs.directory import RunDirectory
+from asyncrl.scheduler import events
+from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
+from asyncrl.steering.write_throttle import PacedWrites
+from asyncrl.wire.decoding import Reason
+from asyncrl.wire.messages import from_generator, from_relay, from_trainer
+
+logger = logging.getLogger(__name__)
+
+Message = from_generator.FromGenerator | from_trainer.FromTrainer | from_relay.FromRelay
+FROM_THE_LOST = (
+    from_generator.SampleDelivered,
+    from_generator.WrongPolicyFound,
+    from_generator.Failure,
+    from_generator.Goodbye,
+    from_trainer.StepFinished,
+    from_trainer.WrongPolicyFound,
+    from_trainer.Failure,
+    from_trainer.Goodbye,
+    from_relay.Failure,
+    from_relay.Goodbye,
+)
+"""What still counts when its sender is lost: why it ended, what it had done. All else is dropped. A
+message may have been on its way, and on another node the process may even live on for a while."""
+_Handlers = dict[type, Callable[[Worker, Any], Awaitable[None]]]
+
+
+class Inbox:
+    """Updates the sender's `Worker` and passes the message on to scheduler and evaluation."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        fleet: Fleet,
+        *,
+        training: Training,
+        evaluation: FleetEvaluation,
+        progress: Progress,
+        waiter: Waiter,
+        checkpoints: CheckpointRecord,
+        trainer_restarts: TrainerRestarts,
+        unfinished: UnfinishedWork,
+        policy_watch: PolicyWatch,
+        moves: Moves,
+        settings: LiveSettings | None = None,
+    ) -> None:
+        self._settings = settings
+        self._moves = moves
+        self._speeds = SpeedMeter()
+        self._moving: set[asyncio.Task[None]] = set()
+        self._policy_watch = policy_watch
+        self._unfinished = unfinished
+        self._trainer_restarts = trainer_restarts
+        self._directory = directory
+        self._write_state = PacedWrites(directory.write_state)
+        self._fleet = fleet
+        self._training = training
+        self._evaluation = evaluation
+        self._progress = progress
+        self._waiter = waiter
+        self._checkpoints = checkpoints
+        of_generators: _Handlers = {
+            from_generator.GeneratorReady: self._generator_ready,
+            from_generator.SampleFinished: self._sample_finished,
+            from_generator.SampleRewarded: self._sample_rewarded,
+            from_generator.SampleFailed: self._sample_failed,
+            from_generator.SampleDelivered: self._sample_delivered,
+            from_generator.EvaluationSample: self._evaluation.returned,
+            from_generator.EvaluationMissed: self._evaluation.missed,
+            from_generator.WeightsInstalled: self._weights_installed,
+            from_generator.WrongPolicyFound: self._wrong_policy,
+            from_generator.Rescored: self._rescored,
+            from_generator.Rewound: self._rewound,
+            from_generator.Released: self._released,
+            from_generator.GeneratorReport: self._generator_report,
+            from_generator.Failure: self._failure,
+            from_generator.Goodbye: self._goodbye,
+        }
+        of_trainer: _Handlers = {
+            from_trainer.TrainerReady: self._trainer_ready,
+            from_trainer.StepFinished: self._step_finished,
+            from_trainer.CheckpointWritten: self._checkpoint_written,
+            from_trainer.CheckpointFailed: self._checkpoint_failed,
+            from_trainer.TrainerReport: self._trainer_report,
+            from_trainer.DeliveryRefused: self._delivery_refused,
+            from_trainer.PeerCutOff: self._peer_cut_off,
+            from_trainer.WrongPolicyFound: self._suspected,
+            from_trainer.Failure: self._failure,
+            from_trainer.Goodbye: self._goodbye,
+        }
+        of_relays: _Handlers = {
+            from_relay.RelayReady: self._relay_ready,
+            from_relay.WeightsHere: self._weights_here,
+            from_relay.WeightsFailed: self._weights_failed,
+            from_relay.WeightsChecked: self._weights_checked,
+            from_relay.RelayReport: self._relay_report,
+            from_relay.FileHere: self._file_answered,
+            from_relay.FileMissing: self._file_answered,
+            from_relay.Failure: self._failure,
+            from_relay.Goodbye: self._goodbye,
+        }
+        self._handlers: dict[Role, _Handlers] = {
+            "generator": of_generators,
+            "trainer": of_trainer,
+            "relay": of_relays,
+        }
+
+    async def handle(self, sender: str, message: Message) -> None:
+        """Handle one message, and have waiting phases look again.
+
+        A message that makes no sense is refused, and a sender that cannot be continued with is
+        killed, so that it is replaced.
+        """
+        kind, worker = type(message).__name__, self._fleet.heard_from(sender)
+        if worker is None:
+            self._fleet.refuse(sender, Reason.UNKNOWN_PEER, f"{kind} from an unknown process")
+            return
+        if worker.is_gone and not isinstance(message, FROM_THE_LOST):
+            logger.info("%s of %s comes after its loss and is dropped", kind, sender)
+            return
+        handler = self._handlers[worker.role].get(type(message))
+        if handler is None:
+            self._fleet.refuse(sender, Reason.UNEXPECTED, f"{kind} is not for its role to send")
+            return
+        try:
+            await handler(worker, message)
+        except ImpossibleEvent as error:
+            self._fleet.refuse(sender, Reason.IMPOSSIBLE_EVENT, str(error))
+            if isinstance(error, SenderOutOfStep):
+                self._fleet.cut_off(sender, f"its {kind} contradicts the run: {error}")
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            logger.exception("%s of %s could not be handled", kind, sender)
+            self._fleet.refuse(sender, Reason.IMPOSSIBLE_EVENT, f"{type(error).__name__}: {error}")
+            self._fleet.cut_off(sender, f"its {kind} could not be handled: {error}")
+        self._waiter.notify()
+
+    async def _generator_ready(
+        self, worker: Worker, message: from_generator.GeneratorReady
+    ) -> None:
+        worker.ready(message.policy_version, message.slots, message.metrics_port)
+        self._policy_watch.generator_ready(worker, message.fingerprint)
+        if self._settings is not None:
+            await self._settings.tell_generator(worker.name)
+        self._write_ports()
+        if self._training.has_begun and not worker.is_leaving:
+            self._progress.say(f"{worker.name} has joined")
+        if worker.is_leaving:  # it was told to end before it was ready
+            return
+        if self._training.has_begun:  # then the scheduler decides when it gets new weights
+            joined = events.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
+            await self._training.apply(joined)
+        else:
+            await self._evaluation.update(worker)
+        await self._evaluation.fill(worker)
+
+    def _write_ports(self) -> None:
+        self._directory.state.metrics_ports = self._fleet.metrics_ports()
+        self._write_state()
+
+    async def _sample_finished(
+        self, worker: Worker, message: from_generator.SampleFinished
+    ) -> None:
+        await self._training.sample_finished(worker.name, message)
+
+    async def _sample_rewarded(
+        self, worker: Worker, message: from_generator.SampleRewarded
+    ) -> None:
+        await self._training.sample_rewarded(worker.name, message)
+
+    async def _sample_failed(self, worker: Worker, message: from_generator.SampleFailed) -> None:
+        if message.user_error:
+            self._waiter.fail(UserError(message.reason))
+        else:
+            event = events.SampleFailed(worker.name, message.sample, message.reason)
+            await self._training.apply(event)
+
+    async def _sample_delivered(
+        self, worker: Worker, message: from_generator.SampleDelivered
+    ) -> None:
+        await self._training.apply(events.SampleDelivered(worker.name, message.sample))
+
+    async def _weights_installed(
+        self, worker: Worker, message: from_generator.WeightsInstalled
+    ) -> None:
+        if not self._fleet.installations.is_answered(worker, message.policy_version):
+            return  # it is told again
+        worker.policy_version = message.policy_version
+        self._policy_watch.installed(worker.name, message.policy_version)
+        weights = self._fleet.weights
+        if weights is not None and message.policy_version < weights.policy_version:
+            self._fleet.installations.check(self._fleet.trainer)
+        await self._training.apply(events.WeightsInstalled(worker.name, message.policy_version))
+        await self._evaluation.fill(worker)
+
+    async def _wrong_policy(
+        self, _worker: Worker, message: from_generator.WrongPolicyFound
+    ) -> None:
+        self._policy_watch.found(message.found)
+
+    async def _suspected(self, _worker: Worker, message: from_trainer.WrongPolicyFound) -> None:
+        await self._policy_watch.suspected(message)
+
+    async def _rescored(self, worker: Worker, message: from_generator.Rescored) -> None:
+        self._policy_watch.rescored(worker.name, message)
+
+    async def _rewound(self, worker: Worker, message: from_generator.Rewound) -> None:
+        worker.policy_version = message.policy_version
+        await self._training.apply(
+            events.GeneratorRewound(worker.name, message.lineage, message.policy_version)
+        )
+
+    async def _released(self, worker: Worker, message: from_generator.Released) -> None:
+        """Look at the file meanwhile: others have messages too."""
+        task = asyncio.create_task(self._move(worker, message))
+        self._moving.add(task)
+        task.add_done_callback(self._moving.discard)
+
+    async def _move(self, worker: Worker, message: from_generator.Released) -> None:
+        try:
+            await self._moves.take(worker.name, message, is_lost=lambda: worker.is_gone)
+            await self._training.apply(events.SamplesReleased(worker.name))
+        except Exception as error:  # noqa: BLE001 - raised again in the phase that waits
+            self._waiter.fail(error)
+
+    async def _generator_report(
+        self, worker: Worker, message: from_generator.GeneratorReport
+    ) -> None:
+        worker.generator_report, worker.reported = message, time.monotonic()
+        await self._training.apply(events.KvUsed(worker.name, message.engine.kv_used))
+        waiting = events.EnvironmentWaits(worker.name, message.in_environments)
+        await self._training.apply(waiting)
+        speed = self._speeds.reported(worker.name, message.engine, worker.reported)
+        if speed is not None:
+            await self._training.apply(events.SpeedMeasured(worker.name, speed))
+
+    async def _trainer_ready(self, worker: Worker, message: from_trainer.TrainerReady) -> None:
+        worker.weights, worker.data_address = message.manifest, message.data_address
+        worker.trainer_ready = message
+        ranks = self._fleet.ranks
+        if not any(one is worker for one in ranks):
+            ranks = [worker]
+        said = [one.trainer_ready for one in ranks if one.trainer_ready is not None]
+        if len(said) < len(ranks):
+            return
+        for one, ready in zip(ranks, said, strict=True):
+            one.ready(ready.policy_version, 0, ready.metrics_port)
+        self._write_ports()
+        worker, message = ranks[0], said[0]
+        if worker is self._fleet.trainer:
+            self._fleet.look_after_weights()
+            self._policy_watch.compare()
+            if self._settings is not None:
+                await self._settings.tell_trainer()
+            await self._trainer_restarts.ready(worker, message.initial_weights)
+
+    async def _step_finished(self, worker: Worker, message: from_trainer.StepFinished) -> None:
+        if self._fleet.trainer is not worker and self._fleet.trainer.is_ready:
+            return  # its replacement continues, perhaps from a checkpoint before this step
+        version = message.manifest.policy_version
+        worker.weights, worker.policy_version = message.manifest, version
+        self._fleet.look_after_weights()
+        await self._training.apply(events.WeightsPublished(version))
+        self._training.trained_steps = version
+        self._progress.step_finished(message)
+        await self._training.step_finished(message)
+        await self._evaluation.published(version)
+
+    async def _checkpoint_written(
+        self, worker: Worker, message: from_trainer.CheckpointWritten
+    ) -> None:
+        logger.info("%s wrote checkpoint %d: %s", worker.name, message.policy_version, message.path)
+        self._checkpoints.written(message)
+        if self._training.is_running and worker is self._fleet.trainer:
+            await self._unfinished.save(
+                message.policy_version,
+                published=self._training.trained_steps,
+                first_group=self._training.first_unreached_group,
+            )
+
+    async def _checkpoint_failed(
+        self, _worker: Worker, message: from_trainer.CheckpointFailed
+    ) -> None:
+        self._checkpoints.failed(message)
+
+    async def _trainer_report(self, worker: Worker, message: from_trainer.TrainerReport) -> None:
+        worker.trainer_report = message
+        if worker is not self._fleet.trainer:  # which says when a step is finished
+            worker.policy_version = message.policy_version
+
+    async def _delivery_refused(
+        self, worker: Worker, message: from_trainer.DeliveryRefused
+    ) -> None:
+        reason = f"{worker.name} refused its delivery: {message.reason}"
+        await self._training.apply(events.SampleFailed(message.generator, message.sample, reason))
+
+    async def _peer_cut_off(self, worker: Worker, message: from_trainer.PeerCutOff) -> None:
+        self._fleet.cut_off(message.generator, f"{message.reason} (noticed by {worker.name})")
+
+    async def _relay_ready(self, worker: Worker, message: from_relay.RelayReady) -> None:
+        worker.is_ready, worker.relay = True, message
+        worker.metrics_port = message.metrics_port
+        self._write_ports()
+        self._fleet.look_after_weights()
+
+    async def _weights_here(self, worker: Worker, message: from_relay.WeightsHere) -> None:
+        self._fleet.installations.arrived(worker, message)
+
+    async def _weights_failed(self, worker: Worker, message: from_relay.WeightsFailed) -> None:
+        self._fleet.installations.failed(worker, message)
+
+    async def _weights_checked(self, worker: Worker, message: from_relay.WeightsChecked) -> None:
+        self._fleet.installations.checked(worker, message)
+
+    async def _file_answered(
+        self, _worker: Worker, message: from_relay.FileHere | from_relay.FileMissing
+    ) -> None:
+        self._fleet.files.answered(message)
+
+    async def _relay_report(self, worker: Worker, message: from_relay.RelayReport) -> None:
+        logger.debug("%s has sent %d bytes of weights", worker.name, message.sent_bytes)
+
+    async def _failure(
+        self,
+        worker: Worker,
+        message: from_generator.Failure | from_trainer.Failure | from_relay.Failure,
+    ) -> None:
+        """Note why a process ends. A user's mistake ends the run; the watchdog does the rest."""
+        worker.reason = message.reason
+        if message.user_error:
+            self._waiter.fail(UserError(message.reason))
+
+    async def _goodbye(
+        self,
+        worker: Worker,
+        message: from_generator.Goodbye | from_trainer.Goodbye | from_relay.Goodbye,
+    ) -> None:
+        logger.info("%s: %s", worker.name, type(message).__name__)

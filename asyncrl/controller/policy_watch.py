@@ -1,0 +1,159 @@
+"""What happens when a process is found to sample from another policy than the one trained.
+
+generators, trainer ── WrongPolicyFound ─► PolicyWatch ─► said, counted, recorded
+                                                └─ run.on_wrong_policy: stop ─► the run ends
+             generator ◄─ Rescore, Rescored ─► where the trainer cannot tell the cause
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.config.run_section import OnWrongPolicy
+from asyncrl.controller.mismatch_cause import conclusion
+from asyncrl.controller.progress import Progress
+from asyncrl.errors import WrongPolicyError
+from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.process_fleet import Fleet
+from asyncrl.fleet.process_state import Worker
+from asyncrl.wire.messages.from_generator import Rescored
+from asyncrl.wire.messages.from_trainer import WrongPolicyFound
+from asyncrl.wire.messages.to_generator import Rescore, ToRescore
+from asyncrl.wire.weights.layout import ADAPTER_ENDINGS, Fingerprint
+from asyncrl.wire.wrong_policy import WrongPolicy, compare_weights, listed, not_compared
+
+RESCORE_SECONDS = 30.0
+"""Longest wait for a generator that scores tokens again."""
+
+
+class PolicyWatch:
+    """Takes findings of all processes, and compares the weights that generators start with.
+
+    Args:
+        action: what follows a finding.
+        fleet: the processes.
+        progress: records findings.
+        waiter: ends the run.
+    """
+
+    def __init__(
+        self, action: OnWrongPolicy, fleet: Fleet, progress: Progress, waiter: Waiter
+    ) -> None:
+        self._action = action
+        self._fleet = fleet
+        self._progress = progress
+        self._waiter = waiter
+        self._asked: dict[int, WrongPolicyFound] = {}
+        """Findings whose generator scores the tokens again, by the number of the question."""
+        self._questions = 0
+        self._at_start: list[tuple[Worker, Fingerprint]] = []
+        """Generators whose first weights are still to be compared."""
+
+    def found(
+        self, wrong: WrongPolicy, *, provisional: bool = False, trained: bool = False
+    ) -> None:
+        """Record a finding; end the run if it is to stop and the finding is not provisional.
+
+        Args:
+            wrong: the finding.
+            provisional: rounding may explain it.
+            trained: it was provisional until now, so the trainer went on with its step.
+        """
+        self._progress.found(wrong)
+        if self._action == "stop" and provisional:
+            self._progress.say(
+                "the run goes on: its first steps on GPUs only warn of what rounding may explain; "
+                "if it lasts, the run ends (run.on_wrong_policy: stop)"
+            )
+        elif self._action == "stop":
+            self._waiter.fail(
+                WrongPolicyError(
+                    f"{wrong.text}. {_end(wrong.policy_version, trained=trained)}; "
+                    "docs/reliability.md says what each cause means"
+                )
+            )
+
+    def installed(self, generator: str, version: int) -> None:
+        """A generator has compared these weights with the trainer's and would have reported it."""
+        self._progress.installed(generator, version)
+
+    async def suspected(self, message: WrongPolicyFound) -> None:
+        """The trainer found something. If it cannot tell the cause, ask the generator first."""
+        generators = {worker.name for worker in self._fleet.generators()}
+        if not message.samples or message.found.generator not in generators:
+            self.found(message.found, provisional=message.provisional)
+            return
+        self._questions += 1
+        number = self._questions
+        self._asked[number] = message
+        samples = tuple(ToRescore(one.prompt_tokens, one.tokens) for one in message.samples)
+        await self._fleet.send(message.found.generator, Rescore(number, samples))
+        asyncio.get_running_loop().call_later(RESCORE_SECONDS, self._give_up, number)
+
+    def rescored(self, generator: str, answer: Rescored) -> None:
+        """A generator has scored tokens again.
+
+        Late answers, and those to nothing or to what another generator was asked, are ignored.
+        """
+        asked = self._asked.get(answer.number)
+        if asked is not None and asked.found.generator == generator:
+            del self._asked[answer.number]
+            wrong = conclusion(asked, answer)
+            unknown = wrong.cause == "unknown"
+            self.found(
+                wrong,
+                provisional=asked.provisional and unknown,
+                trained=asked.provisional and not unknown,
+            )
+
+    def _give_up(self, number: int) -> None:
+        if number in self._asked:
+            generator = self._asked[number].found.generator
+            reason = f"it did not answer within {RESCORE_SECONDS:.0f} s"
+            self.rescored(generator, Rescored(generator, number, -1, reason=reason))
+
+    def generator_ready(self, worker: Worker, fingerprint: Fingerprint) -> None:
+        """Compare the weights that a generator has started with, now or when a trainer is ready."""
+        self._at_start.append((worker, fingerprint))
+        self.compare()
+
+    def compare(self) -> None:
+        """Compare what is waiting with the newest weights of the trainer, if it is ready."""
+        weights = self._fleet.weights
+        if weights is None or weights.fingerprint is None:
+            return
+        expected, version = weights.fingerprint, weights.policy_version
+        waiting, self._at_start = self._at_start, []
+        for worker, fingerprint in waiting:
+            # An adapter that is served apart comes, and is compared, with its first installation:
+            # before it B is 0, and the policy is the model's own.
+            names = not_compared(expected, fingerprint)
+            missing = [name for name in names if not name.endswith(ADAPTER_ENDINGS)]
+            if missing:
+                self._progress.say(
+                    f"WARNING: {len(missing)} of {len(expected.tensors)} tensors of {worker.name} "
+                    f"cannot be compared with the trainer's: {listed(missing)}. Their names, their "
+                    "data types or their layout in the engine differ, so a fault in them would "
+                    "only show in the log-probabilities"
+                )
+            if worker.policy_version == version and not worker.is_gone:
+                wrong = compare_weights(worker.name, version, expected=expected, found=fingerprint)
+                if wrong is not None:
+                    self.found(wrong)
+
+
+def _end(step: int, *, trained: bool) -> str:
+    """What ends the run before or after such tokens were trained on.
+
+    Args:
+        step: with these tokens; the checkpoint of as many steps is the last one before it.
+        trained: whether the trainer may have taken it.
+    """
+    if not trained:
+        return "The run ends before it trains on such tokens (run.on_wrong_policy: stop)"
+    way = f"resume from a checkpoint of at most {step} steps (--resume-from), or " if step else ""
+    return (
+        "The run ends (run.on_wrong_policy: stop), but such tokens may have been trained on from "
+        f"step {step} on: the cause was not known at once, and the first steps on GPUs only warn. "
+        f"To train without them, {way}start again with --clean"
+    )

@@ -1,0 +1,397 @@
+"""What a run has done so far: for the live view, metrics.jsonl, Prometheus and `asyncrl status`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+import msgspec
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.controller import warnings
+from asyncrl.controller.generation_statistics import GenerationTotals
+from asyncrl.controller.group_statistics import RunGroups, in_flight, too_few_groups
+from asyncrl.controller.policy_mismatches import Findings
+from asyncrl.controller.reward_statistics import RewardTotals
+from asyncrl.controller.staleness_statistics import StalenessTotals
+from asyncrl.evaluation.results import EvaluationResults
+from asyncrl.evaluation.round import Accuracy, EvaluationRound
+from asyncrl.fleet.process_fleet import Fleet
+from asyncrl.monitoring.controller_metrics import GENERATOR_STATES
+from asyncrl.monitoring.evaluation_text import evaluation_lines
+from asyncrl.monitoring.live import LiveView
+from asyncrl.monitoring.metrics import ControllerMetrics
+from asyncrl.monitoring.metrics_log import MetricsLog
+from asyncrl.monitoring.run_view import RunView
+from asyncrl.scheduler.scheduler import Scheduler
+from asyncrl.scheduler.view import SchedulerView
+from asyncrl.wire.environments import EnvironmentCounts
+from asyncrl.wire.evaluations import EvaluationRecord, accuracy_of
+from asyncrl.wire.messages.from_trainer import StepFinished
+from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.on_policy import OnPolicySteps
+from asyncrl.wire.records import IdleShares, RunResult, StepMetrics, TokenCounts
+from asyncrl.wire.reward_counts import RewardCounts
+from asyncrl.wire.wrong_policy import WrongPolicy
+
+
+class _StepWarnings:
+    """Warns of a run that is not what it should be, once each."""
+
+    def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._say = say
+        self._given: set[str] = set()
+
+    def foresee(self, noise: NoiseFloor) -> None:
+        """Look at what is measured of the noise floor, also before the first step is finished."""
+        self._give("kept", warnings.kept_by_verification(self._config, noise))
+
+    def check(self, step: StepMetrics) -> None:
+        """Look at a finished step."""
+        self._give("noise floor", warnings.noise_floor(self._config, step.noise_floor))
+        self._give("top-K", warnings.small_top_k(self._config, step.tokens))
+
+    def _give(self, kind: str, text: str | None) -> None:
+        if text is not None and kind not in self._given:
+            self._given.add(kind)
+            self._say(text)
+
+
+class Progress:
+    """Follows a run. Only the controller's event loop calls it.
+
+    Args:
+        config: of the run.
+        view: is shown what happens.
+        log: gets a line per optimizer step.
+        metrics: the controller's.
+        earlier: the steps that this run did before it was resumed.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        view: LiveView,
+        log: MetricsLog,
+        metrics: ControllerMetrics,
+        earlier: list[StepMetrics],
+    ) -> None:
+        self._config = config
+        self._view = view
+        self._log = log
+        self._metrics = metrics
+        self._tokens_before = earlier[-1].tokens if earlier else TokenCounts()
+        self._noise_before = earlier[-1].noise_floor if earlier else NoiseFloor()
+        self._noise_floor = self._noise_before
+        self._environment_before = earlier[-1].environments if earlier else EnvironmentCounts()
+        self._environment = self._environment_before
+        self._in_environments = 0
+        self._groups = RunGroups(earlier, config.scheduler.groups_per_step)
+        self._seconds_before = earlier[-1].wall_seconds if earlier else 0.0
+        self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
+        self._staleness = StalenessTotals(earlier)
+        self._scheduler: Scheduler | None = None
+        self._phase = "starting"
+        self.evaluations: EvaluationResults | None = None
+        """The results so far, once there is a controller."""
+        self._fleet: Fleet | None = None
+        now = time.monotonic()
+        self._totals = GenerationTotals(now)
+        self._last_step_at = now
+        self._last_step: StepMetrics | None = None
+        self._trained_seconds = 0.0
+        self._trained_tokens = TokenCounts()
+        self._steps_here = 0
+        self._step = len(earlier)
+        self.stopping = False
+        self._warnings = _StepWarnings(config, self.say)
+        self._findings = Findings(earlier, self.say, metrics)
+        before = RewardCounts(failed=earlier[-1].reward_failures if earlier else {})
+        self._reward_totals = RewardTotals(config, self.say, before)
+        for warning in warnings.at_start(config):
+            self.say(warning)
+
+    # ------------------------------------------------------------ what happened
+
+    def say(self, text: str) -> None:
+        """Show a message to the person who watches."""
+        self._view.log(text)
+
+    def decided(self, event: str, seconds: float) -> None:
+        """The scheduler handled one event of this type."""
+        self._metrics.events.of(event).inc()
+        self._metrics.event_time.inc(seconds)
+
+    def died(self, role: str, name: str) -> None:
+        """A process of this role ended before it was told to."""
+        self._findings.died(name)
+        self._metrics.process_failures.of(role).inc()
+
+    def evaluated(self, record: EvaluationRecord, *, is_best: bool = False) -> None:
+        """An evaluation is complete."""
+        self._metrics.evaluated(record)
+        for line in evaluation_lines(record, is_best=is_best):
+            self._view.log(line)
+
+    def evaluation_given_up(self) -> None:
+        """An evaluation during training has no result."""
+        self._metrics.evaluations.of("given_up").inc()
+
+    def training_begins(self, scheduler: Scheduler, first_step: int) -> None:
+        """Start the clock and the counters of the training phase."""
+        self._scheduler = scheduler
+        self._phase = "training"
+        self._step = first_step
+        self._metrics.run.of(self._config.run.name).set(1)
+        self._metrics.started.set(time.time())  # noqa: TID251 - for people
+        self._metrics.steps_planned.set(self._config.run.steps)
+        self._metrics.count_on_policy(self._on_policy)
+        self._last_step_at = time.monotonic()
+        self._count()
+        self._totals.begin(self._last_step_at)
+
+    def training_ends(self) -> None:
+        """Freeze the totals: what follows is evaluation."""
+        self._trained_seconds = time.monotonic() - self._totals.began
+        self._count()
+        self._trained_tokens = self._totals.tokens
+        self._reward_totals.summarize()
+        self._phase = "training is over"
+
+    def step_finished(self, message: StepFinished) -> None:
+        """Record an optimizer step: in metrics.jsonl, in Prometheus and for the live view."""
+        now = time.monotonic()
+        self._count()
+        step = self._record(message, now)
+        self._step, self._steps_here = message.step + 1, self._steps_here + 1
+        self._last_step_at, self._last_step = now, step
+        self._warnings.check(step)
+        if said := too_few_groups(step, self._config.scheduler):
+            self.say(said)
+        self._log.append(step)
+        self._rewards.append(step.learning.reward_mean)
+        self._staleness.add(step)
+        self._metrics.publish(step)
+        self._metrics.count_on_policy(self._on_policy)
+        self._metrics.steps.inc()
+        self._metrics.samples_ended.of("trained").inc(
+            len(message.groups) * self._config.scheduler.group_size
+        )
+        self._metrics.step_time.observe(step.step_seconds)
+        self._metrics.policy_version.set(message.manifest.policy_version)
+
+    def group_failed(self, group: int, reason: str) -> None:
+        """Say that a group is left out of its step."""
+        self._groups.failed(group)
+        self.say(f"group {group} is not trained on: {reason}")
+
+    def group_without_signal(self, group: int, reward: float) -> None:
+        """Note that a group is left out because all of its rewards are equal."""
+        self._groups.without_signal(group)
+        self._metrics.groups_without_signal.of("equal" if reward else "zero").inc()
+
+    def first_groups(self, step: int) -> dict[int, int]:
+        """Where the steps up to this one begin, with dynamic sampling."""
+        return self._groups.first_groups(step)
+
+    def found(self, wrong: WrongPolicy) -> None:
+        """A generator was found to sample from another policy than the one trained."""
+        self._findings.add(wrong)
+
+    def installed(self, generator: str, version: int) -> None:
+        """A generator decodes with the weights of this version."""
+        self._findings.installed(generator, version)
+
+    def has_waiting_records(self) -> bool:
+        """Whether lines of metrics.jsonl could not be written so far, and not now either."""
+        return not self._log.flush()
+
+    def rewound(self, earlier: list[StepMetrics] | None, step: int) -> None:
+        """The run returned to this step, the next one.
+
+        `earlier` has the records of metrics.jsonl; None: they could not be brought back to `step`.
+        """
+        if earlier is None:
+            for _ in range(min(self._step - step, len(self._rewards))):
+                self._rewards.pop()
+        else:
+            self._rewards = deque((one.learning.reward_mean for one in earlier), maxlen=200)
+        self._staleness.rewind(step)
+        self._groups.rewind(earlier)
+        self._findings.rewind(earlier)
+        if self._log.flush():  # the file may have been replaced
+            self._log.close()
+            self._log = MetricsLog(self._log.path)
+        self._step = step
+        self._metrics.policy_version.set(step)
+        self._metrics.count_on_policy(self._on_policy)
+
+    def _exactly_on_policy(self) -> bool | None:
+        """Whether all steps were. A run that warned may have had a finding after its last step."""
+        if self._findings.all and self._config.run.on_wrong_policy == "warn":
+            return False
+        return self._on_policy.exactly
+
+    @property
+    def _on_policy(self) -> OnPolicySteps:
+        """How many steps of the run were exactly on-policy."""
+        return self._staleness.on_policy(self._step)
+
+    def _record(self, message: StepFinished, now: float) -> StepMetrics:
+        """The trainer's part of a step's record, completed."""
+        seconds = max(1e-9, now - self._last_step_at)
+        recent = self._totals.recent(now)
+        times = message.times.within(seconds)
+        wrong, learned = self._findings.of_step(), msgspec.structs.asdict(message.metrics)
+        if wrong or self._findings.last:
+            learned["exactly_on_policy"] = False
+        generators = max(1, len(self._fleet.generators()) if self._fleet is not None else 1)
+        return StepMetrics(
+            step=message.step,
+            time=time.time(),  # noqa: TID251 - for the record of the step
+            groups=self._groups.of_step(message.step, message.groups, self._end_of(message.step)),
+            wall_seconds=self._seconds_before + now - self._totals.began,
+            step_seconds=seconds,
+            tokens_per_second=recent.tokens_per_second,
+            engine_busy_seconds=self._totals.busy_seconds,
+            tokens=self._tokens_before + self._totals.tokens,
+            noise_floor=self._noise_floor,
+            environments=self._environment,
+            idle=IdleShares(
+                generator=min(1.0, max(0.0, 1 - recent.busy_share / generators)),
+                trainer=times.wait_seconds / seconds,
+            ),
+            times=times,
+            rewards=self._reward_totals.named(message.reward_terms),
+            reward_failures=self._reward_totals.counts.failed,
+            wrong_policy=wrong,
+            **learned,
+        )
+
+    def _end_of(self, step: int) -> int | None:
+        """The first group after a step that is being trained."""
+        return None if self._scheduler is None else self._scheduler.state.ledger.end_of(step)
+
+    def _count(self) -> None:
+        """Add up the last report of every generator."""
+        if self._fleet is not None:
+            workers = self._fleet.everyone()
+            reports = [one.generator_report for one in workers if one.generator_report is not None]
+            self._totals.update(report.engine for report in reports)
+            self._reward_totals.update(report.rewards for report in reports)
+            noise = [report.noise_floor for report in reports]
+            self._noise_floor = sum(noise, start=self._noise_before)
+            self._warnings.foresee(self._noise_floor)
+            counts = [report.environment for report in reports]
+            self._environment = sum(counts, start=self._environment_before)
+            here = [one.generator_report for one in self._fleet.generators()]
+            self._in_environments = sum(one.in_environments for one in here if one is not None)
+
+    # ---------------------------------------------------------------- what is shown
+
+    def show(self, fleet: Fleet, evaluation: EvaluationRound | None) -> None:
+        """Refresh the live view."""
+        self._fleet = fleet
+        snapshot = self._snapshot()
+        view = self._run_view(fleet, evaluation, snapshot)
+        self._view.update(view)
+        metrics = self._metrics
+        if snapshot is not None:
+            failed = snapshot.groups_failed * self._config.scheduler.group_size
+            metrics.samples_ended.of("failed").follow(failed)
+            metrics.groups_left_over.follow(snapshot.groups_left_over)
+            if snapshot.signal_share is not None:
+                metrics.signal_share.set(snapshot.signal_share)
+        metrics.eta.set(view.eta_seconds or 0.0)
+        metrics.samples.of("running").set(view.samples_running or 0)
+        metrics.samples.of("held").set(view.samples_held or 0)
+        metrics.samples.of("queued").set(view.samples_queued or 0)
+        states = Counter(worker.state for worker in fleet.everyone() if not worker.is_trainer)
+        for state in GENERATOR_STATES:
+            metrics.generators.of(state).set(states[state])
+
+    def _phase_text(self, fleet: Fleet, evaluation: EvaluationRound | None) -> str:
+        if evaluation is not None and evaluation.version is None:
+            return f"evaluating {evaluation.finished}/{evaluation.total}"
+        if self.stopping:
+            return "stopping"
+        return self._phase if fleet.all_ready or self._scheduler is not None else "starting"
+
+    def _snapshot(self) -> SchedulerView | None:
+        """What the scheduler is doing; None before training."""
+        return None if self._scheduler is None else self._scheduler.snapshot()
+
+    def _run_view(
+        self, fleet: Fleet, evaluation: EvaluationRound | None, snapshot: SchedulerView | None
+    ) -> RunView:
+        self._count()
+        results = self.evaluations
+        best = None if results is None else results.best
+        left = self._config.run.steps - self._step
+        elapsed = time.monotonic() - self._totals.began
+        reports = [one.trainer_report for one in fleet.ranks]
+        queued = [one.queued_trajectories for one in reports if one is not None]
+        waiting_for = snapshot.waits[0] if snapshot is not None and snapshot.waits else None
+        if snapshot is None and not fleet.all_ready:
+            waiting_for = f"the run waits for {fleet.unready()} to become ready"
+        return RunView(
+            phase=self._phase_text(fleet, evaluation),
+            step=self._step,
+            last=self._last_step,
+            exactly_on_policy=self._on_policy.exactly,
+            recent_rewards=tuple(self._rewards),
+            tokens=self._totals.tokens,
+            groups=self._groups.settled(snapshot),
+            groups_in_flight=None if snapshot is None else in_flight(snapshot),
+            groups_delivered=None if snapshot is None else snapshot.groups_waiting,
+            samples_running=None if snapshot is None else snapshot.samples_running,
+            samples_in_environments=None if snapshot is None else self._in_environments,
+            samples_held=None if snapshot is None else snapshot.samples_held,
+            samples_queued=sum(queued) if queued else None,
+            eta_seconds=elapsed / self._steps_here * left if self._steps_here else None,
+            accuracy_before=accuracy_of(None if results is None else results.before),
+            evaluation=None if results is None else results.newest,
+            evaluating=None if evaluation is None else evaluation.describe(),
+            best_step=None if best is None else best.step,
+            best_accuracy=None if results is None or best is None else results.value_of(best),
+            waiting_for=waiting_for,
+        )
+
+    def view(self, fleet: Fleet, evaluation: EvaluationRound | None) -> RunView:
+        """What the run is doing now."""
+        return self._run_view(fleet, evaluation, self._snapshot())
+
+    def result(
+        self, before: Accuracy | None, after: Accuracy | None, *, total_seconds: float
+    ) -> RunResult:
+        """What the run came to, with its held-out accuracy before and after training."""
+        results = self.evaluations
+        best = None if results is None else results.best
+        return RunResult(
+            run=self._config.run.name,
+            engine=self._config.engine_kinds,
+            steps=self._step,
+            wall_seconds=self._seconds_before + self._trained_seconds,
+            total_seconds=total_seconds,
+            tokens=self._tokens_before + self._trained_tokens,
+            groups=self._groups.settled(self._snapshot()),
+            staleness=self._staleness.staleness(),
+            exactly_on_policy=self._exactly_on_policy(),
+            accuracy_before=None if before is None else before.value,
+            accuracy_after=None if after is None else after.value,
+            best_step=None if best is None else best.step,
+            best_accuracy=None if results is None or best is None else results.value_of(best),
+            evaluation_samples=next(
+                (
+                    one.samples
+                    for one in (before, after)
+                    if one is not None and one.value is not None
+                ),
+                0,
+            ),
+            reward_failures=self._reward_totals.counts.failed,
+            wrong_policy=self._findings.all,
+        )

@@ -1,0 +1,338 @@
+"""The training phase: events go to the scheduler, its commands go to the processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from asyncrl.config.by_step import ConfigByStep
+from asyncrl.config.run_config import RunConfig
+from asyncrl.controller.commands import CommandExecutor
+from asyncrl.controller.group_traces import GroupTraces
+from asyncrl.controller.progress import Progress
+from asyncrl.controller.sample_handover import Moves
+from asyncrl.controller.sample_reports import SampleReports
+from asyncrl.errors import RunFailed
+from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.process_fleet import Fleet
+from asyncrl.fleet.process_state import Worker
+from asyncrl.scheduler import events
+from asyncrl.scheduler.commands import RunOutcome
+from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
+from asyncrl.scheduler.scheduler import Scheduler
+from asyncrl.tasks.sample_requests import SampleRequests
+from asyncrl.wire.messages.from_generator import SampleFinished, SampleRewarded
+from asyncrl.wire.messages.from_trainer import StepFinished
+from asyncrl.wire.messages.to_generator import Rewind
+
+logger = logging.getLogger(__name__)
+
+
+class Training:
+    """Runs the scheduler from the first step to the last.
+
+    The scheduler exists from the start of the training phase on, and also handles events of the
+    final evaluation. Events before that are ignored: `run` tells it the state of all processes.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        requests: SampleRequests,
+        *,
+        fleet: Fleet,
+        progress: Progress,
+        waiter: Waiter,
+        moves: Moves,
+        traces: GroupTraces | None = None,
+    ) -> None:
+        self._traces = traces
+        self._config = ConfigByStep(config)
+        self._requests = requests
+        self._fleet = fleet
+        self._progress = progress
+        self._waiter = waiter
+        self._scheduler: Scheduler | None = None
+        self.trained_steps = 0
+        """Optimizer steps of the whole run, those before a resume included."""
+        self._tells_of_trainers = False
+        """Whether the scheduler is told of trainers as they become ready and are lost."""
+        self._deciding = asyncio.Lock()
+        self._moves = moves
+        self._reports = SampleReports()
+        self._executor = CommandExecutor(
+            requests,
+            self._reports,
+            fleet,
+            progress,
+            moves,
+            config=self._config,
+            step_of=self._step_of,
+        )
+
+    def _step_of(self, group: int) -> int:
+        """The step that a group in flight is for."""
+        return 0 if self._scheduler is None else self._scheduler.state.step_of(group)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a scheduler. It stays true after training."""
+        return self._scheduler is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the scheduler has work to decide on."""
+        return self._scheduler is not None and self._executor.finished is None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing can be finished: the run is paused, or no trainer takes samples."""
+        scheduler = self._scheduler
+        return scheduler is not None and (
+            scheduler.state.paused or not scheduler.state.trainer_joined
+        )
+
+    @property
+    def verifies(self) -> bool:
+        """Whether tokens that were drawn elsewhere can be judged (`on_update: verify`)."""
+        return self._config.verifies
+
+    @property
+    def has_steps_left(self) -> bool:
+        """Whether there are steps that `run` would train."""
+        if self._scheduler is not None:
+            return self.is_running
+        return not (self.is_complete or self._waiter.stop_requested)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every step of the run is trained."""
+        return self.trained_steps >= self._config.whole.run.steps
+
+    async def run(self) -> None:
+        """Train until the last step, or until the user stops the run.
+
+        It may be called again if steps are lost with the trainer after it returned.
+
+        Raises:
+            RunFailed: the scheduler cannot continue.
+            WaitTimeout: a generator did not report.
+        """
+        if self._scheduler is None:
+            if not self.has_steps_left:
+                return
+            if not await self._trainer_is_ready():
+                return
+            await self._begin()
+        while (finished := self._executor.finished) is None:
+            await self._waiter.next_change()
+        await self._fresh_reports()
+        self._progress.training_ends()
+        if finished.outcome is RunOutcome.FAILED:
+            raise RunFailed(finished.reason)
+
+    async def _trainer_is_ready(self) -> bool:
+        """Wait for a trainer, as one that was lost may be being replaced; False if stopped."""
+        await self._waiter.until(
+            lambda: self._fleet.trainer.state == "ready" or self._waiter.stop_requested,
+            seconds=self._config.whole.launcher.startup_seconds,
+            what=lambda: f"{self._fleet.trainer.name} to become ready",
+        )
+        return not self._waiter.stop_requested
+
+    async def _begin(self) -> None:
+        """Make the scheduler and tell it of the processes."""
+        first_step = self.trained_steps
+        await self._return_generators(first_step)
+        config = self._config.whole
+        self._scheduler = Scheduler(
+            config.scheduler,
+            first_step=first_step,
+            total_steps=config.run.steps,
+            changes=self._config.scheduler_changes,
+            first_groups=self._progress.first_groups(first_step),
+            group_key=self._requests.prompt_index,
+            sessions=config.environment.total_sessions,
+        )
+        await self._fresh_reports()
+        self._progress.training_begins(self._scheduler, first_step)
+        self._tells_of_trainers = True
+        if self._fleet.trainer.state == "ready":  # otherwise its replacement joins
+            await self._trainer_joins()
+        for worker in self._fleet.generators():
+            try:
+                await self.apply(
+                    events.GeneratorJoined(worker.name, worker.slots, worker.policy_version)
+                )
+            except SenderOutOfStep as error:
+                self._fleet.cut_off(worker.name, str(error))
+
+    async def _return_generators(self, version: int) -> None:
+        """Have generators drop later weights, whose policies are gone with an earlier trainer."""
+
+        def ahead() -> list[Worker]:
+            if not self._fleet.lineage:
+                return []  # no trainer was lost
+            return [one for one in self._fleet.generators() if one.policy_version > version]
+
+        for worker in ahead():
+            self._fleet.installations.drop(worker.name)
+            await self._fleet.send(worker.name, Rewind(version, self._fleet.lineage))
+        await self._waiter.until(
+            lambda: not ahead(),
+            seconds=self._config.whole.launcher.silence_seconds,
+            what=lambda: f"{', '.join(one.name for one in ahead())} to return to step {version}",
+        )
+
+    async def trainer_ready(self, version: int, initial_weights: str) -> None:
+        """A trainer of this version can take trajectories.
+
+        Args:
+            version: of its weights.
+            initial_weights: digest of the weights that the run starts from.
+
+        Raises:
+            RunFailed: the run started from other weights.
+        """
+        try:
+            self._requests.starts_from(initial_weights)
+        except ValueError as error:
+            raise RunFailed(
+                f"the model in model.path was changed while the run was active: {error}. Start a "
+                "new run from it"
+            ) from error
+        self.trained_steps = version
+        if self._tells_of_trainers:
+            await self._trainer_joins()
+
+    async def trainer_lost(self) -> None:
+        """The trainer is gone; another one may become ready."""
+        if self._tells_of_trainers:
+            await self.apply(events.TrainerLost())
+
+    async def _trainer_joins(self) -> None:
+        """Tell the scheduler of a trainer that is ready; it may have to train steps again."""
+        await self.apply(events.TrainerJoined(self.trained_steps, self._fleet.lineage))
+
+    async def sample_finished(self, generator: str, report: SampleFinished) -> None:
+        """A generator holds a finished sample. Raises as `apply`."""
+        if self._scheduler is None:
+            return
+        self._reports.add(generator, report)
+        try:
+            await self.apply(
+                events.SampleFinished(
+                    generator, report.sample, report.length, report.oldest_version
+                )
+            )
+        except ImpossibleEvent:
+            self._reports.drop(generator, report.sample)
+            raise
+        if report.sample.group not in self._scheduler.state.groups:
+            self._reports.drop(generator, report.sample)  # late: its group is settled
+
+    async def sample_rewarded(self, generator: str, reward: SampleRewarded) -> None:
+        """The reward of a sample that a generator holds. Raises as `apply`."""
+        if self._reports.is_about_last_report(generator, reward):
+            event = events.SampleRewarded(generator, reward.sample, reward.reward)
+            await self.apply(event)
+
+    @property
+    def first_unreached_group(self) -> int | None:
+        """Of it and all later groups none was delivered or left out; None: no dynamic sampling."""
+        places = None if self._scheduler is None else self._scheduler.state.places
+        return None if places is None else places.reached
+
+    async def step_finished(self, report: StepFinished) -> None:
+        """The trainer took a step. Raises as `apply`."""
+        await self.apply(events.StepFinished(report.step, report.groups))
+        if self._scheduler is None:
+            return
+        settled = self._scheduler.state.ledger.first_group
+        self._reports.forget_before(settled)
+        await self._moves.forget_before(settled)
+
+    async def apply(self, event: events.Event) -> None:
+        """Give the scheduler an event and carry out what it decides.
+
+        Raises:
+            ImpossibleEvent: no state allows the event, and it has changed nothing.
+            RunFailed: the scheduler or a command failed, which is a defect.
+        """
+        if self._scheduler is None:
+            return
+        # One event at a time, so that commands are sent in the order of the decisions.
+        async with self._deciding:
+            await self._decide(self._scheduler, event)
+
+    async def _decide(self, scheduler: Scheduler, event: events.Event) -> None:
+        try:
+            began = time.monotonic()
+            decided = scheduler.on_event(event)
+            self._progress.decided(type(event).__name__, time.monotonic() - began)
+            if isinstance(event, events.TrainerJoined):
+                self._executor.lineage = event.lineage
+            if scheduler.state.finished is None:
+                self._executor.finished = None  # steps were lost after the last one
+            if self._traces is not None:
+                self._traces.note(event, decided)
+            for command in decided:
+                await self._executor.execute(command)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            logger.exception("a defect")
+            raise RunFailed(
+                f"the scheduler could not handle {type(event).__name__}, which is a defect: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if self._executor.finished is not None:
+            self._waiter.notify()
+
+    @property
+    def next_undeclared_step(self) -> int:
+        """The first step that the trainer has not been told to train."""
+        scheduler = self._scheduler
+        return self.trained_steps if scheduler is None else scheduler.state.next_undeclared
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """Once training has begun."""
+        return self._scheduler
+
+    def take_over(self, config: ConfigByStep) -> None:
+        """Have another configuration, whose bounds the scheduler has already."""
+        self._config = self._executor.config = config
+
+    async def configure(
+        self, config_from: Callable[[int], RunConfig], done: Callable[[RunConfig], None]
+    ) -> int:
+        """Change settings of the steps of which no group was issued; the first of them.
+
+        Args:
+            config_from: gives the run's configuration with the change at this step.
+            done: is told that configuration before anything else can be decided.
+
+        Raises:
+            UserError: that of `config_from`; nothing is changed.
+        """
+        async with self._deciding:
+            scheduler = self._scheduler
+            step = self.trained_steps if scheduler is None else scheduler.state.first_free_step
+            whole = config_from(step)
+            config = ConfigByStep(whole)
+            if scheduler is not None:
+                later = {at: one for at, one in config.scheduler_changes.items() if at >= step}
+                await self._decide(scheduler, events.BoundsChanged(later))
+            self.take_over(config)
+            done(whole)
+        return step
+
+    async def _fresh_reports(self) -> None:
+        """Wait until every generator has reported since now, so that totals are current."""
+        now = time.monotonic()
+        await self._waiter.until(
+            lambda: all(worker.reported > now for worker in self._fleet.generators()),
+            seconds=self._config.whole.launcher.silence_seconds,
+            what=lambda: "reports of the generators",
+        )

@@ -1,0 +1,182 @@
+"""What the controller answers to `asyncrl status|stop|pause|resume|drain|checkpoint|...`.
+
+request ──► status: a snapshot, made and encoded at most twice a second however many ask
+        └─► order: refused, or carried out, recorded and acknowledged with its step (`orders`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.controller.live_settings import LiveSettings
+from asyncrl.controller.scaling import Scaling
+from asyncrl.controller.training import Training
+from asyncrl.errors import UserError
+from asyncrl.fleet.condition_wait import Waiter
+from asyncrl.fleet.process_fleet import Fleet
+from asyncrl.runs.directory import RunDirectory
+from asyncrl.scheduler import events
+from asyncrl.scheduler.state import SchedulerState
+from asyncrl.steering.replies import EncodedOnce
+from asyncrl.steering.user_commands import Effect, Orders
+from asyncrl.wire.messages import control, from_trainer, to_trainer
+
+STATUS_SECONDS = 0.5
+"""Age up to which an answer to `status` is given again, unless an order has been given since."""
+
+
+class UserRequests:
+    """Answers the requests of users.
+
+    Args:
+        directory: of the run, for its records.
+        fleet: its processes.
+        training: its scheduler.
+        waiter: ends its phases.
+        settings: changes its settings.
+        scaling: changes the number of its generators.
+        snapshot: what `status` answers.
+        stop: ends the run after the current step; with True, after all steps that are begun.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        fleet: Fleet,
+        *,
+        training: Training,
+        waiter: Waiter,
+        settings: LiveSettings,
+        scaling: Scaling,
+        snapshot: Callable[[], control.StatusReply],
+        stop: Callable[..., Awaitable[None]],
+    ) -> None:
+        self._directory = directory
+        self._fleet = fleet
+        self._training = training
+        self._waiter = waiter
+        self._stop_run = stop
+        self._status = EncodedOnce(snapshot, STATUS_SECONDS)
+        self._checkpoint: asyncio.Future[Effect] | None = None
+        self._ordered_at = 0
+        self._orders = orders = Orders(
+            directory.path, lambda: training.trained_steps, self.why_no_order
+        )
+        orders.add(control.StopRequest, self._stop)
+        orders.add(control.PauseRequest, self._pause)
+        orders.add(control.ResumeRequest, self._resume)
+        orders.add(control.DrainRequest, self._drain)
+        orders.add(control.CheckpointRequest, self._write_checkpoint)
+        orders.add(control.ScaleRequest, scaling.carry_out)
+        orders.add(control.SetRequest, settings.carry_out)
+
+    async def answer(self, request: control.Request) -> control.Reply | msgspec.Raw:
+        """Carry out a user's request."""
+        if isinstance(request, control.StatusRequest):
+            return self._status.reply()
+        if isinstance(request, control.WatchRequest):
+            raise TypeError("those who watch have a place in the audience")
+        try:
+            return await self._orders.answer(request)
+        finally:
+            self._status.forget()
+
+    def why_no_order(self, order: control.Request | None = None) -> str | None:
+        """Why an order cannot be carried out now; None if it can."""
+        if self._waiter.stop_requested and not (
+            isinstance(order, control.StopRequest) and self._training.is_running
+        ):
+            return "the run is stopping; nothing of it can be changed any more"
+        if self._training.has_begun and not self._training.has_steps_left:
+            return "the run has trained all its steps and is about to end"
+        return None
+
+    async def _stop(self, _: control.StopRequest) -> Effect:
+        await self._stop_run()
+        step = self._training.trained_steps
+        return Effect("finishing the current step, then writing a checkpoint", step)
+
+    async def _pause(self, _: control.PauseRequest) -> str:
+        if (state := self._state()) is None:
+            raise UserError("the run is not training now; only training can pause")
+        if state.paused:
+            raise UserError("the run is paused already; `asyncrl resume` continues it")
+        await self._training.apply(events.PauseRequested())
+        return "the generators pause"
+
+    async def _resume(self, _: control.ResumeRequest) -> str:
+        if (state := self._state()) is None or not state.paused:
+            raise UserError("the run is not paused")
+        await self._training.apply(events.ResumeRequested())
+        return "the generators continue"
+
+    async def _drain(self, _: control.DrainRequest) -> Effect:
+        state = self._state()
+        if state is None:
+            await self._stop_run()
+            return Effect("nothing is begun, so the run ends", self._training.trained_steps)
+        step, last = state.step, state.last_begun_step
+        left_over = state.groups_begun_after(last)
+        await self._stop_run(drain=True)
+        steps = last - step + 1
+        text = "no step is begun as a whole, so the run ends without another one"
+        if steps > 0:
+            listed = f"step {last}" if steps == 1 else f"steps {step} to {last}"
+            text = f"no other group is begun; training {listed}, then writing a checkpoint"
+        if left_over:
+            text += (
+                f". Left over: {left_over} begun group(s) that do not fill step {last + 1}; they "
+                "are generated again when the run is resumed"
+            )
+        return Effect(text, max(last + 1, step))
+
+    async def _write_checkpoint(self, _: control.CheckpointRequest) -> Effect:
+        training, point = self._training, self._directory.resume_point
+        if training.trained_steps == (point.step if point.directory is not None else 0):
+            where = "it starts from the model" if point.directory is None else str(point.directory)
+            raise UserError(
+                f"the run has trained no step since it was started, so there is nothing new to "
+                f"write ({where})"
+            )
+        trainer = self._fleet.trainer
+        if trainer.state != "ready":
+            raise UserError(
+                f"{trainer.name} is {trainer.state}, so it cannot write a checkpoint now. Give the "
+                "order again when `asyncrl status` shows it as ready"
+            )
+        self._checkpoint = asyncio.get_running_loop().create_future()
+        self._ordered_at = training.trained_steps
+        await self._fleet.send_trainer(to_trainer.WriteCheckpoint())
+        try:
+            while not self._checkpoint.done():
+                await asyncio.wait({self._checkpoint}, timeout=1.0)
+                if trainer.is_gone:
+                    raise UserError(
+                        f"{trainer.name} was lost before the checkpoint was written; the run "
+                        "continues from the newest whole one"
+                    )
+            return self._checkpoint.result()
+        finally:
+            self._checkpoint = None
+
+    def checkpoint_ended(
+        self, message: from_trainer.CheckpointWritten | from_trainer.CheckpointFailed
+    ) -> None:
+        """The trainer has written a checkpoint, or could not."""
+        waiting = self._checkpoint
+        if waiting is None or waiting.done() or message.policy_version < self._ordered_at:
+            return  # an earlier one was being written when this was ordered
+        if isinstance(message, from_trainer.CheckpointFailed):
+            waiting.set_exception(UserError(f"{message.reason}. Training continues"))
+            return
+        step, path = message.policy_version, Path(message.path)
+        waiting.set_result(Effect(f"the checkpoint of step {step} is on the disk: {path}", step))
+
+    def _state(self) -> SchedulerState | None:
+        """Of the scheduler; None before and after training."""
+        scheduler = self._training.scheduler
+        return scheduler.state if scheduler is not None and self._training.is_running else None

@@ -1,0 +1,120 @@
+"""Warnings that a run prints: unusual settings, and measurements that show a problem.
+
+Pure functions. Each returns the text of a warning, or None.
+"""
+
+from __future__ import annotations
+
+import math
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.engine.config import MAX_TOP_K_LOGPROBS
+from asyncrl.generator.deadlines import deadline_warning
+from asyncrl.generator.lenient_reuse import lenient_warning
+from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.records import TokenCounts
+
+MIN_OUTSIDE_SHARE = 0.01
+"""Share of tokens outside the stored top-K above which a larger K is worth suggesting. By the model
+of docs/simulation.md, a tenth of what is rejected then comes from there if responses have 250
+tokens, and a third if they have 4,000."""
+MIN_REJECTED_SHARE = 0.1
+"""Share of tokens that verification must reject before a larger K is worth suggesting."""
+MIN_JUDGED_TOKENS = 20_000
+"""Tokens that must have been verified before these shares are meaningful."""
+MAX_NOISE_FLOOR = 0.02
+"""Share of tokens that verification may reject under unchanged weights without a warning. An
+optimizer step that learns makes verification reject 4% to 10% (docs/simulation.md): above this, the
+engine's arithmetic is a notable part of what is regenerated. In float32 the share is 0."""
+MIN_ACCEPTED_TOKENS = 200
+"""Tokens that must have been accepted before their differences foretell those of a run."""
+MIN_CUT_SAMPLES = 3
+"""Responses that must have been cut before that share is meaningful: one cut loses the rest of a
+response, which may be thousands of tokens."""
+
+
+def at_start(config: RunConfig) -> list[str]:
+    """Warnings about settings under which samples do not follow the policy."""
+    warnings = (lenient_warning(config.cache), deadline_warning(config.scheduler))
+    return [warning for warning in warnings if warning is not None]
+
+
+def noise_floor(config: RunConfig, measured: NoiseFloor) -> str | None:
+    """Warn when verification rejects tokens of the very policy that verifies them.
+
+    By any rule, a response of L tokens loses about TV L / 2 of them to differences between the
+    kernels, TV being their total variation per token, half of `abs_mean`. If it loses four times as
+    much, these differences do not explain it.
+    """
+    share, cut = measured.share, measured.cut_samples
+    if share is None or share <= MAX_NOISE_FLOOR or cut < MIN_CUT_SAMPLES:
+        return None
+    text = (
+        f"WARNING: verification rejects {share:.1%} of the tokens of the very policy that verifies "
+        f"them ({cut} of {measured.samples} responses that were verified again under the weights "
+        "that drew them). As much is lost at every update. Samples still follow the policy. "
+    )
+    apart = measured.abs_mean or 0.0
+    if share > apart * measured.judged / measured.samples:
+        return (
+            f"{text}Rounding does not explain it: the log-probabilities of the accepted tokens "
+            f"differ by {apart:.2g} only. Please report this as a defect of engine.kind: "
+            f"{config.engine_kinds}."
+        )
+    return (
+        f"{text}Its decoding and scoring kernels compute different probabilities. "
+        f"{_against_rounding(config)}"
+    )
+
+
+def kept_by_verification(config: RunConfig, measured: NoiseFloor) -> str | None:
+    """What the noise floor costs at the run's lengths, as soon as it is known; None: nothing yet.
+
+    Silent where rounding costs nothing worth naming, as in float32 on a CPU.
+    """
+    longest = config.sampling.max_tokens
+    at_longest = measured.whole_share(longest)
+    if at_longest is None or measured.accepted < MIN_ACCEPTED_TOKENS or at_longest > 0.99:
+        return None
+    mean = max(1, round(measured.judged / measured.samples))
+    at_mean = measured.whole_share(mean) or 0.0
+    apart = math.sqrt(measured.square_mean or 0.0)
+    return (
+        f"noise floor: decoding and verification differ by {apart:.2g} "
+        f"nats a token (root mean square over {measured.accepted:,}), so under unchanged weights "
+        f"verification keeps {at_mean:.0%} of responses of {mean:,} tokens whole, the mean so far, "
+        f"and {at_longest:.0%} of those of sampling.max_tokens ({longest:,})"
+    )
+
+
+def _against_rounding(config: RunConfig) -> str:
+    """The settings that make decoding and scoring agree, the cheapest first."""
+    engine, ways = config.engine, []
+    if engine.logits_dtype == "model":
+        ways.append("engine.logits_dtype: float32")
+    if all(one.kind != "torch" for one in config.engines) and not engine.batch_invariant:
+        ways.append("engine.batch_invariant: true on GPUs, which are then 20% to 40% slower")
+    ways += ["a lower sampling.max_tokens", "on a CPU, engine.dtype: float32"]
+    return f"Set {', or '.join(ways)}."
+
+
+def small_top_k(config: RunConfig, tokens: TokenCounts) -> str | None:
+    """Suggest a larger top-K when verification rejects much and many tokens lie outside K.
+
+    Args:
+        config: of the run.
+        tokens: of all generators, since the run began.
+    """
+    k = config.engine.top_k_logprobs
+    judged, reported = tokens.verified + tokens.rejected, tokens.generated + tokens.verified
+    if judged < MIN_JUDGED_TOKENS or k >= MAX_TOP_K_LOGPROBS:
+        return None
+    rejected, outside = tokens.rejected / judged, tokens.outside_top_k / reported
+    if rejected < MIN_REJECTED_SHARE or outside < MIN_OUTSIDE_SHARE:
+        return None
+    return (
+        f"Verification rejects {rejected:.0%} of the tokens, and {outside:.1%} of all tokens are "
+        f"drawn outside the {k} most probable ones (engine.top_k_logprobs). A response is also cut "
+        "where new weights would have drawn another token there, so a larger K keeps more: set "
+        f"engine.top_k_logprobs to {MAX_TOP_K_LOGPROBS}."
+    )

@@ -1,0 +1,144 @@
+"""Find processes that died and replace them, or end the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncrl.controller.agent_autoscaling import Arrivals
+from asyncrl.controller.progress import Progress
+from asyncrl.controller.trainer_restarts import TrainerRestarts
+from asyncrl.controller.training import Training
+from asyncrl.errors import RunFailed
+from asyncrl.evaluation.fleet import FleetEvaluation
+from asyncrl.fleet.process_fleet import Fleet
+from asyncrl.fleet.process_state import Worker
+from asyncrl.scheduler.events import GeneratorLost
+from asyncrl.wire.messages import to_trainer
+
+
+class Watchdog:
+    """Replaces processes that died."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        trainer_restarts: TrainerRestarts,
+        *,
+        training: Training,
+        evaluation: FleetEvaluation,
+        progress: Progress,
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        self._arrivals = arrivals
+        self._fleet = fleet
+        self._trainer_restarts = trainer_restarts
+        self._training = training
+        self._evaluation = evaluation
+        self._progress = progress
+
+    async def check(self) -> bool:
+        """Deal with every process that died since the last check; whether there was one.
+
+        Then start the relays that are missing.
+
+        Raises:
+            RunFailed: the trainer died and cannot be replaced (`trainer_restarts`), the last
+                generator that may be replaced died, or none can start; no relay may be replaced
+                any more.
+        """
+        deaths = self._fleet.deaths(is_held=self._training.is_held)
+        lost = first_cause(deaths)
+        for worker, reason in deaths:
+            self._progress.say(_what_died(worker, reason))
+            if worker.was_overdue and not self._training.verifies:
+                self._progress.say(
+                    f"of what {worker.name} had begun, short responses are trained on rather than "
+                    "long ones, which it could not finish; a longer launcher.leave_seconds would "
+                    "have avoided this bias (docs/elastic.md)"
+                )
+            if not worker.has_left:
+                self._progress.died(worker.role, worker.name)
+            if worker.role == "generator":
+                await self._generator_lost(worker, reason)
+            elif lost is not None and worker is lost[0]:
+                await self._trainer_restarts.replace(*lost)
+        for worker in self._fleet.without_room():
+            others = len(self._fleet.generators())
+            self._progress.say(
+                f"{worker.name} waits for room on the cluster; the run continues with {others} "
+                "generator(s), and it joins when a node has room"
+            )
+        if self._arrivals is not None:
+            await self._arrivals.check()
+        for sentence in self._fleet.start_relays():
+            self._progress.say(sentence)
+        self._fleet.look_after_weights()
+        self._fleet.files.update(self._fleet.everyone())
+        return bool(deaths)
+
+    async def _generator_lost(self, worker: Worker, reason: str) -> None:
+        """Tell everybody, and replace it unless it has left."""
+        self._fleet.installations.drop(worker.name)
+        if self._fleet.trainer.state == "ready":  # before the orders that replace its own
+            await self._fleet.send_trainer(to_trainer.Withdraw(worker.name))
+        await self._evaluation.lost(worker)
+        await self._training.apply(GeneratorLost(worker.name))
+        if worker.is_leaving:
+            self._fleet.give_room_back(worker)
+            return
+        if self._no_generator_starts():
+            raise RunFailed(
+                f"{worker.name} {reason}; no generator has become ready so far, and so none is "
+                f"restarted; its last words:\n{worker.handle.log_tail()}"
+            )
+        self._replace(worker, reason)
+
+    def _no_generator_starts(self) -> bool:
+        """Whether no generator was ever ready and as many as the run has failed by themselves."""
+        ever = [worker for worker in self._fleet.everyone() if not worker.is_trainer]
+        codes = [worker.handle.exit_code() for worker in ever if worker.is_gone]
+        failed = sum(code is not None and code >= 0 for code in codes)
+        was_ready = any(worker.is_ready for worker in ever)
+        return not was_ready and failed >= self._fleet.config.generators
+
+    def _replace(self, worker: Worker, reason: str) -> None:
+        if worker.waits_for_room and not self._fleet.has_generators:
+            raise RunFailed(f"{worker.name} {reason}, and no other generator is left")
+        if (
+            self._arrivals is not None
+            and worker.handle.lost_with_machine
+            and self._fleet.has_generators
+        ):
+            count = len(self._fleet.ordered)
+            self._progress.say(
+                f"the run continues with {count} generator(s); one joins when an agent comes"
+            )
+            return
+        name = self._fleet.restart(worker)
+        if name is not None:
+            self._progress.say(f"started {name} in place of {worker.name}")
+        elif not self._fleet.has_generators:
+            raise RunFailed(
+                f"{worker.name} {reason}, no generator is left and launcher.max_restarts "
+                f"({self._fleet.config.max_restarts}) does not allow another; its last words:\n"
+                f"{worker.handle.log_tail()}"
+            )
+
+
+def first_cause(deaths: Sequence[tuple[Worker, str]]) -> tuple[Worker, str] | None:
+    """Of the ranks of a trainer that have died, the one that probably did so first, and how.
+
+    A rank that has lost another ends by itself. One that was killed, perhaps for memory, did not.
+    """
+    ranks = [death for death in deaths if death[0].is_trainer]
+    killed = [death for death in ranks if (death[0].handle.exit_code() or 0) < 0]
+    return next(iter(killed or ranks), None)
+
+
+def _what_died(worker: Worker, reason: str) -> str:
+    """What died and why, and the end of its log without the lines that the reason quotes."""
+    if worker.has_left:
+        return f"{worker.name} {reason}"
+    quoted = set(reason.splitlines())
+    lines = [line for line in worker.handle.log_tail().splitlines() if line not in quoted]
+    return "\n".join([f"{worker.name} {reason}", *lines])

@@ -1,0 +1,65 @@
+"""Opens the web page of a run (`asyncrl.web`) and notes where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.records import ProcessRecords
+from asyncrl.runs.directory import RunDirectory
+from asyncrl.web.serving import WebPage
+
+
+class Page:
+    """The page of a run, or none (`monitoring.web.enabled: false`)."""
+
+    def __init__(self, directory: RunDirectory, page: WebPage | None) -> None:
+        self._directory = directory
+        self._page = page
+
+    async def close(self) -> None:
+        """End its process; the caller writes the run's state. Idempotent."""
+        if self._page is not None:
+            await self._page.close()
+            self._directory.state.web = ""
+
+
+def open_page(
+    config: RunConfig,
+    directory: RunDirectory,
+    records: ProcessRecords,
+    say: Callable[[str], None],
+    closing: AsyncExitStack,
+) -> Page:
+    """Open the page; `closing` closes it.
+
+    A run that is resumed continues without a page if its port has been taken meanwhile: nobody may
+    be there to choose another one.
+
+    Raises:
+        UserError: the address or the token file of a new run cannot be used.
+    """
+    settings = config.monitoring.web
+
+    def given_up(why: str) -> None:
+        directory.state.web = ""
+        directory.write_state()
+        say(why)
+
+    opened = None
+    try:
+        if settings.enabled:
+            opened = WebPage(settings, directory.path, records, given_up)
+    except UserError as error:
+        if not directory.state.start:
+            raise
+        say(f"{error}. The run is resumed without a web page")
+    page = Page(directory, opened)
+    closing.push_async_callback(page.close)
+    if opened is not None:
+        directory.state.web = opened.url
+        directory.write_state()
+        say(f"web page: {opened.url} (`asyncrl web` prints a link that may give orders)")
+    return page

@@ -1,0 +1,1 @@
+"""The processes of a run, as its controller sees them, and the weights between their nodes."""

@@ -1,0 +1,284 @@
+"""Tells generators to install weights, as soon as these are in the memory of their node.
+
+    install ──► the generator's node has the weights ──► InstallWeights
+                 └─ not yet: the request waits until the node's relay has them (`weight_routes`)
+
+On the trainer's node, and so wherever a run has one node, nothing ever waits.
+
+A request that waits keeps the verifications that travel with it. It is carried out once its version
+or a newer one of the same trainer is there. It ends without an answer when its generator is lost,
+is told to rewind, or when the trainer is lost: then whoever asked asks again.
+
+A generator that could not read a file of its node's relay (the relay was killed, or had put a newer
+version in its place) reports its old version. That is no answer: the request waits again.
+
+Weights that the trainer broadcasts are told of at once, on every node, and no relay fetches them. A
+generator that did not receive them and has no file to read reports its old version, too: only then
+relays fetch the version, and the request waits for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from asyncrl.fleet.process_state import Worker
+from asyncrl.fleet.relays import Relays
+from asyncrl.fleet.weight_fetching import WeightFetching
+from asyncrl.fleet.weight_routes import MAX_TRIES
+from asyncrl.wire import RunKey
+from asyncrl.wire.messages import from_relay, to_relay
+from asyncrl.wire.messages.to_generator import InstallWeights, Verify
+from asyncrl.wire.weights.layout import WeightManifest
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_SECONDS = 1.0
+"""Time between two looks at nodes that were told that nobody has the newest version."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """What one generator is to install."""
+
+    worker: Worker
+    version: int
+    """It or a newer one."""
+    lineage: int
+    rebuild_kv: bool
+    verify: tuple[Verify, ...]
+    told: WeightManifest | None = None
+    """What the generator was told last; None: nothing yet."""
+    failures: int = 0
+    """Files that the relay had and the generator could not read."""
+
+
+@dataclass(slots=True)
+class _Trainer:
+    """The weights that can be installed now."""
+
+    worker: Worker
+    offered: WeightManifest
+    """As it was published."""
+    lineage: int
+
+    @property
+    def weights(self) -> WeightManifest:
+        """Its file alone, without a broadcast."""
+        return replace(self.offered, broadcast=None)
+
+    def broadcasts_newer_than(self, told: WeightManifest | None) -> bool:
+        """Whether a generator that was told of this may receive a newer version."""
+        is_newer = told is None or told.policy_version < self.offered.policy_version
+        return self.offered.broadcast is not None and is_newer
+
+
+@dataclass(slots=True)
+class Installations:
+    """The requests of one run, and who fetches which weights.
+
+    Args:
+        relays: of the run.
+        run_key: relays get the keys of each other from it.
+        send: to a process.
+        cut_off: kills a process; the watchdog reports it with the reason and replaces it.
+    """
+
+    relays: Relays
+    run_key: RunKey
+    send: Callable[[str, Struct], None]
+    cut_off: Callable[[str, str], None]
+    _fetching: WeightFetching = field(init=False)
+    _trainer: _Trainer | None = None
+    _requests: dict[str, _Request] = field(default_factory=dict)
+    """Of generators on other nodes than the trainer's, by name: those that wait, and those that
+    were sent and are not answered."""
+    _checked: set[str] = field(default_factory=set)
+    """Nodes whose relay was asked whether its file is there."""
+    _looked: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._fetching = WeightFetching(self.relays, self.run_key, self.send, self.cut_off)
+
+    def install(
+        self,
+        worker: Worker,
+        version: int,
+        *,
+        rebuild_kv: bool = False,
+        verify: tuple[Verify, ...] = (),
+    ) -> None:
+        """Have a generator install this version or a newer one. Ignored while there is no trainer.
+
+        A request of the same generator that still waits is joined with this one.
+        """
+        trainer = self._trainer
+        if trainer is None:
+            return
+        if not self.relays.are_used or worker.node == trainer.worker.node:
+            message = InstallWeights(trainer.offered, rebuild_kv, trainer.lineage, verify)
+            self.send(worker.name, message)
+            return
+        before = self._requests.get(worker.name)
+        if before is not None and before.told is None:
+            rebuild_kv = rebuild_kv or before.rebuild_kv
+            verify = before.verify + verify
+            version = max(before.version, version)
+        version = min(version, trainer.weights.policy_version)
+        request = _Request(worker, version, trainer.lineage, rebuild_kv, verify)
+        self._requests[worker.name] = request
+        if trainer.broadcasts_newer_than(None):
+            self._tell(request, trainer.offered)
+        else:
+            self._carry_out(request)
+
+    def drop(self, generator: str) -> None:
+        """A generator is lost, or answers for all requests otherwise."""
+        self._requests.pop(generator, None)
+
+    def is_answered(self, worker: Worker, version: int) -> bool:
+        """Whether what a generator says to have installed is the answer to its request."""
+        request = self._requests.get(worker.name)
+        if request is None or request.told is None or version >= request.told.policy_version:
+            self._requests.pop(worker.name, None)
+            return True
+        if request.told.broadcast is None:
+            logger.info("%s could not install %s", worker.name, request.told.path)
+        elif self._trainer is not None and self._trainer.broadcasts_newer_than(request.told):
+            self._tell(request, self._trainer.offered)
+            return False
+        else:
+            logger.warning(
+                "version %d did not reach %s by broadcast: relays fetch it",
+                request.told.policy_version,
+                worker.name,
+            )
+        self._ask_for(request, request.told)
+        request.told = None
+        if self._trainer is not None:
+            self.note(self._trainer.worker, self._trainer.lineage)
+        self._carry_out(request)
+        return False
+
+    def note(self, worker: Worker, lineage: int) -> None:
+        """Take note of the trainer, whether it is ready, alive, has published, or not.
+
+        Raises:
+            RunFailed: a node cannot get the weights.
+        """
+        offered = None if worker.is_gone else worker.weights
+        if self._trainer is not None and (offered is None or lineage != self._trainer.lineage):
+            self._requests.clear()
+        self._trainer = None if offered is None else _Trainer(worker, offered, lineage)
+        if self.relays.are_used and self._relays_fetch:
+            weights = None if self._trainer is None else self._trainer.weights
+            self._fetching.note_trainer(weights, worker.node)
+
+    @property
+    def _relays_fetch(self) -> bool:
+        """What is broadcast they fetch only for those whom it did not reach."""
+        if self._trainer is None or self._trainer.offered.broadcast is None:
+            return True
+        return any(one.told is None for one in self._requests.values())
+
+    def look(self, worker: Worker, lineage: int, nodes: Iterable[str | None]) -> None:
+        """Also take note of the relays, and carry out what has become possible.
+
+        Args:
+            worker: as in `note`.
+            lineage: as in `note`.
+            nodes: of rank 0 of the trainer and living generators; only they need weights. None:
+                not placed yet.
+
+        Raises:
+            RunFailed: as `note`.
+        """
+        if self.relays.are_used:
+            self._checked -= self._fetching.note_relays(set(nodes))
+        self.note(worker, lineage)
+        now = time.monotonic()
+        if now - self._looked >= _AGAIN_SECONDS and self._relays_fetch:
+            self._looked = now
+            self._fetching.again()
+        self._carry_out_all()
+
+    def arrived(self, relay: Worker, message: from_relay.WeightsHere) -> None:
+        """A version is on a node."""
+        self._fetching.arrived(relay, message)
+        self._carry_out_all()
+
+    def failed(self, relay: Worker, message: from_relay.WeightsFailed) -> None:
+        """A relay cannot serve or fetch a version. Raises RunFailed as `look`."""
+        trainer = self._trainer
+        if message.superseded and trainer is not None and relay.node == trainer.worker.node:
+            self.check(trainer.worker)  # a newer version is on its way, or the file is gone
+        self._fetching.failed(relay, message)
+
+    def check(self, trainer: Worker) -> None:
+        """A generator could not install these weights: if their file is gone, end the trainer."""
+        weights = trainer.weights
+        if weights is None or trainer.reason or trainer.node is None:
+            return
+        if not self.relays.are_used:
+            if not Path(weights.path).exists():
+                self.cut_off(trainer.name, f"its published weights {weights.path} were removed")
+            return
+        relay = self.relays.on(trainer.node)
+        if relay is not None:
+            self.send(relay.name, to_relay.CheckWeights(weights.path))
+
+    def checked(self, relay: Worker, message: from_relay.WeightsChecked) -> None:
+        """A relay has looked for a file of its node: whoever has lost one is replaced."""
+        node = relay.node
+        if node is not None:
+            self._checked.discard(node)
+        if not message.exists and node is not None:
+            here, trainer = self._fetching.manifest_at(node), self._trainer
+            if here is not None and here.path == message.path:
+                is_its_own = trainer is not None and trainer.weights == here
+                name = trainer.worker.name if trainer is not None and is_its_own else relay.name
+                self.cut_off(name, f"its published weights {message.path} were removed")
+                return
+        self._carry_out_all()
+
+    def _carry_out_all(self) -> None:
+        for request in self._requests.values():
+            if request.told is None:
+                self._carry_out(request)
+
+    def _carry_out(self, request: _Request) -> None:
+        """Tell the generator, if its node has the weights."""
+        node = request.worker.node
+        if node is None or node in self._checked:
+            return
+        here = self._fetching.manifest_at(node)
+        if here is None or here.policy_version < request.version:
+            return
+        self._tell(request, here)
+
+    def _tell(self, request: _Request, weights: WeightManifest) -> None:
+        request.told = weights
+        self.send(
+            request.worker.name,
+            InstallWeights(weights, request.rebuild_kv, request.lineage, request.verify),
+        )
+
+    def _ask_for(self, request: _Request, told: WeightManifest) -> None:
+        """A file could not be read: unless another has taken its place, ask the relay for it."""
+        node = request.worker.node
+        relay = None if node is None else self.relays.on(node)
+        if node is None or relay is None or self._fetching.manifest_at(node) != told:
+            return
+        request.failures += 1
+        if request.failures > MAX_TRIES:
+            self.cut_off(
+                request.worker.name, f"it cannot read {told.path}, which {relay.name} has written"
+            )
+        self._checked.add(node)
+        self.send(relay.name, to_relay.CheckWeights(told.path))

@@ -1,0 +1,398 @@
+"""The processes of a run: start them, send to them, find those that died, end them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from asyncrl.config.launcher import LauncherConfig
+from asyncrl.fleet.node_files import NodeFiles
+from asyncrl.fleet.pending_weight_updates import Installations
+from asyncrl.fleet.process_state import Worker, cause_of_death, left_early, what_starts
+from asyncrl.fleet.relays import Relays
+from asyncrl.fleet.shutdown import attended, end_all, raise_if_late
+from asyncrl.launch.child_spec import ChildSpec, Role, keys_of
+from asyncrl.launch.interface import Launcher
+from asyncrl.monitoring.discovery import Target
+from asyncrl.rank_names import trainer_name
+from asyncrl.wire import Hub, RunKey
+from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.messages import to_generator, to_relay, to_trainer
+from asyncrl.wire.weights.layout import WeightManifest
+
+logger = logging.getLogger(__name__)
+
+_ROOM_SECONDS = 10.0
+"""A generator that was not placed for this long is said to wait for room."""
+_LATE_SECONDS = 1.0
+"""If `deaths` is called this late, the controller itself was suspended or blocked in between."""
+
+
+class Fleet:
+    """The trainer and the generators.
+
+    Args:
+        config: how many generators there are, and how long to wait for what.
+        launcher: starts the processes.
+        trainer_spec: what the trainer is started with; the generators' specs are made from it.
+        hub: where the processes connect to.
+        run_key: each process gets its keys from it.
+    """
+
+    def __init__(
+        self,
+        config: LauncherConfig,
+        launcher: Launcher,
+        trainer_spec: ChildSpec,
+        hub: Hub[Any],
+        run_key: RunKey,
+    ) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._trainer_spec = trainer_spec
+        self._run_key = run_key
+        self._hub = hub
+        self._workers: dict[str, Worker] = {}
+        self.relays = Relays(config, launcher, trainer_spec, run_key, self._next_index)
+        self.installations = Installations(self.relays, run_key, hub.send_soon, self.cut_off)
+        run = Path(trainer_spec.run_directory)
+        self.files = NodeFiles(self.relays, run_key, hub.send_soon, run)
+        self.ranks: list[Worker] = []
+        """The processes of the present trainer, by rank. They are lost and replaced together."""
+        self.lineage = 0
+        """How many trainers the run had before the present one."""
+        self._restarts = self._renamed = self._started = 0
+        self._ending = False
+        self._last_check = time.monotonic()
+
+    def start_all(self) -> None:
+        """Start the trainer and the generators."""
+        self._start_trainer(first=True)
+        for index in range(self._config.generators):
+            self._start(f"generator-{index}", "generator")
+
+    async def make_room(self, generators: list[int]) -> None:
+        """As `Launcher.make_room`."""
+        await self._launcher.make_room(generators)
+
+    def give_room_back(self, worker: Worker) -> None:
+        """As `Launcher.give_room_back`, for a generator that was ordered to leave and has ended."""
+        self._launcher.give_room_back(worker.index)
+
+    def join(self, index: int) -> str:
+        """Start a generator that the user has ordered and return its name, which no other had."""
+        name = f"generator-{index}"
+        if name in self._workers:
+            self._renamed += 1
+            name = f"{name}.{self._restarts + self._renamed}"
+        return self._start(name, "generator", first=False).name
+
+    def leave(self, worker: Worker) -> None:
+        """Give a generator no more work; one that is not ready yet is ended."""
+        worker.leave_by = time.monotonic() + self._config.leave_seconds
+        if not worker.is_ready:
+            worker.handle.end(by_force=False)
+
+    @property
+    def ordered(self) -> list[Worker]:
+        """Living generators that were not ordered to leave, by index."""
+        found = [one for one in self.alive if one.role == "generator" and not one.is_leaving]
+        return sorted(found, key=lambda one: one.index)
+
+    def free_indices(self, count: int) -> list[int]:
+        """The lowest indices that no living generator has."""
+        taken = {one.index for one in self.alive if one.role == "generator"}
+        return [index for index in range(len(taken) + count) if index not in taken][:count]
+
+    def _next_index(self) -> int:
+        """Of the next process that is started."""
+        self._started += 1
+        return self._started
+
+    def _start_trainer(self, *, first: bool) -> None:
+        self.ranks = [
+            self._start(trainer_name(rank, self.lineage), "trainer", first=first, rank=rank)
+            for rank in range(self._trainer_spec.ranks)
+        ]
+
+    def _start(self, name: str, role: Role, *, first: bool = True, rank: int = 0) -> Worker:
+        relayed = self._launcher.uses_relays
+        spec = replace(
+            self._trainer_spec,
+            role=role,
+            name=name,
+            threads=self._launcher.threads,
+            process_index=self._next_index(),
+            first=first,
+            lineage=self.lineage,
+            relayed=relayed,
+            rank=rank,
+            data_address=self._trainer_spec.data_address_of(rank),
+        )
+        keys = keys_of(self._run_key, name, role, relayed=relayed)
+        self._workers[name] = Worker(name, role, self._launcher.start(spec, keys))
+        return self._workers[name]
+
+    async def send(
+        self,
+        name: str,
+        message: to_generator.ToGenerator | to_trainer.ToTrainer | to_relay.ToRelay,
+    ) -> None:
+        """Send to a process. A message to a dead one is dropped; `deaths` will report it."""
+        self._hub.send_soon(name, message)
+
+    async def send_trainer(self, message: to_trainer.ToTrainer) -> None:
+        """Send to all ranks of the trainer, in the same place among their other messages."""
+        for worker in self.ranks:
+            self._hub.send_soon(worker.name, message)
+
+    def configure(self, config: LauncherConfig) -> None:
+        """Have other limits; the number of generators is another order's."""
+        self._config = self.relays.config = config
+
+    @property
+    def config(self) -> LauncherConfig:
+        """How many generators there are, and how many processes may be replaced."""
+        return self._config
+
+    @property
+    def run_id(self) -> str:
+        """As in `ChildSpec`."""
+        return self._trainer_spec.run_id
+
+    @property
+    def trainer(self) -> Worker:
+        """Rank 0 of the present trainer, the one that was started last."""
+        return self.ranks[0]
+
+    @property
+    def weights(self) -> WeightManifest | None:
+        """The newest published weights; None while no trainer is ready."""
+        return None if self.trainer.is_gone else self.trainer.weights
+
+    def install(
+        self,
+        generator: str,
+        version: int,
+        *,
+        rebuild_kv: bool = False,
+        verify: tuple[to_generator.Verify, ...] = (),
+    ) -> None:
+        """Have a generator install this version or a newer one; ignored while there is no trainer.
+
+        It is told as soon as the weights are on its node.
+        """
+        self.installations.note(self.trainer, self.lineage)
+        self.installations.install(
+            self._workers[generator], version, rebuild_kv=rebuild_kv, verify=verify
+        )
+
+    def look_after_weights(self) -> None:
+        """Send on what the trainer has published since. Raises RunFailed where that cannot be."""
+        # Other ranks do not read what rank 0 publishes.
+        nodes = (one.node for one in self.alive if one is self.trainer or not one.is_trainer)
+        self.installations.look(self.trainer, self.lineage, nodes)
+
+    def generators(self) -> list[Worker]:
+        """Generators that can take work now."""
+        return [
+            worker
+            for worker in self._workers.values()
+            if not worker.is_trainer and worker.state == "ready"
+        ]
+
+    @property
+    def has_generators(self) -> bool:
+        """Whether any generator is alive, ready or not, that does not leave."""
+        return bool(self.ordered)
+
+    @property
+    def alive(self) -> list[Worker]:
+        """Processes that are not known to have ended."""
+        return [worker for worker in self._workers.values() if not worker.is_gone]
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every living process can take work."""
+        return all(worker.is_ready for worker in self.alive)
+
+    def is_ready(self, name: str) -> bool:
+        """Whether a process can take work."""
+        worker = self._find(name)
+        return worker is not None and worker.is_ready and not worker.is_gone
+
+    def unready(self) -> str:
+        """Names of the living processes that cannot take work yet."""
+        return ", ".join(worker.name for worker in self.alive if not worker.is_ready)
+
+    def what_starts(self) -> str:
+        """What a start waits for: the processes that are not ready, and what each logged last."""
+        return what_starts(self.alive)
+
+    def everyone(self) -> Iterable[Worker]:
+        """All processes that were ever started, lost ones included."""
+        return self._workers.values()
+
+    def metrics_ports(self) -> dict[str, int]:
+        """The port on which each process serves its metrics."""
+        return {name: target.port for name, target in self.metrics_targets().items()}
+
+    def metrics_targets(self) -> dict[str, Target]:
+        """Where each process serves its metrics."""
+        return {
+            worker.name: Target(worker.metrics_port, worker.handle.address)
+            for worker in [*self.alive, *self.relays.alive]
+            if worker.metrics_port is not None
+        }
+
+    def heard_from(self, name: str) -> Worker | None:
+        """Note that a process is alive; None if there is no process of this name."""
+        worker = self._find(name)
+        if worker is not None:
+            worker.heard = time.monotonic()
+        return worker
+
+    def _find(self, name: str) -> Worker | None:
+        return self._workers.get(name) or self.relays.get(name)
+
+    def start_relays(self) -> list[str]:
+        """Start a relay where one is missing. As `Relays.start_missing`."""
+        nodes = (worker.node for worker in self.alive)
+        return [] if self._ending else self.relays.start_missing(nodes)
+
+    def deaths(self, *, is_held: bool = False) -> list[tuple[Worker, str]]:
+        """Processes that died since the last call, each once, and how. Kills silent ones.
+
+        Time in which this was not called does not count as silence. None after `kill_all`.
+
+        Args:
+            is_held: the run is paused or has no trainer, so leaving generators cannot finish or
+                deliver what they have; the time since the last call is no delay of theirs.
+        """
+        now = time.monotonic()
+        missed, self._last_check = now - self._last_check, now
+        self._forgive(now, missed, is_held=is_held)
+        found: list[tuple[Worker, str]] = []
+        if self._ending:
+            return found
+        if any(one.node is not None for one in self.ordered):
+            for worker in self.ordered:
+                if worker.waits_for_room:  # as long as there are others
+                    worker.heard = now
+        for worker in [*self.alive, *self.relays.alive]:
+            reason = cause_of_death(worker, now, self._config)
+            if reason is not None and not left_early(worker, self.ranks):
+                worker.is_gone = True
+                self._hub.abandon(worker.name)
+                found.append((worker, reason))
+                self.relays.note_lost(worker)
+        if any(worker.is_gone for worker in self.ranks):
+            self._end_trainer()
+        return found
+
+    def _end_trainer(self) -> None:
+        """Kill the ranks of a trainer that has lost one. They are not reported as well."""
+        for worker in self.ranks:
+            if not worker.is_gone:
+                worker.is_gone = True
+                worker.handle.end(by_force=True)
+                self._hub.abandon(worker.name)
+
+    def _forgive(self, now: float, missed: float, *, is_held: bool) -> None:
+        """The time since the last call may be nobody's silence and no delay."""
+        if missed > _LATE_SECONDS:
+            # The controller was suspended (Ctrl-Z) or blocked (a slow disk), so it could not hear
+            # anybody; that is not the silence of others.
+            for worker in [*self.alive, *self.relays.alive]:
+                worker.heard = min(now, worker.heard + missed)
+        if is_held or missed > _LATE_SECONDS:
+            for worker in self.alive:
+                if worker.leave_by is not None:
+                    worker.leave_by += missed
+
+    def without_room(self) -> list[Worker]:
+        """Generators for which there has been no room for a while, each once."""
+        late = time.monotonic() - _ROOM_SECONDS
+        found = [
+            one
+            for one in self.ordered
+            if one.waits_for_room and one.started < late and not one.is_said_to_wait
+        ]
+        for worker in found:
+            worker.is_said_to_wait = True
+        return found
+
+    def restart(self, lost: Worker) -> str | None:
+        """Start a generator in place of a lost one and return its name.
+
+        None when the run is ending or `launcher.max_restarts` are used up.
+        """
+        if not self._may_replace(lost):
+            return None
+        base = lost.name.split(".")[0]
+        name = f"{base}.{self._restarts + self._renamed}"
+        return self._start(name, "generator", first=False).name
+
+    def _may_replace(self, lost: Worker) -> bool:
+        """Whether a process may be replaced; counts it, unless its machine was taken away."""
+        if self._ending:
+            return False
+        if lost.handle.lost_with_machine or lost.gives_way:
+            self._renamed += 1
+            return True
+        if self._restarts >= self._config.max_restarts:
+            return False
+        self._restarts += 1
+        return True
+
+    def restart_trainer(self, lost: Worker, resume_from: int | None, fence: str = "") -> str | None:
+        """Start a trainer in place of a lost one and return its name; None as for `restart`.
+
+        Args:
+            lost: the trainer that it replaces, or one of its ranks.
+            resume_from: the step of the checkpoint that it continues from; None: from the model.
+            fence: its word (`asyncrl.trainer.fence`).
+        """
+        if not self._may_replace(lost):
+            return None
+        self.lineage += 1
+        self._trainer_spec = replace(self._trainer_spec, resume_from=resume_from, fence=fence)
+        self._start_trainer(first=False)
+        return " and ".join(worker.name for worker in self.ranks)
+
+    def refuse(self, name: str, reason: Reason, text: str) -> None:
+        """Refuse a message that was decoded; it counts like a frame that was not."""
+        self._hub.refusals.refuse(name, FrameRefused(reason, text))
+
+    def cut_off(self, name: str, why: str) -> None:
+        """Kill a process whose messages make no sense; `deaths` reports it with this reason."""
+        worker = self._find(name)
+        if worker is not None and not worker.is_gone:
+            worker.reason = why
+            worker.handle.end(by_force=True)
+
+    def kill_all(self) -> None:
+        """Kill every process now; does not wait. May be called from a signal handler."""
+        self._ending = True
+        for worker in [*self.alive, *self.relays.alive]:
+            worker.handle.end(by_force=True)
+
+    async def shut_down(self) -> None:
+        """Tell every process to end, the trainer after a checkpoint, and wait until all have.
+
+        The relays end last: the others may speak through them.
+
+        Raises:
+            WaitTimeout: some did not end in time and were killed, or files were not copied in time.
+        """
+        async with attended(self._hub, self.relays, lambda: self._ending, self.alive):
+            killed = await end_all(self.alive, self._hub, self._config, told=self._ending)
+        seconds = 0.0 if self._ending else self._config.stop_seconds
+        left = await self.files.finish(self._hub, seconds)
+        killed |= await end_all(self.relays.alive, self._hub, self._config, told=self._ending)
+        raise_if_late(killed, left)

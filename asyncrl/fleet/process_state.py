@@ -1,0 +1,184 @@
+"""One process of a run as the controller knows it, and how it is found to have ended."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.config.launcher import LauncherConfig
+from asyncrl.launch.child_spec import Role
+from asyncrl.launch.interface import ProcessHandle
+from asyncrl.wire.messages import from_generator, from_relay, from_trainer
+from asyncrl.wire.weights.layout import WeightManifest
+
+_RELAY_SHARE, _RELAY_SECONDS = 0.25, 10.0
+"""Of `launcher.silence_seconds`, and at least, for a relay. Who speaks through a silent relay is
+silent too, and must be heard through its replacement before its own limit."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process from its start to its end, with what it last reported."""
+
+    name: str
+    role: Role
+    handle: ProcessHandle
+    heard: float = field(default_factory=time.monotonic)
+    """When its last message came (monotonic seconds)."""
+    started: float = field(default_factory=time.monotonic)
+    """When it was ordered (monotonic seconds)."""
+    is_said_to_wait: bool = False
+    """The user was told that there is no room for it yet."""
+    is_ready: bool = False
+    is_gone: bool = False
+    has_left: bool = False
+    """It ended because it was ordered to leave."""
+    gives_way: bool = False
+    """It was told to end because the machine of another rank of the trainer is taken away."""
+    has_waited: bool = False
+    """There was no room for it so far."""
+    was_overdue: bool = False
+    """It was killed because it did not leave in time."""
+    leave_by: float | None = None
+    """A generator that was ordered to leave: when it is killed (monotonic seconds). Later where the
+    run was paused or had no trainer meanwhile."""
+    reason: str = ""
+    """Why it ended, in its own words."""
+    policy_version: int = -1
+    """Version of its weights; -1: not known yet."""
+    slots: int = 0
+    """Samples that a generator decodes at once."""
+    metrics_port: int | None = None
+    weights: WeightManifest | None = None
+    """The newest weights that the trainer published."""
+    data_address: str = ""
+    """Where the trainer takes trajectories."""
+    reported: float = 0.0
+    """When the last report of a generator came (monotonic seconds)."""
+    generator_report: from_generator.GeneratorReport | None = None
+    trainer_report: from_trainer.TrainerReport | None = None
+    trainer_ready: from_trainer.TrainerReady | None = None
+    """What a rank of the trainer said when it could take samples; it is ready when all can."""
+    relay: from_relay.RelayReady | None = None
+    """What a relay said when it was ready: where its parts listen."""
+
+    @property
+    def is_trainer(self) -> bool:
+        """Whether it trains."""
+        return self.role == "trainer"
+
+    @property
+    def node(self) -> str | None:
+        """The node that it is on; None while it is not placed."""
+        return self.handle.node
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether it was ordered, and the launcher has no node for it yet."""
+        return self.role != "relay" and not self.is_ready and self.node is None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it was ordered to leave."""
+        return self.leave_by is not None
+
+    @property
+    def index(self) -> int:
+        """Number of a generator, which its replacements have too."""
+        return self.handle.spec.generator
+
+    @property
+    def state(self) -> str:
+        """`starting`, `ready`, `leaving`, `left` or `lost`."""
+        if self.is_gone:
+            return "left" if self.has_left else "lost"
+        if self.is_leaving:
+            return "leaving"
+        return "ready" if self.is_ready else "starting"
+
+    def ready(self, policy_version: int, slots: int, metrics_port: int | None) -> None:
+        """Note that it can take work."""
+        self.is_ready = True
+        self.policy_version = policy_version
+        self.slots = slots
+        self.metrics_port = metrics_port
+
+
+def what_starts(workers: Iterable[Worker]) -> str:
+    """What a start waits for: those that are not ready, and what each logged last."""
+    logged = [
+        f"{one.name} (its log ends with: {one.handle.log_tail(1)})"
+        for one in workers
+        if not one.is_ready
+    ]
+    return f"{', '.join(logged)} to become ready (launcher.startup_seconds)"
+
+
+def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | None:
+    """How a process ended; None if it lives. Kills one that was silent for too long."""
+    code = worker.handle.exit_code()
+    if code is not None:
+        leaves = worker.is_leaving or worker.gives_way or worker.handle.lost_with_machine
+        if leaves and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
+            worker.has_left = True
+            cause = worker.handle.cause()
+            return "has left" + (f": {cause}" if cause else "")
+        how = worker.handle.cause() or _how_it_ended(code)
+        return how + (f": {worker.reason}" if worker.reason else "")
+    if worker.leave_by is not None and now > worker.leave_by:
+        worker.handle.end(by_force=True)
+        worker.was_overdue = True
+        return (
+            f"did not leave within {limits.leave_seconds:.0f} s (launcher.leave_seconds) and was "
+            "killed; what it had is generated again"
+        )
+    if worker.waits_for_room:
+        worker.has_waited = True
+        return _without_room(worker, now, limits)
+    if worker.has_waited:  # only now does it begin to start
+        worker.has_waited, worker.heard = False, now
+    limit = limits.silence_seconds if worker.is_ready else limits.startup_seconds
+    if worker.role == "relay" and worker.is_ready:
+        limit = min(limit, max(_RELAY_SHARE * limit, _RELAY_SECONDS))
+    silent = now - worker.heard
+    if silent <= limit:
+        return None
+    worker.handle.end(by_force=True)
+    if worker.is_ready:
+        of_relay = ", a quarter of it for a relay" if worker.role == "relay" else ""
+        what = f"launcher.silence_seconds{of_relay}"
+        return f"sent nothing for {silent:.0f} s ({what}) and was killed"
+    return (
+        f"was not ready after {silent:.0f} s (launcher.startup_seconds) and was killed; its log "
+        f"ends with: {worker.handle.log_tail(1)}"
+    )
+
+
+def left_early(worker: Worker, ranks: Sequence[Worker]) -> bool:
+    """Whether a rank has left and others have not: they still complete the checkpoint of all.
+
+    All were told to leave at once, so none of them is lost.
+    """
+    is_rank = any(worker is one for one in ranks)
+    return is_rank and worker.has_left and any(one.handle.exit_code() is None for one in ranks)
+
+
+def _without_room(worker: Worker, now: float, limits: LauncherConfig) -> str | None:
+    """Why a generator that no node has room for is given up; `Fleet.deaths` lets it wait."""
+    waited = now - worker.heard
+    if waited <= limits.cluster.place_seconds:
+        return None
+    worker.handle.end(by_force=True)
+    where = "agent" if limits.kind == "agents" else "room on the cluster"
+    return f"found no {where} for {waited:.0f} s ({limits.cluster_key}.place_seconds)"
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return f"ended with exit code {code}"

@@ -1,0 +1,144 @@
+"""The relays of a run: one process on each node that has others, where the launcher says so.
+
+A lost relay is replaced as long as its node has processes. It counts against a limit of its own
+(`max_relay_restarts` of `launcher.ray` or `launcher.agents`): generators and the trainer go on
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from asyncrl.config.launcher import LauncherConfig
+from asyncrl.errors import RunFailed
+from asyncrl.fleet.process_state import Worker
+from asyncrl.launch.child_spec import ChildSpec, keys_of
+from asyncrl.launch.interface import Launcher
+from asyncrl.wire import RunKey
+
+_PAUSE_SECONDS = 1.0
+"""Shortest time between two starts of a relay on one node."""
+_NOT_READY_SECONDS = 5.0
+"""The same where the last one was never ready: its node may be gone, which is known soon."""
+
+
+class Relays:
+    """Starts relays, and knows which node has which.
+
+    Args:
+        config: how many may be replaced.
+        launcher: starts them.
+        trainer_spec: their specs are made from it.
+        run_key: each gets its keys from it.
+        next_index: numbers the processes of the run in the order of their start.
+    """
+
+    def __init__(
+        self,
+        config: LauncherConfig,
+        launcher: Launcher,
+        trainer_spec: ChildSpec,
+        run_key: RunKey,
+        next_index: Callable[[], int],
+    ) -> None:
+        self._next_index = next_index
+        self.config = config
+        self._launcher = launcher
+        self._spec = trainer_spec
+        self._run_key = run_key
+        self._workers: dict[str, Worker] = {}
+        self._of_nodes: dict[str, list[Worker]] = {}
+        """All that each node ever had, the present one last."""
+        self._started: dict[str, float] = {}
+        """When the last one of each node was (monotonic seconds)."""
+        self._restarts: dict[str, int] = {}
+        """Of each node that is not known to be lost."""
+
+    @property
+    def are_used(self) -> bool:
+        """Whether each node with processes of the run has one."""
+        return self._launcher.uses_relays
+
+    @property
+    def alive(self) -> list[Worker]:
+        """Relays that are not known to have ended."""
+        return [worker for worker in self._workers.values() if not worker.is_gone]
+
+    def get(self, name: str) -> Worker | None:
+        """The relay of this name, lost ones included."""
+        return self._workers.get(name)
+
+    def on(self, node: str) -> Worker | None:
+        """The living relay of a node."""
+        workers = self._of_nodes.get(node)
+        return workers[-1] if workers and not workers[-1].is_gone else None
+
+    def names_on(self, node: str) -> list[str]:
+        """Of all relays that a node ever had."""
+        return [worker.name for worker in self._of_nodes.get(node, ())]
+
+    def by_node(self) -> dict[str, Worker]:
+        """The relay of each node that has a ready one."""
+        found = {node: workers[-1] for node, workers in self._of_nodes.items()}
+        return {node: one for node, one in found.items() if one.state == "ready"}
+
+    def start_missing(self, nodes: Iterable[str | None]) -> list[str]:
+        """Start a relay on each of these nodes that has none; sentences about replacements.
+
+        Args:
+            nodes: those of the run's living processes; None: not placed yet.
+
+        Raises:
+            RunFailed: one would have to be replaced, and that is not allowed any more.
+        """
+        said: list[str] = []
+        if not self.are_used:
+            return said
+        now = time.monotonic()
+        for node in dict.fromkeys(nodes):
+            if node is None or self.on(node) is not None:
+                continue
+            earlier = self._of_nodes.get(node, [])
+            failed = any(not one.is_ready for one in earlier[-1:])
+            pause = _NOT_READY_SECONDS if failed else _PAUSE_SECONDS
+            if now - self._started.get(node, -pause) >= pause:
+                said += self._start(node)
+        return said
+
+    def note_lost(self, worker: Worker) -> None:
+        """A process was lost: if it was with its node, that relays failed there was no fault."""
+        if worker.handle.lost_with_machine and worker.node is not None:
+            self._restarts.pop(worker.node, None)
+
+    def _start(self, node: str) -> list[str]:
+        earlier = self._of_nodes.setdefault(node, [])
+        name = f"relay-{list(self._of_nodes).index(node)}"
+        said = []
+        if earlier:
+            lost, limit = earlier[-1], self.config.cluster.max_relay_restarts
+            if sum(self._restarts.values()) >= limit:
+                raise RunFailed(
+                    f"{lost.name} was lost, and {self.config.cluster_key}.max_relay_restarts "
+                    f"({limit}) does not allow another; its last words:\n{lost.handle.log_tail()}"
+                )
+            self._restarts[node] = self._restarts.get(node, 0) + 1
+            name = f"{name}.{len(earlier)}"
+            said = [f"started {name} in place of {lost.name}"]
+        spec = msgspec.structs.replace(
+            self._spec,
+            role="relay",
+            name=name,
+            threads=1,
+            process_index=self._next_index(),
+            first=not earlier,
+            relayed=True,
+        )
+        keys = keys_of(self._run_key, name, "relay")
+        worker = Worker(name, "relay", self._launcher.start(spec, keys, node))
+        self._workers[name] = worker
+        earlier.append(worker)
+        self._started[node] = time.monotonic()
+        return said

@@ -1,0 +1,118 @@
+"""Tell processes to end, wait until they have, and kill those that take too long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from msgspec import Struct
+
+from asyncrl.config.launcher import LauncherConfig
+from asyncrl.errors import RunFailed, WaitTimeout
+from asyncrl.fleet.process_state import Worker
+from asyncrl.fleet.relays import Relays
+from asyncrl.launch.child_spec import Role
+from asyncrl.wire import Hub, Unreachable
+from asyncrl.wire.messages import to_generator, to_relay, to_trainer
+
+KILL_SECONDS = 10.0
+"""Longest wait for killed processes."""
+_ATTEND_SECONDS = 0.2
+"""Between two looks at relays."""
+_POLL_SECONDS = 0.02
+"""Time between two looks at processes that are to end."""
+
+
+_SHUTDOWN: dict[Role, Struct] = {
+    "trainer": to_trainer.Shutdown(checkpoint=True),
+    "generator": to_generator.Shutdown(),
+    "relay": to_relay.Shutdown(),
+}
+
+
+async def end_all(
+    workers: Sequence[Worker], hub: Hub[Any], limits: LauncherConfig, *, told: bool
+) -> dict[str, float]:
+    """Tell these to end, unless they were told or killed, and wait. Returns as `wait_for_end`."""
+    for worker in () if told else workers:
+        try:
+            if not worker.is_ready:
+                worker.handle.end(by_force=False)
+            else:
+                await hub.send(worker.name, _SHUTDOWN[worker.role])
+        except Unreachable:
+            worker.handle.end(by_force=False)
+    return await asyncio.to_thread(wait_for_end, workers, limits)
+
+
+def wait_for_end(workers: Sequence[Worker], limits: LauncherConfig) -> dict[str, float]:
+    """Wait until all have ended; those that exceeded their limit, and after how many seconds.
+
+    Each gets `launcher.stop_seconds`, the trainer twice `launcher.checkpoint_seconds` more: for a
+    checkpoint that it is writing, and for the last one. Then it is killed.
+    """
+    began = time.monotonic()
+    remaining = list(workers)
+    killed: dict[str, float] = {}
+    while remaining:
+        remaining = [worker for worker in remaining if worker.handle.exit_code() is None]
+        waited = time.monotonic() - began
+        for worker in remaining:
+            extra = 2 * limits.checkpoint_seconds if worker.is_trainer else 0.0
+            if waited > limits.stop_seconds + extra and worker.name not in killed:
+                worker.handle.end(by_force=True)
+                killed[worker.name] = waited
+        if any(waited - killed.get(one.name, waited) > KILL_SECONDS for one in remaining):
+            break
+        time.sleep(_POLL_SECONDS)
+    return killed
+
+
+def raise_if_late(killed: Mapping[str, float], left: str) -> None:
+    """Raise WaitTimeout if processes had to be killed, or files were left on other nodes."""
+    said = [left] if left else []
+    if killed:
+        said.insert(
+            0,
+            f"{', '.join(killed)} did not end within {max(killed.values()):.0f} s and were "
+            "killed; see launcher.stop_seconds and launcher.checkpoint_seconds",
+        )
+    if said:
+        raise WaitTimeout(". ".join(said))
+
+
+@asynccontextmanager
+async def attended(
+    hub: Hub[Any], relays: Relays, is_over: Callable[[], bool], workers: Sequence[Worker]
+) -> AsyncIterator[None]:
+    """Meanwhile hear what ending processes say, and replace the relays that they speak through.
+
+    Args:
+        hub: of the controller.
+        relays: of the run.
+        is_over: whether no process is to be started any more.
+        workers: the processes.
+    """
+
+    async def attend() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(hub.attend())
+            while True:
+                await asyncio.sleep(_ATTEND_SECONDS)
+                for relay in relays.alive:
+                    relay.is_gone = relay.handle.exit_code() is not None
+                living = [one for one in workers if one.handle.exit_code() is None]
+                with suppress(RunFailed):  # no more of them: the others are killed in time
+                    relays.start_missing([] if is_over() else [one.node for one in living])
+
+    if not relays.are_used:
+        yield
+        return
+    attending = asyncio.create_task(attend())
+    try:
+        yield
+    finally:
+        attending.cancel()

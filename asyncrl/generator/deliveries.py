@@ -1,0 +1,184 @@
+"""Deliveries: held samples go to the trainer and stay here until it has acknowledged them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.finished_sample import HeldSample
+from asyncrl.generator.lenient_reuse import LenientReuse
+from asyncrl.generator.reports import GeneratorRecords
+from asyncrl.generator.trainer_lines import TrainerLines
+from asyncrl.rewards.calls import Reward
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.frames import encode_trajectory
+from asyncrl.wire.messages import data, from_generator, to_generator
+
+logger = logging.getLogger("asyncrl.generator")
+
+RESEND_SECONDS = 10.0
+"""A delivery that is not acknowledged within this time is sent again; then after twice the time."""
+
+
+@dataclass(slots=True)
+class _Unacknowledged:
+    """A delivery that the trainer has not acknowledged yet."""
+
+    delivery: data.TrajectoryDelivery
+    sent: float
+    """When it was last sent (monotonic seconds)."""
+    began: float
+    """When it was first sent."""
+    rank: int
+    """Of the trainer, that it is for."""
+    times: int = 1
+    """How often it was sent."""
+    patience: float = field(default_factory=lambda: RESEND_SECONDS)
+    """Seconds from then until it is sent again. They double each time: the socket keeps what it
+    cannot send, so what is sent to a trainer that does not read takes memory."""
+
+
+class Deliveries:
+    """Sends samples to the trainer, again until each is acknowledged.
+
+    Args:
+        held: finished samples by id; a delivered one is removed.
+        trainer: the lines to the trainer's ranks.
+        controller: is told of acknowledged and of failed samples.
+        records: count deliveries and record a few samples.
+        lenient_reuse: remembers what was delivered; None unless configured.
+    """
+
+    def __init__(
+        self,
+        held: dict[SampleId, HeldSample],
+        trainer: TrainerLines,
+        controller: ControllerLine,
+        records: GeneratorRecords,
+        lenient_reuse: LenientReuse | None,
+    ) -> None:
+        self._held = held
+        self._trainer = trainer
+        self._controller = controller
+        self._metrics = records.metrics
+        self._recorder = records.samples
+        self._traces = records.traces
+        self._lenient_reuse = lenient_reuse
+        self._unacknowledged: dict[SampleId, _Unacknowledged] = {}
+        self._lineage = 0
+        self.newest_step = -1
+        """The newest step for which something was delivered; -1: none."""
+
+    @property
+    def unacknowledged(self) -> int:
+        """Samples that were delivered and not acknowledged yet."""
+        return len(self._unacknowledged)
+
+    def discard(self, samples: Sequence[SampleId]) -> None:
+        """Send these samples no more."""
+        for sample in samples:
+            self._unacknowledged.pop(sample, None)
+
+    def rewind(self, lineage: int) -> None:
+        """Another trainer has replaced a lost one: forget what was sent to that one."""
+        self._lineage, self.newest_step = lineage, -1
+        self._unacknowledged.clear()
+        if self._recorder is not None:
+            self._recorder.rewind()
+
+    async def deliver(self, command: to_generator.Deliver) -> None:
+        """Send samples of one group once all their rewards are computed.
+
+        If a sample cannot be delivered, the controller leaves its group out of the step. A command
+        from before a rewind is dropped, also while it waits for rewards: the sample stays here.
+        """
+        ready: list[tuple[HeldSample, Reward]] = []
+        for sample in command.samples:
+            held = self._held.get(sample)
+            try:
+                if held is None:
+                    raise AsyncrlError("this generator does not hold it; was it discarded?")
+                ready.append((held, await held.reward))
+            except AsyncrlError as error:
+                if command.lineage >= self._lineage:
+                    await self._controller.report_failed_sample(sample, error)
+                return
+        for held, reward in ready:
+            sample = held.trajectory.id
+            # A sample may have been discarded during the wait for the rewards.
+            if command.lineage >= self._lineage and self._held.get(sample) is held:
+                del self._held[sample]
+                held.close()
+                self._send(held, reward, command)
+
+    def _send(self, held: HeldSample, reward: Reward, command: to_generator.Deliver) -> None:
+        """Send a sample; those of a group travel together."""
+        step = command.step
+        line = self._trainer.to(command.rank)
+        if command.data_address:
+            line.move_to(command.data_address)
+        delivery = encode_trajectory(
+            held.trajectory,
+            reward=reward.value,
+            step=step,
+            terms=reward.terms,
+            lineage=command.lineage,
+        )
+        now = time.monotonic()
+        self._unacknowledged[held.trajectory.id] = _Unacknowledged(delivery, now, now, command.rank)
+        self.newest_step = max(self.newest_step, step)
+        if self._lenient_reuse is not None:
+            self._lenient_reuse.remember(held.trajectory)
+        if self._recorder is not None:
+            self._recorder.consider(held, reward=reward, step=step)
+        self._metrics.deliveries.inc()
+        line.send_soon(delivery)
+
+    async def receive_answers(self) -> None:
+        """Report acknowledged samples and resend the others. Runs until it is cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RESEND_SECONDS):
+                    answer = await self._trainer.receive()
+                    waiting = self._unacknowledged.get(answer.sample)
+                    if waiting is None or waiting.delivery.lineage != answer.lineage:
+                        pass  # it is not for this delivery
+                    elif isinstance(answer, data.SendAgain):
+                        self._send_again(waiting)
+                    else:
+                        await self._acknowledged(answer.sample, waiting)
+            self._resend()
+
+    async def _acknowledged(self, sample: SampleId, waiting: _Unacknowledged) -> None:
+        del self._unacknowledged[sample]
+        if self._traces is not None:
+            self._traces.delivered(
+                sample, waiting.began, step=waiting.delivery.step, times=waiting.times
+            )
+        await self._controller.send(
+            from_generator.SampleDelivered(self._controller.generator, sample),
+            urgent=not self._unacknowledged,  # a step may wait for it
+        )
+
+    def _resend(self) -> None:
+        now = time.monotonic()
+        for sample, waiting in self._unacknowledged.items():
+            if now - waiting.sent > waiting.patience:
+                logger.warning(
+                    "the trainer did not acknowledge sample %s; sending it again", sample
+                )
+                waiting.patience *= 2
+                self._send_again(waiting)
+
+    def _send_again(self, waiting: _Unacknowledged) -> None:
+        waiting.sent = time.monotonic()
+        waiting.times += 1
+        self._metrics.deliveries.inc()
+        self._metrics.redeliveries.inc()
+        self._trainer.to(waiting.rank).send_soon(waiting.delivery)

@@ -1,0 +1,274 @@
+"""Held-out samples: generated, rewarded, reported and forgotten.
+
+Before and after training weights do not change, and a sample is generated under those installed.
+During training it must follow the policy of one version v from its first token on:
+
+    begun under earlier weights ──► v is installed: tokens verified, rest generated ──► reported
+    (run-ahead, where tokens can        │
+     be verified; else it waits)        └── a newer version is there: it is installed when the
+                                            samples of v are finished, or dropped
+
+What becomes of a sample never depends on its length or its text: the samples of a round are all
+reported, or the round is given up (docs/decisions/0063).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from asyncrl.generator.background import BackgroundTasks
+from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.finished_sample import HeldSample
+from asyncrl.generator.sample_recorder import SampleRecorder
+from asyncrl.generator.sample_runner import SampleGenerator
+from asyncrl.generator.sample_state import SampleGeneration
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.messages.to_generator import FixedVersion
+
+AFTER_DUE = 2**31 - 1
+"""`GenerateRequest.order` of held-out samples that are due: after those of the step in training."""
+
+_PIECE_SECONDS = 0.5
+"""While an installation is held back, the time in which the run is not paused is counted so."""
+
+
+@dataclass(slots=True, eq=False)
+class _HeldOut:
+    """A held-out sample of a run that trains."""
+
+    round: int
+    fixed: FixedVersion
+    task: asyncio.Task[None] | None = None
+    generation: SampleGeneration | None = None
+    """While it is generated or verified."""
+
+
+class Evaluation:
+    """Generates held-out samples.
+
+    Args:
+        generator: of their tokens.
+        controller: is told of each.
+        version: of the weights that are installed; -1: they are no policy of the run.
+        compared: waits until these have been compared with the trainer's.
+        recorder: of samples that are shown; None: none is.
+    """
+
+    def __init__(
+        self,
+        generator: SampleGenerator,
+        controller: ControllerLine,
+        version: Callable[[], int],
+        compared: Callable[[], Awaitable[None]],
+        recorder: SampleRecorder | None = None,
+    ) -> None:
+        self._generator = generator
+        self._controller = controller
+        self._version = version
+        self._compared = compared
+        self._recorder = recorder
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._fixed: set[_HeldOut] = set()
+        self._changed = asyncio.Event()
+        self._held_seconds = 0.0
+        """How long weights were held back for the present round, up to `_holding_since`."""
+        self._holding_since: float | None = None
+        """When they began to be, once more (monotonic seconds); None: they are not."""
+
+    @property
+    def running(self) -> int:
+        """Held-out samples in generation or with a reward worker, without those that wait."""
+        waiting = sum(one.generation is None for one in self._fixed)
+        return len(self._tasks) - waiting
+
+    @property
+    def in_generation(self) -> list[SampleGeneration]:
+        """Those of a run that trains; they give way to due samples, as run-ahead does."""
+        return [one.generation for one in self._fixed if one.generation is not None]
+
+    def start(self, command: to_generator.Evaluate, tasks: BackgroundTasks) -> asyncio.Task[None]:
+        """Generate one held-out sample and report its reward, concurrently."""
+        if command.fixed is None:
+            task = tasks.start(self._evaluate(command))
+        else:
+            one = _HeldOut(command.round, command.fixed)
+            self._fixed.add(one)
+            task = one.task = tasks.start(self._evaluate_fixed(command, one))
+            task.add_done_callback(lambda _: self._forget(one))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _forget(self, one: _HeldOut) -> None:
+        self._fixed.discard(one)
+        if not self._fixed:
+            self._held_seconds = 0.0
+        self._changed.set()
+
+    async def abandon(self, round_number: int | None = None) -> None:
+        """Forget every held-out sample that is not reported, or those of one round."""
+        tasks = (
+            list(self._tasks)
+            if round_number is None
+            else [one.task for one in self._fixed if one.round == round_number and one.task]
+        )
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def installed(self, version: int) -> None:
+        """Weights were installed: verify the samples that are due, drop those that are too late."""
+        self._changed.set()
+        for one in list(self._fixed):
+            if one not in self._fixed:
+                continue  # given up with the one before
+            target, generation = one.fixed.policy_version, one.generation
+            if target < version:
+                await self._miss(one, f"installed version {version} without {target} before it")
+            elif (
+                target == version
+                and generation is not None
+                and generation.request_verification(one.fixed.verify_seed, version)
+            ):
+                self._generator.interrupt(generation)
+
+    async def finish_before(self, version: int, is_paused: Callable[[], bool]) -> None:
+        """Wait until this version may be installed: no sample of an earlier one is unfinished.
+
+        Samples that take longer than the round's `hold_seconds` are dropped, with their round.
+        """
+        while unfinished := self._unfinished(version):
+            present = self._version()
+            left = min(one.fixed.hold_seconds for one in unfinished) - self._held_seconds
+            if left <= 0:
+                count, seconds = len(unfinished), unfinished[0].fixed.hold_seconds
+                await self._miss(
+                    unfinished[0],
+                    f"has kept version {present} for {seconds:g} s (evaluation.hold_seconds), and "
+                    f"{count} held-out samples are unfinished",
+                )
+                continue
+            self._changed.clear()
+            self._holding_since = None if is_paused() else time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, _PIECE_SECONDS)):
+                    await self._changed.wait()
+            self._held_seconds, self._holding_since = self._held_so_far(), None
+
+    def _held_so_far(self) -> float:
+        """Seconds for which weights were held back for the present round."""
+        since = self._holding_since
+        return self._held_seconds + (0.0 if since is None else time.monotonic() - since)
+
+    def _unfinished(self, version: int) -> list[_HeldOut]:
+        """Samples of the version that is installed, if that is older than this one."""
+        present = self._version()
+        if version <= present:
+            return []
+        return [one for one in self._fixed if one.fixed.policy_version == present]
+
+    async def _miss(self, one: _HeldOut, reason: str) -> None:
+        """Give up the samples of this one's round, and say so once."""
+        name = self._controller.generator
+        await self._controller.send(
+            from_generator.EvaluationMissed(name, one.round, f"{name} {reason}")
+        )
+        await self.abandon(one.round)
+
+    async def _evaluate(self, command: to_generator.Evaluate) -> None:
+        """Generate one held-out sample and report its reward.
+
+        Raises:
+            AsyncrlError: the reward failed.
+            EngineError: the engine failed or cannot serve the sample.
+        """
+        held = await self._generator.generate(
+            SampleGeneration(_id(command), command.prompt, command.seed, purpose="eval")
+        )
+        await self._report(command, held)
+
+    async def _evaluate_fixed(self, command: to_generator.Evaluate, one: _HeldOut) -> None:
+        """Likewise, under one version. Raises as `_evaluate`."""
+        target = one.fixed.policy_version
+        if not one.fixed.ahead:
+            await self._is_installed(target)
+        ahead = target - self._version()
+        if ahead < 0:  # the command came too late
+            name = self._controller.generator
+            reason = f"{name} has installed version {self._version()} after {target}"
+            await self._controller.send(
+                from_generator.EvaluationMissed(name, command.round, reason)
+            )
+            return
+        first = SampleGeneration(
+            _id(command),
+            command.prompt,
+            command.seed,
+            priority=ahead,
+            purpose="eval",
+            order=AFTER_DUE,
+        )
+        held = await self._generate(one, first)
+        while held.trajectory.oldest_version < target:
+            try:
+                await self._is_installed(target)
+            except asyncio.CancelledError:
+                held.close()
+                raise
+            again = SampleGeneration(
+                _id(command),
+                command.prompt,
+                one.fixed.verify_seed,
+                tokens_to_verify=held.trajectory.kept(),
+                min_version=target,
+                previously_held=held,
+                purpose="eval",
+                order=AFTER_DUE,
+                episode=held.episode,
+            )
+            held = await self._generate(one, again)
+        await self._report(command, held)
+
+    async def _generate(self, one: _HeldOut, generation: SampleGeneration) -> HeldSample:
+        one.generation = generation
+        try:
+            return await self._generator.generate(generation)
+        finally:
+            one.generation = None
+
+    async def _is_installed(self, version: int) -> None:
+        """Wait for this version. It ends by cancellation if it is never installed."""
+        while self._version() < version:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _report(self, command: to_generator.Evaluate, held: HeldSample) -> None:
+        held.close()
+        reward = await held.reward
+        await self._compared()
+        trajectory = held.trajectory
+        is_shown = command.shown_of and reward.verdict != "unscored"
+        if self._recorder is not None and is_shown:
+            self._recorder.evaluated(held, reward=reward, shown_of=command.shown_of)
+        await self._controller.send(
+            from_generator.EvaluationSample(
+                self._controller.generator,
+                command.round,
+                command.index,
+                reward.value,
+                trajectory.oldest_version,
+                max(segment.policy_version for segment in trajectory.segments),
+                trajectory.trained_count,
+                self._held_so_far(),
+                reward.verdict,
+            )
+        )
+
+
+def _id(command: to_generator.Evaluate) -> SampleId:
+    return SampleId(group=command.round, sample=command.index)

@@ -1,0 +1,172 @@
+"""Measures the noise floor: verifies some responses again under the policy that drew them.
+
+    noise_floor.consider(trajectory, tasks)  # whenever a sample has been generated to its end
+    noise_floor.measured.share  # what verification rejects although nothing has changed
+
+A response that the present policy drew is submitted for verification under that same policy, as it
+would be after an update, and the verdict is dropped. With exact arithmetic every token would be
+accepted. What is rejected is lost at every real verification too.
+
+The measurement changes no sample. The request names no tree of the cache, so it is neither drafted
+from nor fed to it. Its random numbers are not used for anything else. It is not counted as
+verification, and what it draws after a rejection is dropped (the engine counts that as generated).
+It has the priority of run-ahead, so it never takes a slot that a due sample waits for, and its
+stream is ended after the verdict. At most one runs at a time, and one response in `every` is
+chosen, by its id: a choice by time would prefer short responses. Its cost is that of scoring this
+response once more. New weights end it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from dataclasses import replace
+
+import numpy as np
+
+from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.generator.background import BackgroundTasks
+from asyncrl.rollout.trajectory import KeptTokens, Provenance, SampleId, VerifiableTrajectory
+from asyncrl.wire.noise_floor import NoiseFloor
+
+logger = logging.getLogger("asyncrl.generator")
+
+EVERY = 64
+"""One response in so many is verified again. Scoring a token costs no more than generating it, so
+this costs at most 1/64 of the engine's time."""
+_PRIORITY = 1
+"""Of the requests: after all due samples, like run-ahead for the next version."""
+_SECONDS = 60.0
+"""Longest time that a measurement waits for a slot and for its verdict."""
+
+
+class NoiseFloorProbe:
+    """Verifies some finished responses again and adds up what is rejected.
+
+    Args:
+        engine: draws and verifies.
+        sampling: of all samples; the seed is not used.
+        every: one response in so many is verified again; None: no response.
+    """
+
+    def __init__(self, engine: Engine, sampling: SamplingParams, every: int | None) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._every = every
+        self._task: asyncio.Task[None] | None = None
+        self._held = False
+        self.measured = NoiseFloor()
+        """Of this generator, since its start."""
+
+    @property
+    def running(self) -> bool:
+        """Whether a response is being verified again."""
+        return self._task is not None
+
+    def consider(self, trajectory: VerifiableTrajectory, tasks: BackgroundTasks) -> None:
+        """Verify a finished sample again, concurrently, if it is chosen and fit for it.
+
+        It is fit if the installed policy drew or verified every token that is not observed, at
+        least one of them drawn, in one context. Later tokens of a policy that changed on the way
+        follow KV of older weights.
+        """
+        if self._held or self._task is not None or not self._is_chosen(trajectory.id):
+            return
+        version = self._engine.stats().policy_version
+        if [segment.policy_version for segment in trajectory.segments] != [version]:
+            return
+        judged = trajectory.trained & (trajectory.provenance != Provenance.VERIFIED)
+        drawn = np.flatnonzero(judged)
+        if len(drawn) and not trajectory.contexts:
+            request = self._request(trajectory, int(drawn[0]), version)
+            self._task = tasks.start(self._measure(request, version))
+            self._task.add_done_callback(self._ended)
+
+    async def idle(self) -> None:
+        """Wait until no response is being verified again."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def cancel(self) -> None:
+        """Drop the measurement that is running, if there is one."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def hold(self) -> None:
+        """Measure nothing until `allow`: a paused engine may be unable to verify."""
+        self._held = True
+        self.cancel()
+
+    def allow(self) -> None:
+        """Undo `hold`."""
+        self._held = False
+
+    def _ended(self, _task: asyncio.Task[None]) -> None:
+        self._task = None
+
+    def _is_chosen(self, sample: SampleId) -> bool:
+        return self._every is not None and _hash("chosen", sample) % self._every == 0
+
+    def _request(
+        self, trajectory: VerifiableTrajectory, first: int, version: int
+    ) -> GenerateRequest:
+        """Verify the tokens from the `first` on; tokens before it were verified when they came."""
+        sample = trajectory.id
+        observed = np.flatnonzero(~trajectory.trained[:first])
+        return GenerateRequest(
+            request_id=f"noise-floor-{sample}-v{version}",
+            cache_key="",
+            prompt_tokens=trajectory.prompt_tokens,
+            sampling=replace(
+                self._sampling,
+                seed=_hash("numbers", sample, version),
+                max_tokens=len(trajectory.tokens),
+            ),
+            prefix_tokens=trajectory.tokens[:first],
+            kept=trajectory.kept().after(first),
+            priority=_PRIORITY,
+            turn_start=int(observed[-1]) + 1 if len(observed) else 0,
+        )
+
+    async def _measure(self, request: GenerateRequest, version: int) -> None:
+        try:
+            async with asyncio.timeout(_SECONDS):
+                verdict = await self._verdict(request)
+        except TimeoutError:
+            logger.info("%s got no slot within %g s; dropped", request.request_id, _SECONDS)
+            return
+        if verdict is not None and verdict.policy_version == version and request.kept is not None:
+            self.measured += _compared(request.kept, verdict)
+
+    async def _verdict(self, request: GenerateRequest) -> TokenChunk | None:
+        """The first chunk with tokens, which holds all accepted ones; None if there is none."""
+        verdict = None
+        async for chunk in self._engine.generate(request):
+            if verdict is None and len(chunk.tokens):
+                verdict = chunk
+                if chunk.finish_reason is None:
+                    self._engine.interrupt(request.request_id)
+        return verdict
+
+
+def _compared(kept: KeptTokens, verdict: TokenChunk) -> NoiseFloor:
+    """What verification did to one response."""
+    verified = np.flatnonzero(verdict.provenance == Provenance.VERIFIED)
+    accepted, judged = len(verified), int((~kept.observed).sum())
+    rejected = judged - accepted
+    apart = np.abs(verdict.logprobs[verified] - kept.logprobs[verified], dtype=np.float64)
+    return NoiseFloor(
+        samples=1,
+        cut_samples=int(rejected > 0),
+        judged=judged,
+        rejected=rejected,
+        abs_mean=float(apart.mean()) if accepted else None,
+        square_mean=float((apart**2).mean()) if accepted else None,
+    )
+
+
+def _hash(*parts: object) -> int:
+    """A 63-bit number; as a seed, no sample is drawn or judged with it."""
+    text = ":".join(str(part) for part in ("noise floor", *parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,310 @@
+"""The generator process: an engine, reward workers, and the samples they generate.
+
+commands    consumes: commands of the controller. produces: calls of the collaborators below.
+            waits for: the controller. bounded by: the scheduler's limit on work in flight.
+samples     consumes: token chunks. produces: held trajectories. (`generation`)
+            waits for: the engine. bounded by: max_tokens, a deadline if one is set.
+deliveries  consumes: rewards, acknowledgements. produces: trajectories for the trainer, again
+            if they are not acknowledged. (`deliveries`)
+            waits for: reward workers, the trainer. bounded by: the timeout of rewards,
+            RESEND_SECONDS.
+weights     consumes: published weights, the news that policies are gone with their trainer.
+            produces: an engine with a new version, relabelled tokens.
+            waits for: the engine's current step. (`weight_installs`)
+reports     consumes: counters. produces: `GeneratorReport`, metrics, the time line; preemption
+            and deadlines. waits for: the clock. bounded by: REPORT_SECONDS.
+
+A finished trajectory stays here until the trainer has acknowledged it. The controller is told only
+its length and its oldest version. So tokens cross the machine once, and a later decision can still
+have a finished sample verified or discarded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import Engine
+from asyncrl.generator.activity import GeneratorState
+from asyncrl.generator.background import BackgroundTasks
+from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.deadlines import Deadlines
+from asyncrl.generator.deliveries import Deliveries
+from asyncrl.generator.evaluation import Evaluation
+from asyncrl.generator.lenient_reuse import LenientReuse
+from asyncrl.generator.preemption import Preemption
+from asyncrl.generator.reports import GeneratorRecords, GeneratorReports
+from asyncrl.generator.rescoring import Rescoring
+from asyncrl.generator.sample_runner import SampleGenerator
+from asyncrl.generator.sample_table import Samples
+from asyncrl.generator.trainer_lines import TrainerLines
+from asyncrl.generator.unfinished_files import UnfinishedFiles
+from asyncrl.generator.weight_installs import WeightInstalls
+from asyncrl.monitoring.log_level import set_log_level
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.wire import Line
+from asyncrl.wire.messages import data, from_generator, to_generator
+
+REPORT_SECONDS = 0.5
+_NOTES_PER_REPORT = 10
+"""The time line must see when an engine runs out of work and when work comes back."""
+
+_Concurrent = to_generator.InstallWeights | to_generator.Deliver | to_generator.Rescore
+
+
+class GeneratorProcess:
+    """Dispatches commands to its collaborators and reports. Use once: `await process.run()`.
+
+    Args:
+        engine: started.
+        generator: generates samples with that engine.
+        controller: the line to the controller.
+        trainer: the line to the trainer, or to its rank 0.
+        records: where numbers and samples are recorded.
+        lenient_reuse: rollouts of earlier epochs, see `lenient_reuse`.
+        kv_limit: see `preemption`.
+        stops_on_wrong_policy, starts_with_policy: see `weight_installs`.
+        here: see `unfinished_files`.
+        other_ranks: the lines to the trainer's ranks from 1 on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        generator: SampleGenerator,
+        controller: ControllerLine,
+        trainer: Line[data.ToGeneratorData],
+        records: GeneratorRecords,
+        *,
+        lenient_reuse: LenientReuse | None = None,
+        kv_limit: float = 1.0,
+        stops_on_wrong_policy: bool = True,
+        starts_with_policy: bool = True,
+        here: Callable[[str], Path] = Path,
+        other_ranks: Sequence[Line[data.ToGeneratorData]] = (),
+    ) -> None:
+        metrics, log = records.metrics, records.engine_log
+        self._engine = engine
+        self._generator = generator
+        self._controller = controller
+        self._activity = records.activity
+        self._tasks = BackgroundTasks()
+        self._reports = GeneratorReports(controller.generator, engine, generator, metrics, log)
+        self.samples = Samples(generator, controller, self._reports, self._tasks, lenient_reuse)
+        self.deadlines = Deadlines(self.samples)
+        self._evaluation = Evaluation(
+            generator,
+            controller,
+            lambda: self._installs.version,
+            lambda: self._installs.compared(),
+            records.samples,
+        )
+        self._preemption = Preemption(
+            engine, self.samples, self._evaluation, metrics, kv_limit=kv_limit
+        )
+        lines = TrainerLines([trainer, *other_ranks])
+        self.deliveries = Deliveries(self.samples.held, lines, controller, records, lenient_reuse)
+        self._installs = WeightInstalls(
+            engine,
+            self.samples,
+            controller,
+            metrics,
+            self._note,
+            verify=self._verify,
+            installed=self._installed,
+            stops_on_wrong_policy=stops_on_wrong_policy,
+            starts_with_policy=starts_with_policy,
+        )
+        self._rescoring = Rescoring(engine, generator.sampling, controller)
+        self._unfinished = UnfinishedFiles(
+            self._installs, self._tasks, controller, self._discard, here
+        )
+        self._paused_at: float | None = None
+        self._one_install = asyncio.Lock()
+
+    async def run(self, *, metrics_port: int | None) -> None:
+        """Serve until told to shut down. Raises the error that ended a loop or a task."""
+        await self._controller.send(
+            from_generator.GeneratorReady(
+                self._controller.generator,
+                self._engine.stats().slots,
+                self._installs.version,
+                await self._engine.fingerprint(),
+                metrics_port,
+            )
+        )
+        try:
+            async with asyncio.TaskGroup() as loops:
+                running = [
+                    loops.create_task(self._dispatch_commands()),
+                    loops.create_task(self.deliveries.receive_answers()),
+                    loops.create_task(self._report()),
+                ]
+                await self._tasks.wait_for_end()
+                for task in running:
+                    task.cancel()
+        finally:
+            self._tasks.cancel()
+            self._generator.rewards.close()
+            self._activity.close()
+        self._tasks.raise_failure()
+        await self._controller.send(from_generator.Goodbye(self._controller.generator))
+
+    async def _dispatch_commands(self) -> None:
+        while not self._tasks.ended:
+            command = await self._controller.receive()
+            if isinstance(command, to_generator.SetLogLevel):
+                set_log_level(command.level)
+            else:
+                await self._dispatch(command)
+
+    async def _dispatch(self, command: to_generator.ToGenerator) -> None:
+        match command:
+            case to_generator.Generate():
+                await self._generate(command)
+            case to_generator.Verify():
+                await self._verify(command)
+            case to_generator.Evaluate() | to_generator.AbandonEvaluation():
+                await self._evaluate(command)
+            case to_generator.InstallWeights() | to_generator.Deliver() | to_generator.Rescore():
+                self._start(command)
+            case to_generator.Rewind():
+                await self._rewind(command)
+            case to_generator.SaveUnfinished():
+                self._unfinished.save(command)
+            case to_generator.Release():
+                self._generator.noise_floor.cancel()
+                self._unfinished.release(command)
+            case to_generator.Discard():
+                self._discard(command.samples)
+            case to_generator.Pause() | to_generator.Resume():
+                await self._pause_or_resume(pause=isinstance(command, to_generator.Pause))
+            case to_generator.Shutdown():
+                with contextlib.suppress(EngineError):  # a resumed run only starts without drafts
+                    await self._engine.save_cache()
+                self._tasks.end()
+
+    def _discard(self, samples: Sequence[SampleId]) -> None:
+        self.samples.discard(samples)
+        self.deliveries.discard(samples)
+
+    def _start(self, command: _Concurrent) -> None:
+        """Carry out a command concurrently with those that follow it."""
+        match command:
+            case to_generator.InstallWeights():
+                self._generator.noise_floor.cancel()
+                self._tasks.start(self._install(command))
+            case to_generator.Deliver():
+                self._tasks.start(self._deliver(command))
+            case to_generator.Rescore():
+                self._tasks.start(self._rescoring.answer(command))
+
+    async def _evaluate(
+        self, command: to_generator.Evaluate | to_generator.AbandonEvaluation
+    ) -> None:
+        if isinstance(command, to_generator.Evaluate):
+            self._evaluation.start(command, self._tasks)
+        else:
+            await self._evaluation.abandon(command.round)
+
+    async def _install(self, command: to_generator.InstallWeights) -> None:
+        """Install weights, after the held-out samples of the version before them."""
+        version = command.manifest.policy_version
+        async with self._one_install:
+            await self._evaluation.finish_before(version, lambda: self._paused_at is not None)
+            self._generator.noise_floor.cancel()
+            await self._installs.install(command)
+
+    async def _installed(self, version: int) -> None:
+        """A version is in use: held-out samples of it are due."""
+        await self._evaluation.installed(version)
+        if self._evaluation.in_generation:
+            self._preemption.make_room()
+
+    async def _deliver(self, command: to_generator.Deliver) -> None:
+        """Deliver no token of weights that are not known to be the trainer's."""
+        await self._installs.compared()
+        for group in {sample.group for sample in command.samples}:
+            await self._unfinished.copied(group)
+        await self.deliveries.deliver(command)
+
+    async def _generate(self, command: to_generator.Generate) -> None:
+        self.samples.generate(command, await self._unfinished.read(command))
+        if command.priority == 0:
+            self._preemption.make_room()
+
+    async def _verify(self, command: to_generator.Verify) -> None:
+        for sample, seed in zip(command.samples, command.seeds, strict=True):
+            await self.samples.verify(sample, seed, command.min_version)
+        self._preemption.make_room()
+        self._note()  # a verification may be over within the next engine step
+
+    async def _rewind(self, command: to_generator.Rewind) -> None:
+        """Nothing else is dispatched meanwhile: later commands are of the new lineage."""
+        self._generator.noise_floor.cancel()
+        self.deliveries.rewind(command.lineage)
+        await self._evaluation.abandon()
+        await self._installs.rewind(command)
+        self._note()
+
+    async def _pause_or_resume(self, *, pause: bool) -> None:
+        if pause:
+            self._paused_at = self._paused_at or time.monotonic()
+            self._generator.set_engine_paused(True)
+            await self._engine.pause()
+            return
+        await self._engine.resume()
+        self._generator.set_engine_paused(False)
+        if self._paused_at is not None:
+            self.deadlines.extend(time.monotonic() - self._paused_at)
+            self._paused_at = None
+
+    async def _report(self) -> None:
+        while True:
+            self._note()
+            await self._controller.send(
+                self._reports.report(
+                    held=len(self.samples.held),
+                    unacknowledged=self.deliveries.unacknowledged,
+                    due_wait=self.samples.longest_due_wait(time.monotonic()),
+                    in_environments=self.samples.in_environments,
+                )
+            )
+            for _ in range(_NOTES_PER_REPORT):
+                await asyncio.sleep(REPORT_SECONDS / _NOTES_PER_REPORT)
+                self._note()
+                self._preemption.make_room()
+                self.end_overdue()
+
+    def end_overdue(self) -> None:
+        """End the samples that are past their deadline, unless the engine is paused."""
+        if self._paused_at is None:
+            self.deadlines.end_overdue()
+
+    def _note(self) -> None:
+        """Record the present state on the time line."""
+        stats = self._engine.stats()
+        generations = self.samples.needing_slots
+        verifying = sum(one.awaits_verification for one in generations)
+        run_ahead = sum(one.priority > 0 and not one.awaits_verification for one in generations)
+        self._activity.note(
+            GeneratorState(
+                slots=stats.slots,
+                running=stats.running,
+                primary=len(generations) - verifying - run_ahead,
+                verifying=verifying + self._generator.noise_floor.running,
+                run_ahead=run_ahead,
+                evaluating=self._evaluation.running,
+                rewarding=self._generator.rewards.pending,
+                environment=self.samples.in_environments + self._generator.held_out_in_environments,
+                installing=self._installs.installing,
+                paused=self._paused_at is not None,
+                held=len(self.samples.held),
+                delivered_step=self.deliveries.newest_step,
+                policy_version=stats.policy_version,
+            )
+        )

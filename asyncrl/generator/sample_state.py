@@ -1,0 +1,326 @@
+"""Generation of one sample, from the command to its last token, in one or more attempts.
+
+    command ──► attempt ──► ended (stop, length) ──► HeldSample, its reward is being computed
+                 ▲  │                                │
+                 │  └── interrupted                  │ verification requested
+                 └───── resumed ◄────────────────────┘
+
+With an environment, an attempt that ends by `stop` ends a turn. The environment answers while the
+sample has no slot, and the next attempt follows its answer (`episodes`).
+
+Each attempt is one request to the engine. An interrupted sample resumes from the tokens that it
+has. They are a prefix where they stay as they are (its slot was needed, or its KV is rebuilt), and
+tokens to verify where they are too old.
+
+The place where an attempt is interrupted must not depend on the tokens that would have followed.
+Closing the engine's stream would violate that: it loses the tokens that were drawn and not reported
+yet, and an engine reports early when it draws a stop token. `Engine.interrupt` instead ends the
+stream with every token that was drawn (docs/decisions/0011).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.generator.conversation import Episode
+from asyncrl.generator.finished_sample import HeldSample
+from asyncrl.generator.sample_traces import AttemptTrace
+from asyncrl.rewards.calls import Reward
+from asyncrl.rollout.contexts import Verification, joined, seed_of_context
+from asyncrl.rollout.trajectory import (
+    FinishReason,
+    KeptTokens,
+    SampleId,
+    Trajectory,
+    TrajectoryBuilder,
+)
+from asyncrl.wire.frames import decode_tokens
+from asyncrl.wire.messages.to_generator import PromptPayload
+from asyncrl.wire.records import TokenCounts
+
+
+class PendingVerification(NamedTuple):
+    """A verification that begins with the next attempt."""
+
+    seed: int
+    min_version: int
+
+
+@dataclass(slots=True)
+class SampleGeneration:
+    """The state of one sample in generation; see the diagram of this module. It does no I/O."""
+
+    sample: SampleId
+    prompt: PromptPayload
+    seed: int
+    """Of the next attempts. A verification brings a seed with which none of the tokens to verify
+    was drawn."""
+    priority: int = 0
+    """0: due. Greater: run-ahead, for that much later steps."""
+    tokens_to_verify: KeptTokens | None = None
+    """Earlier tokens that are verified before any new token is drawn."""
+    min_version: int = -1
+    """Verification was requested under weights of at least this version; -1: never."""
+    previously_held: HeldSample | None = None
+    """The sample as it was before this verification. Its reward holds if no token changes."""
+    deadline_seconds: float | None = None
+    """Longest time from its first token on (`deadlines`); None: there is none."""
+    purpose: str = "train"
+    """Prefix of the request ids."""
+    order: int = 0
+    """`GenerateRequest.order`, unless it is trained on: then its group is."""
+    lineage: int = 0
+    """Of the trainer that it was last rewound for."""
+    builder: TrajectoryBuilder = None  # type: ignore[assignment]  # set below
+    """The tokens so far."""
+    pending_verification: PendingVerification | None = None
+    request_id: str | None = None
+    """The engine's request, while an attempt is running."""
+    interrupting: bool = False
+    """The running attempt was told to end."""
+    has_slot: bool = False
+    """The running attempt has reported a token, as engines do in the first steps of a request."""
+    requested_at: float = 0.0
+    """When the running attempt was requested, in monotonic seconds."""
+    first_token_at: float | None = None
+    """When the first token came, in monotonic seconds."""
+    expired: bool = False
+    """Its deadline has passed: it ends with the tokens that it has."""
+    attempts: int = 0
+    """Attempts since the last verification began."""
+    trace: AttemptTrace | None = None
+    """Of the running attempt, if its group is traced."""
+    environment_seed: int | None = None
+    """Its environment's seed follows from this; None: from `seed`."""
+    episode: Episode | None = None
+    """What it and its environment have said; None: it has not begun, or has no environment."""
+    answering: asyncio.Task[FinishReason | None] | None = None
+    """While its environment answers a turn."""
+    opening: bool = False
+    """Its environment is being made."""
+
+    def __post_init__(self) -> None:
+        if self.environment_seed is None:
+            self.environment_seed = self.seed
+        self.clear_tokens()
+
+    def clear_tokens(self) -> None:
+        """Begin with no token, after the prompt that its environment has given, if it has."""
+        prompt = decode_tokens(self.prompt.tokens)
+        if self.episode is not None and len(self.episode.prompt):
+            prompt = self.episode.prompt
+        self.builder = TrajectoryBuilder(self.sample, self.prompt.prompt_id, prompt)
+
+    @property
+    def waits_for_environment(self) -> bool:
+        """Whether it needs no slot now, because its environment has to answer first."""
+        return self.answering is not None or self.opening
+
+    @property
+    def will_start_over(self) -> bool:
+        """Whether the verification that was requested drops all tokens, whatever they are.
+
+        So for environments that can never go back, and for nobody else: to ask one that goes back
+        again would prefer answers that come quickly (docs/decisions/0087).
+        """
+        pending, episode = self.pending_verification, self.episode
+        if pending is None or episode is None:
+            return False
+        return not episode.traits.goes_back and self._is_outdated(pending.min_version)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether its deadline passed between two attempts: it ends with the tokens it has."""
+        return self.expired and len(self.builder) > 0 and not self.awaits_verification
+
+    def start_over(self) -> None:
+        """Drop all tokens, to be generated anew with another session of the environment.
+
+        The seed stays. A verification brings another one; what was lost with a process is drawn
+        with the same numbers again, since others would be rarer in long samples than in short ones
+        (docs/decisions/0082).
+        """
+        self.tokens_to_verify = self.previously_held = None
+        self.first_token_at, self.expired = None, False
+        if self.episode is not None:
+            self.episode.begin_again()
+        self.clear_tokens()
+
+    @property
+    def keeps_slot(self) -> bool:
+        """Whether the running attempt has a slot that it was not told to give back."""
+        return self.has_slot and not self.interrupting
+
+    @property
+    def awaits_verification(self) -> bool:
+        """Whether its next request is to verify tokens."""
+        verification = self._verification
+        return self.pending_verification is not None or (
+            verification is not None and verification.to_verify_now() is not None
+        )
+
+    def request_verification(self, seed: int, min_version: int) -> bool:
+        """The sample is due: have its tokens verified if any is older than `min_version`.
+
+        Returns:
+            Whether the running attempt must be interrupted: because its tokens are too old, or
+            because it waits for a slot with the low priority of run-ahead.
+        """
+        if self.min_version >= min_version:
+            return False
+        pending = self.pending_verification
+        if pending is not None and pending.min_version >= min_version:
+            return False
+        was_ahead, self.priority = self.priority > 0, 0
+        has_tokens = len(self.builder) > 0 or self.tokens_to_verify is not None
+        if (has_tokens or was_ahead) and self._is_outdated(min_version):
+            self.pending_verification = PendingVerification(seed, min_version)
+            return True
+        return False
+
+    def _is_outdated(self, min_version: int) -> bool:
+        """Whether its oldest token is older than this version, or it has no token."""
+        oldest = self.builder.oldest_version
+        return oldest is None or oldest < min_version
+
+    def begin_pending_verification(self) -> None:
+        """Before an attempt: turn the tokens into tokens to verify, if that was requested."""
+        if self.pending_verification is None:
+            return
+        (seed, min_version), self.pending_verification = self.pending_verification, None
+        if not self._is_outdated(min_version):
+            return  # every token that came since the request is new enough
+        self.seed, self.min_version, self.attempts = seed, min_version, 0
+        self.first_token_at, self.expired = None, False  # as for a held sample
+        if not len(self.builder) and self.tokens_to_verify is None:
+            return
+        if self.episode is not None and not self.episode.goes_back:
+            self.start_over()  # whatever its tokens are
+        elif len(self.builder):
+            self.tokens_to_verify = self._all_kept()
+            self.clear_tokens()
+
+    def unfinished(self) -> KeptTokens | None:
+        """Between two attempts: the tokens to verify if the run is resumed; None if none."""
+        if len(self.builder):
+            return self._all_kept()
+        kept = self.tokens_to_verify
+        return kept if kept is not None and kept.lenience is None else None
+
+    def _all_kept(self) -> KeptTokens:
+        """The tokens so far, and those of contexts that are still to be verified."""
+        kept, verification = self.builder.kept(), self._verification
+        rest = None if verification is None else verification.unjudged()
+        return kept if rest is None else joined(kept, rest)
+
+    @property
+    def _verification(self) -> Verification | None:
+        kept = self.tokens_to_verify
+        return None if kept is None else Verification(kept, self.builder)
+
+    def rewind(self, version: int, lineage: int, *, versions_gone: int) -> None:
+        """Between two attempts: the policies after this version are gone.
+
+        Its tokens stay, and so does its seed: it continues where it was, with random numbers of
+        places that it has not reached yet. What was verified under a policy that is gone is
+        verified again when it is due, with another seed.
+        """
+        self.builder.forget_versions_after(version)
+        if self.previously_held is not None:
+            self.previously_held = self.previously_held.without_versions_after(version)
+        self.pending_verification, self.min_version = None, -1
+        self.priority += versions_gone
+        self.lineage = lineage
+
+    def next_request(self, sampling: SamplingParams) -> GenerateRequest:
+        """The engine request of the next attempt, after the tokens that there are."""
+        name = f"{self.purpose}-{self.sample}"
+        if self.min_version >= 0:
+            name += f"-v{self.min_version}"
+        if self.lineage:
+            name += f"-l{self.lineage}"
+        if self.attempts:
+            name += f"+{self.attempts}"
+        self.attempts += 1
+        builder, verification = self.builder, self._verification
+        limit = self._last_token(sampling.max_tokens)
+        seed = seed_of_context(self.seed, len(builder.contexts))
+        request = GenerateRequest(
+            request_id=name,
+            cache_key=builder.prompt_id,
+            prompt_tokens=builder.context_prompt,
+            sampling=replace(sampling, seed=seed, max_tokens=limit),
+            kept=None if verification is None else verification.to_verify_now(),
+            priority=self.priority,
+            order=self.sample.group if self.purpose == "train" else self.order,
+            session=session_of(self),
+        )
+        if len(builder) > (start := builder.context_start):
+            turn = max(0, builder.turn_start - start)
+            request = replace(request, prefix_tokens=builder.tokens()[start:], turn_start=turn)
+            if verification is not None:
+                request = replace(request, draft_tokens=verification.draft())
+        return request
+
+    def _last_token(self, max_tokens: int) -> int:
+        """The length that the context's response may have at the end of this turn."""
+        builder, room = self.builder, self._room(max_tokens)
+        limit = None if self.episode is None else self.episode.max_turn_tokens
+        began = builder.turn_start - builder.context_start
+        return room if limit is None else min(room, began + limit)
+
+    def _room(self, max_tokens: int) -> int:
+        """The length that the context's response may have: a longer prompt leaves less."""
+        begun = len(self.builder) - self.builder.context_start
+        return max(1, max_tokens - self.builder.used_tokens + begun)
+
+    def turn_has_ended(self, end: FinishReason | None, max_tokens: int) -> bool:
+        """Whether an attempt's end is one of a turn: a stop, or the limit of this turn alone."""
+        if end != "length":
+            return end == "stop"
+        length = len(self.builder) - self.builder.context_start
+        return length == self._last_token(max_tokens) < self._room(max_tokens)
+
+    def end_attempt(self, reason: FinishReason) -> FinishReason | None:
+        """How the sample ends now that an attempt has ended; None if another attempt follows.
+
+        The attempt may have drawn its stop token while a verification was requested. If no token
+        is too old, that is the sample's end: another attempt would continue after the stop token.
+        """
+        pending = self.pending_verification
+        if pending is not None and self._is_outdated(pending.min_version):
+            return None
+        if reason != "abort":
+            verification = self._verification
+            return None if verification is not None and verification.begin_next() else reason
+        return "deadline" if self.expired and len(self.builder) else None
+
+    def known_reward(self, trajectory: Trajectory) -> asyncio.Task[Reward] | None:
+        """The reward of the sample before its verification, if that changed nothing.
+
+        A sample that a deadline has ended while its environment was answering may end otherwise
+        now, with the same tokens and another reward.
+        """
+        before = self.previously_held
+        if before is None or before.trajectory.finish_reason != trajectory.finish_reason:
+            return None
+        same = np.array_equal(before.trajectory.tokens, trajectory.tokens)
+        return before.reward if same else None
+
+    def verification_counts(self) -> TokenCounts:
+        """How many tokens a request has verified and rejected; 0 if none was judged."""
+        verification = self._verification
+        if verification is None or len(self.builder) == self.builder.context_start:
+            return TokenCounts()
+        accepted, rejected = verification.judged()
+        return TokenCounts(verified=accepted, rejected=rejected)
+
+
+def session_of(generation: SampleGeneration) -> str:
+    """`GenerateRequest.session` of its turns; "": it has only one."""
+    return "" if generation.episode is None else f"{generation.purpose}-{generation.sample}"

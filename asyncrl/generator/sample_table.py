@@ -1,0 +1,252 @@
+"""The samples of one generator: in generation, or finished and held until they are delivered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from asyncrl.engine.errors import RequestError
+from asyncrl.environments.pool import EnvironmentFailed
+from asyncrl.errors import AsyncrlError
+from asyncrl.generator.background import BackgroundTasks
+from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.finished_sample import HeldSample
+from asyncrl.generator.lenient_reuse import LenientReuse
+from asyncrl.generator.reports import GeneratorReports
+from asyncrl.generator.sample_runner import SampleGenerator
+from asyncrl.generator.sample_state import SampleGeneration
+from asyncrl.rollout.trajectory import KeptTokens, SampleId
+from asyncrl.wire.frames import digest_of, encode_trajectory
+from asyncrl.wire.messages import from_generator, to_generator
+
+
+class Samples:
+    """Starts, verifies, interrupts and discards samples, and holds the finished ones.
+
+    Args:
+        generator: generates them.
+        controller: is told of each sample that is finished or failed.
+        reports: count the finished samples.
+        tasks: run the generation of each sample.
+        lenient_reuse: rollouts of earlier epochs to begin with; None unless configured.
+    """
+
+    def __init__(
+        self,
+        generator: SampleGenerator,
+        controller: ControllerLine,
+        reports: GeneratorReports,
+        tasks: BackgroundTasks,
+        lenient_reuse: LenientReuse | None,
+    ) -> None:
+        self.tells_rewards = False
+        """Whether the controller is told of each reward (dynamic sampling)."""
+        self._generator = generator
+        self._controller = controller
+        self._reports = reports
+        self._tasks = tasks
+        self._lenient_reuse = lenient_reuse
+        self._generating: dict[SampleId, tuple[SampleGeneration, asyncio.Task[None]]] = {}
+        self._lineage = 0
+        self.held: dict[SampleId, HeldSample] = {}
+        """Finished and not delivered, by id."""
+
+    @property
+    def in_generation(self) -> list[SampleGeneration]:
+        """All samples that are not finished."""
+        return [generation for generation, _ in self._generating.values()]
+
+    @property
+    def needing_slots(self) -> list[SampleGeneration]:
+        """Those that have a slot or wait for one, and for no environment."""
+        return [one for one in self.in_generation if not one.waits_for_environment]
+
+    @property
+    def in_environments(self) -> int:
+        """Samples whose environment has to answer before they need a slot."""
+        return len(self._generating) - len(self.needing_slots)
+
+    def longest_due_wait(self, now: float) -> float:
+        """Seconds for which a due sample has been waiting for its first token; 0 if none is."""
+        waits = (
+            now - one.requested_at
+            for one in self.in_generation
+            if one.priority == 0 and one.request_id is not None and not one.has_slot
+        )
+        return max(waits, default=0.0)
+
+    def generate(self, command: to_generator.Generate, restored: KeptTokens | None) -> None:
+        """Start to generate a sample, unless it is known already.
+
+        Args:
+            command: the sample.
+            restored: its tokens from before the run was resumed.
+        """
+        sample, prompt = command.sample, command.prompt
+        if sample in self._generating or sample in self.held:
+            return
+        tokens, seed = restored, command.seed
+        if restored is not None and command.unfinished is not None:
+            seed = command.unfinished.seed
+        elif self._lenient_reuse is not None:
+            tokens = self._lenient_reuse.tokens_to_verify(prompt.prompt_id, sample.sample)
+        generation = SampleGeneration(sample, prompt, seed, command.priority, tokens)
+        generation.deadline_seconds = command.deadline_seconds
+        generation.environment_seed = command.seed
+        self._start(generation)
+
+    async def verify(self, sample: SampleId, seed: int, min_version: int) -> None:
+        """Have the tokens of a sample verified, if any is older than `min_version`.
+
+        A held sample that needs no verification is reported once more.
+        """
+        held = self.held.get(sample)
+        if held is not None:
+            if held.trajectory.oldest_version >= min_version:
+                await self._report_finished(held)
+            else:
+                del self.held[sample]
+                self._start(
+                    SampleGeneration(
+                        sample,
+                        held.prompt,
+                        seed,
+                        tokens_to_verify=held.trajectory.kept(),
+                        min_version=min_version,
+                        previously_held=held,
+                        deadline_seconds=held.deadline_seconds,
+                        episode=held.episode,
+                    )
+                )
+        elif sample in self._generating:
+            generation, _ = self._generating[sample]
+            if generation.request_verification(seed, min_version):
+                self.interrupt(generation)
+
+    def interrupt(self, generation: SampleGeneration) -> None:
+        """End the running attempt of a sample; see `asyncrl.generator.sample_state`."""
+        self._generator.interrupt(generation)
+
+    def interrupt_all(self) -> None:
+        """Interrupt every sample; none is resumed before `resume_all`."""
+        self._generator.hold_attempts()
+        for generation in self.in_generation:
+            self.interrupt(generation)
+
+    async def rewind(self, version: int, lineage: int, *, newest: int) -> None:
+        """The policies after this version are gone. No sample is resumed before `resume_all`.
+
+        Args:
+            version: the last one that is not gone.
+            lineage: of the trainer that continues from it.
+            newest: version of the engine's weights.
+        """
+        self.interrupt_all()
+        await self._generator.attempts_ended()
+        for sample, held in self.held.items():
+            self.held[sample] = held.without_versions_after(version)
+        for generation in self.in_generation:
+            generation.rewind(version, lineage, versions_gone=newest - version)
+        self._lineage = lineage
+
+    async def unfinished(
+        self, wanted: Callable[[SampleId], bool]
+    ) -> list[tuple[SampleId, str, KeptTokens]]:
+        """Interrupt all samples, and copy the tokens of those that are wanted.
+
+        Tokens are copied after an interruption because an engine reports the end of an answer
+        earlier than other tokens: that no end is reported would tell something of the tokens that
+        follow (docs/decisions/0011). No sample is resumed before `resume_all`.
+
+        Returns:
+            Each sample that has tokens, finished or not, with the id of its prompt.
+
+        Raises:
+            EngineError: the engine did not end its requests.
+        """
+        self.interrupt_all()
+        await self._generator.attempts_ended()
+        found = [
+            (sample, held.prompt.prompt_id, held.trajectory.kept())
+            for sample, held in self.held.items()
+            if wanted(sample)
+        ]
+        for one in self.in_generation:
+            if wanted(one.sample) and one.sample not in self.held:
+                kept = one.unfinished()
+                if kept is not None:
+                    found.append((one.sample, one.prompt.prompt_id, kept))
+        return found
+
+    def resume_all(self) -> None:
+        """Resume the samples from their tokens."""
+        self._generator.allow_attempts()
+
+    def discard(self, samples: Sequence[SampleId]) -> None:
+        """Forget these samples, finished or not."""
+        for sample in samples:
+            if sample in self._generating:
+                generation, task = self._generating.pop(sample)
+                task.cancel()
+                if generation.episode is not None:  # a task that never ran does not close it
+                    generation.episode.close()
+            held = self.held.pop(sample, None)
+            if held is not None:
+                held.close()
+
+    async def _report_finished(self, held: HeldSample, *, urgent: bool = True) -> None:
+        trajectory = held.trajectory
+        digest = digest_of(encode_trajectory(trajectory, reward=0.0, step=0))
+        await self._controller.send(
+            from_generator.SampleFinished(
+                self._controller.generator,
+                trajectory.id,
+                length=len(trajectory.tokens),
+                oldest_version=trajectory.oldest_version,
+                finish_reason=trajectory.finish_reason,
+                digest=digest,
+            ),
+            urgent=urgent,
+        )
+        if self.tells_rewards:
+            self._tasks.start(self._tell_reward(held, digest, urgent=urgent))
+
+    async def _tell_reward(self, held: HeldSample, digest: bytes, *, urgent: bool) -> None:
+        """Tell the reward of a reported sample once it is known, if the sample is still held."""
+        sample = held.trajectory.id
+        try:
+            reward = await asyncio.shield(held.reward)
+        except AsyncrlError as error:
+            if self.held.get(sample) is held:
+                await self._controller.report_failed_sample(sample, error)
+            return
+        if self.held.get(sample) is held:
+            await self._controller.send(
+                from_generator.SampleRewarded(
+                    self._controller.generator, sample, reward.value, digest
+                ),
+                urgent=urgent,
+            )
+
+    def _start(self, generation: SampleGeneration) -> None:
+        generation.lineage = self._lineage
+        task = self._tasks.start(self._run(generation))
+        self._generating[generation.sample] = generation, task
+
+    async def _run(self, generation: SampleGeneration) -> None:
+        """Generate one sample, hold it and report it."""
+        sample = generation.sample
+        try:
+            held = await self._generator.generate(generation)
+        except (RequestError, EnvironmentFailed) as error:
+            await self._controller.report_failed_sample(sample, error)
+        else:
+            self.held[sample] = held
+            trajectory = held.trajectory
+            if generation.previously_held is None:
+                self._reports.count_finished(trajectory)
+            await self._report_finished(held, urgent=generation.priority == 0)
+            self._generator.noise_floor.consider(trajectory, self._tasks)
+        finally:
+            if sample in self._generating and self._generating[sample][0] is generation:
+                del self._generating[sample]

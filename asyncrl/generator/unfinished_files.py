@@ -1,0 +1,142 @@
+"""Unfinished samples on the disk: saved with each checkpoint, or moved by one that leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from asyncrl.engine.errors import EngineError
+from asyncrl.generator.background import BackgroundTasks
+from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.weight_installs import WeightInstalls
+from asyncrl.rollout.trajectory import KeptTokens, SampleId
+from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.unfinished import (
+    UnfinishedRefused,
+    UnfinishedSample,
+    read_sample,
+    write_unfinished,
+)
+
+_Found = tuple[SampleId, str, KeptTokens]
+"""A sample, the id of its prompt, its tokens."""
+
+logger = logging.getLogger("asyncrl.generator")
+
+
+class UnfinishedFiles:
+    """Saves and restores the tokens of samples that are not delivered.
+
+    None of this can end the run: without a file, samples are generated again.
+
+    Args:
+        installs: copies the tokens of all samples, between two installations of weights.
+        tasks: write in the background.
+        controller: is told when samples are released.
+        forget: drops samples, finished or not.
+        here: where a file is on this node that the controller names (`ChildSpec.here`).
+    """
+
+    def __init__(
+        self,
+        installs: WeightInstalls,
+        tasks: BackgroundTasks,
+        controller: ControllerLine,
+        forget: Callable[[Sequence[SampleId]], None],
+        here: Callable[[str], Path] = Path,
+    ) -> None:
+        self._here = here
+        self._installs = installs
+        self._tasks = tasks
+        self._controller = controller
+        self._forget = forget
+        self._saving: asyncio.Task[None] | None = None
+        self._copied = asyncio.Event()
+        self._copied.set()
+        self._first_group = 0
+        """The first group that the last save is for."""
+
+    def save(self, command: to_generator.SaveUnfinished) -> None:
+        """Copy the tokens of all samples and write them, without holding up other commands.
+
+        An installation of weights may have to end before they can be copied. What is delivered then
+        waits for it (`copied`). Nothing is saved while an earlier file is not finished.
+        """
+        if self._saving is not None and not self._saving.done():
+            logger.warning("%s is not written: an earlier one still is", command.file)
+            return
+        self._copied.clear()
+        self._first_group = command.first_group
+        self._saving = self._tasks.start(self._save(command))
+
+    async def copied(self, group: int) -> None:
+        """Wait until a sample of this group may leave: its tokens are copied, if they are to be.
+
+        A file without the samples that were finished and delivered first would have too few short
+        ones.
+        """
+        if group >= self._first_group:
+            await self._copied.wait()
+
+    async def _save(self, command: to_generator.SaveUnfinished) -> None:
+        try:
+            found = await self._installs.unfinished(lambda one: one.group >= command.first_group)
+        except EngineError as error:
+            logger.warning("%s is not written: %s", command.file, error)
+            return
+        finally:
+            self._copied.set()
+        await self._write(command, found)
+
+    def release(self, command: to_generator.Release) -> None:
+        """Copy the tokens of these samples, forget the samples, write the tokens, and say so.
+
+        Other commands are not held up by that. None of them is for these samples, except to discard
+        them.
+        """
+        self._tasks.start(self._release(command))
+
+    async def _release(self, command: to_generator.Release) -> None:
+        samples = frozenset(command.samples)
+        reason, found = "", list[_Found]()
+        try:
+            found = await self._installs.unfinished(samples.__contains__)
+        except EngineError as error:
+            reason = f"{command.file} is not written: {error}"
+            logger.warning("%s", reason)
+        self._forget(command.samples)
+        if not reason:
+            reason = await self._write(command, found)
+        await self._controller.send(
+            from_generator.Released(self._controller.generator, command.file, reason)
+        )
+
+    async def read(self, command: to_generator.Generate) -> KeptTokens | None:
+        """The tokens that a sample begins with; None if there are none or they are unusable."""
+        if command.unfinished is None:
+            return None
+        try:
+            return await asyncio.to_thread(
+                read_sample,
+                self._here(command.unfinished.file),
+                command.unfinished.place,
+                prompt_id=command.prompt.prompt_id,
+            )
+        except UnfinishedRefused as error:
+            logger.warning("sample %s is generated again: %s", command.sample, error)
+            return None
+
+    async def _write(
+        self, command: to_generator.SaveUnfinished | to_generator.Release, found: Sequence[_Found]
+    ) -> str:
+        """Write the file of a command; why not, if it cannot be written."""
+        samples = [UnfinishedSample.of(*one) for one in found]
+        path, version = self._here(command.file), command.policy_version
+        try:
+            await asyncio.to_thread(write_unfinished, path, version, command.settings, samples)
+        except OSError as error:
+            logger.warning("cannot write %s: %s", path, error.strerror)
+            return f"cannot write {path}: {error.strerror}"
+        return ""

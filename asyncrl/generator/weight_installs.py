@@ -1,0 +1,202 @@
+"""Installs new weights in a generator's engine, one version at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from asyncrl.engine.errors import WeightsSupersededError
+from asyncrl.engine.protocol import Engine
+from asyncrl.errors import WrongPolicyError
+from asyncrl.generator.controller_line import ControllerLine
+from asyncrl.generator.sample_table import Samples
+from asyncrl.monitoring.metrics import GeneratorMetrics
+from asyncrl.rollout.trajectory import KeptTokens, SampleId
+from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
+from asyncrl.wire.wrong_policy import WrongPolicy, compare_weights
+
+logger = logging.getLogger("asyncrl.generator")
+
+
+class WeightInstalls:
+    """Stages published weights while the engine generates, then swaps them in and compares them.
+
+    The comparison reads the weights several times as long as the swap takes, so it runs while
+    tokens are drawn with them. No trajectory is delivered until it is done (`compared`).
+
+    Args:
+        engine: gets the weights.
+        samples: are interrupted where their KV must be rebuilt.
+        controller: is told of each installation.
+        metrics: gets the seconds of each installation.
+        on_change: called when the engine stops for an installation and when it resumes.
+        verify: requests the verification of samples.
+        installed: is told of each version as soon as it is in use.
+        stops_on_wrong_policy: whether the process ends when the engine turns out to decode with
+            other weights than the trainer has. Then no token drawn with them can be delivered.
+        starts_with_policy: whether the engine's first weights are the run's first policy. They are
+            not if training starts from an adapter, which engines are given with the first version.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        samples: Samples,
+        controller: ControllerLine,
+        metrics: GeneratorMetrics,
+        on_change: Callable[[], None],
+        *,
+        verify: Callable[[to_generator.Verify], Awaitable[None]],
+        installed: Callable[[int], Awaitable[None]],
+        stops_on_wrong_policy: bool = True,
+        starts_with_policy: bool = True,
+    ) -> None:
+        self._engine = engine
+        self._samples = samples
+        self._controller = controller
+        self._metrics = metrics
+        self._on_change = on_change
+        self._request_verification = verify
+        self._installed = installed
+        self._stops_on_wrong_policy = stops_on_wrong_policy
+        self._lock = asyncio.Lock()
+        self._lineage = 0
+        self._are_gone = not starts_with_policy
+        """The engine's weights are of a policy that is gone, or that the run never had: nothing is
+        generated with them."""
+        if self._are_gone:
+            samples.interrupt_all()
+        self._compared = asyncio.Event()
+        self._compared.set()
+        self.installing: int | None = None
+        """Policy version that is being swapped in now; None while none is."""
+
+    async def install(self, command: to_generator.InstallWeights) -> None:
+        """Swap to these weights and report the version installed afterwards.
+
+        Weights of a lost trainer are not installed after `rewind`, and not answered for.
+
+        With `rebuild_kv` the KV of running samples is computed again under the new weights. If the
+        trainer has published newer weights in place of these, or has ended and removed them, the
+        engine keeps its version; the command to install other ones follows.
+
+        Raises:
+            EngineError: the engine refused the weights or failed.
+            WrongPolicyError: it decodes with other ones; nothing is generated any more.
+        """
+        started = time.monotonic()
+        async with self._lock:
+            if command.lineage < self._lineage:
+                return  # of a trainer that is lost; the answer to `Rewind` is the answer
+            before = self._engine.stats().policy_version, await self._engine.fingerprint()
+            if await self._swap(command):
+                await self._verify(command)
+                await self._report(await self._compare(command.manifest, before))
+            self._compared.set()
+            installed = self.version
+        seconds = time.monotonic() - started
+        self._metrics.weights_time.observe(seconds)
+        await self._controller.send(
+            from_generator.WeightsInstalled(self._controller.generator, installed)
+        )
+
+    async def _swap(self, command: to_generator.InstallWeights) -> bool:
+        """Stage and install; False if newer weights have been published in place of these."""
+        version = command.manifest.policy_version
+        try:
+            await self._engine.stage_weights(command.manifest)
+            self.installing = version
+            self._on_change()
+            if command.rebuild_kv:
+                self._samples.interrupt_all()
+            self._compared.clear()
+            await self._engine.install_weights(version)
+            self._are_gone = False
+        except WeightsSupersededError as error:
+            logger.info("version %d is not installed: %s", version, error)
+            return False
+        finally:
+            self.installing = None
+            if not self._are_gone:
+                self._samples.resume_all()
+            self._on_change()
+        return True
+
+    async def _verify(self, command: to_generator.InstallWeights) -> None:
+        """Begin with what became due, before the weights are compared and reported."""
+        for verification in command.verify:
+            if verification.min_version <= self.version:
+                await self._request_verification(verification)
+        await self._installed(self.version)
+
+    async def compared(self) -> None:
+        """Wait until the weights in use have been compared with the trainer's.
+
+        The engine may draw tokens with new weights before that. If they differ and the process ends
+        for it, this never returns.
+        """
+        await self._compared.wait()
+
+    async def _compare(
+        self, manifest: WeightManifest, before: tuple[int, Fingerprint]
+    ) -> WrongPolicy | None:
+        """What is wrong with the weights that the engine decodes with now."""
+        if manifest.fingerprint is None:
+            return None
+        return compare_weights(
+            self._controller.generator,
+            manifest.policy_version,
+            expected=manifest.fingerprint,
+            found=await self._engine.fingerprint(),
+            before=before,
+        )
+
+    async def _report(self, wrong: WrongPolicy | None) -> None:
+        if wrong is None:
+            return
+        await self._controller.send(
+            from_generator.WrongPolicyFound(self._controller.generator, wrong)
+        )
+        if self._stops_on_wrong_policy:
+            self._are_gone = True
+            raise WrongPolicyError(wrong.text)
+
+    async def rewind(self, command: to_generator.Rewind) -> None:
+        """The policies after a version are gone: relabel their tokens and stop using their weights.
+
+        If the engine has such weights, every sample stops until other weights are installed; its KV
+        is then computed again.
+
+        Raises:
+            EngineError: the engine did not end its requests.
+        """
+        version, lineage = command.policy_version, command.lineage
+        async with self._lock:
+            self._lineage = lineage
+            newest = self._engine.stats().policy_version
+            if newest > version or self._are_gone:
+                self._are_gone = True
+                await self._samples.rewind(version, lineage, newest=newest)
+            installed = self.version
+        await self._controller.send(
+            from_generator.Rewound(self._controller.generator, lineage, installed)
+        )
+
+    async def unfinished(
+        self, wanted: Callable[[SampleId], bool]
+    ) -> list[tuple[SampleId, str, KeptTokens]]:
+        """As `Samples.unfinished`, between two installations. The samples are resumed."""
+        async with self._lock:
+            try:
+                return await self._samples.unfinished(wanted)
+            finally:
+                if not self._are_gone:
+                    self._samples.resume_all()
+
+    @property
+    def version(self) -> int:
+        """The version that samples are generated with; -1 while none is."""
+        return -1 if self._are_gone else self._engine.stats().policy_version

@@ -1,0 +1,173 @@
+"""The bring-up that generator and trainer share.
+
+    async with bring_up(spec, keys, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
+        with child.timeline.span(SpanKind.STARTING):
+            learner = ...
+        await process.run(metrics_port=child.metrics_port)
+
+It connects to the controller, serves metrics, records a time line, reports failures to the
+controller, and closes everything at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.errors import first_error
+from asyncrl.launch.child_spec import ChildKeys, ChildSpec
+from asyncrl.monitoring.exporter import Exporter
+from asyncrl.monitoring.metrics import ProcessMetrics, new_registry
+from asyncrl.monitoring.timeline import Timeline
+from asyncrl.monitoring.tracing.tracer import Tracer
+from asyncrl.wire import Line
+from asyncrl.wire.addresses import MeetingPlace
+from asyncrl.wire.sessions.line import SessionLine
+
+MetricsT = TypeVar("MetricsT", bound=ProcessMetrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Child(Generic[MetricsT]):
+    """What a child process has before its own work starts."""
+
+    spec: ChildSpec
+    config: RunConfig
+    control: Line[Any]
+    """The line to the controller."""
+    metrics: MetricsT
+    exporter: Exporter | None
+    """Serves the metrics; None where they are turned off."""
+    timeline: Timeline
+    closing: contextlib.AsyncExitStack
+    """Closed when the child ends, last entry first."""
+    tracer: Tracer | None = None
+    """None where `monitoring.tracing` is off."""
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.spec.run_directory)
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where the metrics are served; None where they are turned off."""
+        return None if self.exporter is None else self.exporter.port
+
+
+def timeline_file(spec: ChildSpec, config: RunConfig, folder: str) -> Path | None:
+    """RUN/FOLDER/NAME.jsonl; None where `monitoring.timeline` is off."""
+    if not config.monitoring.timeline:
+        return None
+    return Path(spec.run_directory) / folder / f"{spec.name}.jsonl"
+
+
+@contextlib.contextmanager
+def without_collecting_the_start() -> Iterator[None]:
+    """Exempt all objects that exist now from garbage collection while the body runs.
+
+    Libraries and models are some 430,000 objects, which a full collection looks at one by one: 0.25
+    s, in which no thread of the process runs Python. While they are made, the process entry point
+    (`asyncrl.child`) has switched collection off, which saves a sixth of the start. A
+    program that has not, and runs this in a thread, keeps its own ways of collecting.
+    """
+    if gc.isenabled():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.asynccontextmanager
+async def bring_up(
+    spec: ChildSpec,
+    keys: ChildKeys,
+    commands: Any,
+    metrics_class: type[MetricsT],
+    failure: Callable[[ChildSpec, BaseException], msgspec.Struct | None],
+) -> AsyncIterator[Child[MetricsT]]:
+    """Bring up a child process; on exit report a failure and close everything.
+
+    Args:
+        spec: of this process.
+        keys: of this process.
+        commands: the union of messages that the controller sends to this role.
+        metrics_class: the metrics of this role.
+        failure: the message to the controller about an error; None for an unexpected error, whose
+            traceback is in the process's log.
+
+    Raises:
+        Exception: the error of the body; of an exception group its first error.
+    """
+    async with contextlib.AsyncExitStack() as closing:
+        control: Line[Any]
+        if spec.relayed:
+            closing.callback(MeetingPlace(spec.relay_address).close)
+            control = SessionLine(spec.relay_address, keys.control, commands)
+        else:
+            control = Line(spec.control_address, keys.control, commands)
+        closing.callback(control.close)
+        try:
+            config = spec.config()
+            registry = new_registry()
+            metrics = metrics_class.register(registry, spec.name)
+            control.refusals.count = metrics.count_refused
+            if isinstance(control, SessionLine):
+                metrics.watch_session(control.session)
+            timeline = Timeline(
+                timeline_file(spec, config, "timeline"), spec.name, observe=metrics.observe_span
+            )
+            closing.callback(timeline.close)
+            exporter = spec.exporter(config.monitoring, registry)
+            if exporter is not None:
+                closing.callback(exporter.close)
+            tracer = _tracer(spec, config, closing, metrics, timeline)
+            yield Child(spec, config, control, metrics, exporter, timeline, closing, tracer)
+        except BaseExceptionGroup as group:
+            error = first_error(group)
+            await _report(control, failure(spec, error))
+            raise error from group
+        except Exception as error:
+            await _report(control, failure(spec, error))
+            raise
+
+
+def _tracer(
+    spec: ChildSpec,
+    config: RunConfig,
+    closing: contextlib.AsyncExitStack,
+    metrics: ProcessMetrics,
+    timeline: Timeline,
+) -> Tracer | None:
+    """What records this process's part of traces, with the times of its time line."""
+    settings = config.monitoring.tracing
+    if not settings.enabled:
+        return None
+    from asyncrl.monitoring.tracing.opening import open_tracer
+
+    return open_tracer(
+        settings,
+        closing,
+        key=spec.trace_key,
+        run=config.run.name,
+        process=spec.name,
+        metrics=metrics,
+        unix=timeline.unix,
+    )
+
+
+async def _report(control: Line[Any], message: msgspec.Struct | None) -> None:
+    if message is not None:
+        await control.send(message)

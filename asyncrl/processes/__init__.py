@@ -1,1 +1,0 @@
-"""The child processes of a run: generator, trainer, and how they are started."""

@@ -1,0 +1,165 @@
+"""The files part of a relay: serves its node's folder, copies those of others.
+
+file_rules    which files, how they change, whose they are
+file_server   answers other relays
+file_client   asks one of them
+mirror        the copies on the disk
+pull          copies what other nodes have written, round after round
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.relay.file_client import FileClient, FileUnavailable
+from asyncrl.relay.file_rules import PathRefused, open_below
+from asyncrl.relay.file_server import FileServer
+from asyncrl.relay.mirror import Mirror
+from asyncrl.relay.pull import BYTES_PER_SECOND, Pace, Puller, fetch_whole
+from asyncrl.wire.atomic_files import write_atomically
+from asyncrl.wire.errors import WireError
+from asyncrl.wire.keys import HubKeys
+from asyncrl.wire.messages import from_relay, to_relay
+
+logger = logging.getLogger("asyncrl.relay")
+
+FOLDER_FILE = ".folder"
+"""In a node's folder: its id."""
+_NAMING_SECONDS = 1.0
+"""Another relay that sees the folder has written the id in it by then, or was killed."""
+
+
+class RelayFiles:
+    """Make it within the event loop.
+
+    Args:
+        root: the run's folder of this node.
+        shares: whether that is the run's folder itself, as the controller sees it.
+        address: to bind; port `*`: any that is free.
+        keys: of the socket.
+        say: queues a message for the controller.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        shares: bool,
+        address: str,
+        keys: HubKeys,
+        say: Callable[[msgspec.Struct], None],
+    ) -> None:
+        self._root = root
+        self._shares = shares
+        self._say = say
+        self._server = FileServer(root, address, keys, may_remove=not shares)
+        self._puller = Puller(root)
+        self._pace = Pace(BYTES_PER_SECOND)
+        with contextlib.suppress(OSError):
+            Mirror(root, "fetched").remove_remains()
+        self._serving = asyncio.create_task(self._server.serve())
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.ready = from_relay.FilesReady(self._server.address, _id_of(root), shares)
+
+    def check(self) -> None:
+        """Raise WireError if the files are not served any more, which is a defect."""
+        if self._serving.done():
+            raise WireError("the task that serves files has ended")
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of files, so far."""
+        return self._server.sent_bytes
+
+    @property
+    def pulled_bytes(self) -> int:
+        """Of other nodes' files, so far."""
+        return self._puller.pulled_bytes
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """As `Puller.nodes`."""
+        return self._puller.nodes
+
+    def pull(self, order: to_relay.PullFiles) -> None:
+        """Copy the files of these nodes into the run's folder."""
+        if self._shares:
+            self._puller.follow(order.sources)
+
+    def finish(self, order: to_relay.FinishPull) -> None:
+        """Copy what is left; answered by `PullFinished`."""
+
+        async def work() -> None:
+            self._say(from_relay.PullFinished(await self._puller.finish(order.seconds)))
+
+        self._start(work())
+
+    def fetch(self, order: to_relay.FetchFile) -> None:
+        """Bring a file here; answered by `FileHere` or `FileMissing`."""
+        self._start(self._fetch(order))
+
+    async def _fetch(self, order: to_relay.FetchFile) -> None:
+        reasons = []
+        for server in order.servers:
+            client = FileClient(server)
+            try:
+                found = [one for one in await client.list() if one.path == order.path]
+                if not found:
+                    raise FileUnavailable(f"{server.name} has no {order.path}")
+                if not self._shares:
+                    self._server.fetched[order.path] = found[0].changed
+                await fetch_whole(client, Mirror(self._root, "fetched"), found[0], self._pace)
+            except (FileUnavailable, PathRefused, OSError) as error:
+                reasons.append(str(error))
+                continue
+            finally:
+                client.close()
+            self._say(from_relay.FileHere(order.attempt, order.path))
+            return
+        with contextlib.suppress(OSError, PathRefused):
+            os.close(open_below(self._root, order.path))  # it was copied here before
+            self._say(from_relay.FileHere(order.attempt, order.path))
+            return
+        self._say(from_relay.FileMissing(order.attempt, order.path, "; ".join(reasons)))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def remove(self) -> None:
+        """The run has ended and has copies of all: remove this node's folder."""
+        if not self._shares:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+    def close(self) -> None:
+        """End all tasks and close the socket."""
+        self._puller.close()
+        for task in [self._serving, *self._tasks]:
+            task.cancel()
+        self._server.close()
+
+
+def _id_of(root: Path) -> str:
+    """The id of a folder, which it keeps."""
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = root / FOLDER_FILE
+    with contextlib.suppress(FileExistsError), path.open("x", encoding="ascii") as file:
+        file.write(secrets.token_hex(8))
+    until = time.monotonic() + _NAMING_SECONDS
+    while not (name := path.read_text(encoding="ascii")):
+        if time.monotonic() > until:  # the relay that made the file was killed
+            write_atomically(path, secrets.token_hex(8))
+        time.sleep(0.01)
+    return name

@@ -1,0 +1,190 @@
+"""The copies of one node's files in the run's folder, or in another node's.
+
+What grows is copied from where the copy ends, and written to the place in the file that it has at
+its source. So a copy that was interrupted anywhere continues there, and if two relays copy at once,
+they write the same bytes to the same place. A file may have had contents before, of an earlier
+start of the run: RUN/.pulled/FOLDER.jsonl says how many bytes.
+
+The lines of samples.jsonl go to RUN/.pulled/FOLDER.samples first, then to RUN/samples.jsonl, which
+has those of all nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.relay.file_rules import SAMPLES, folder_below, open_below, rule_of
+from asyncrl.wire.atomic_files import write_atomically
+from asyncrl.wire.messages.files import FileInfo
+
+PULLED = ".pulled"
+_TAIL_BYTES = 1 << 20
+_FILE_MODE = 0o644
+_PART = ".part"
+
+
+class _Base(msgspec.Struct, frozen=True):
+    """A line of RUN/.pulled/FOLDER.jsonl."""
+
+    path: str
+    bytes: int
+    """That the copy had before."""
+
+
+class Mirror:
+    """Every method may wait for the disk.
+
+    Args:
+        root: where the copies go.
+        folder: id of the folder that is copied.
+    """
+
+    def __init__(self, root: Path, folder: str) -> None:
+        self._root = root
+        self._notes = root / PULLED
+        self._folder = folder
+        self._bases: dict[str, int] | None = None
+        self._replaced: dict[str, FileInfo] = {}
+
+    def held(self, path: str) -> int:
+        """How many bytes of a file that grows are here. Raises OSError."""
+        if path == SAMPLES:
+            size = self._size(self._notes / f"{self._folder}.samples")
+            if size:
+                self._merge_samples()  # an earlier copy may have ended before it was
+            return size
+        base = self._all_bases().get(path)
+        return 0 if base is None else max(0, self._size(self._root / path) - base)
+
+    def add(self, path: str, offset: int, data: bytes) -> None:
+        """Add what follows `held` bytes. Raises OSError."""
+        if path == SAMPLES:
+            self._notes.mkdir(mode=0o700, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            file = os.open(self._notes / f"{self._folder}.samples", flags, 0o600)
+            base = 0
+        else:
+            base = self._base(path)
+            file = open_below(self._root, path, os.O_WRONLY | os.O_CREAT, _FILE_MODE)
+        try:
+            _write_at(file, base + offset, data)
+        finally:
+            os.close(file)
+        if path == SAMPLES:
+            self._merge_samples()
+
+    def has(self, info: FileInfo) -> bool:
+        """Whether this version of a file that is replaced as a whole is here."""
+        try:
+            found = (self._root / info.path).lstat()
+        except OSError:
+            return False
+        if self._replaced.get(info.path) == info:
+            return True  # a disk may keep no nanoseconds
+        return (found.st_size, found.st_mtime_ns) == (info.size, info.changed)
+
+    def replace(self, info: FileInfo, copy: Path) -> None:
+        """A copy is whole: it takes its name. Raises OSError."""
+        os.utime(copy, ns=(info.changed, info.changed))
+        with folder_below(self._root, info.path, make=True) as folder:
+            os.replace(copy, info.path.rpartition("/")[2], dst_dir_fd=folder)
+        self._replaced[info.path] = info
+
+    def remove_remains(self) -> None:
+        """Remove what a killed relay has left. Raises OSError."""
+        for copy in self._notes.glob(f"*{_PART}"):
+            copy.unlink(missing_ok=True)
+
+    def copy_for(self, path: str) -> Path:
+        """An empty file of the disk, in which a copy is made. Raises OSError."""
+        rule_of(path)
+        self._notes.mkdir(mode=0o700, exist_ok=True)
+        copy = self._notes / f"{self._folder}-{secrets.token_hex(8)}{_PART}"
+        os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+        return copy
+
+    @staticmethod
+    def _size(path: Path) -> int:
+        try:
+            return path.lstat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def _base(self, path: str) -> int:
+        """How many bytes the file had before the first copy; noted before the first copy."""
+        bases = self._all_bases()
+        if path in bases:
+            return bases[path]
+        file = open_below(self._root, path, os.O_RDWR | os.O_CREAT, _FILE_MODE)
+        try:
+            base = _whole_lines(file) if path.endswith(".jsonl") else os.fstat(file).st_size
+        finally:
+            os.close(file)
+        self._notes.mkdir(mode=0o700, exist_ok=True)
+        with (self._notes / f"{self._folder}.jsonl").open("ab") as notes:
+            # A crash may have cut off the line before.
+            notes.write(b"\n" + msgspec.json.encode(_Base(path, base)) + b"\n")
+            notes.flush()
+            os.fsync(notes.fileno())
+        self._bases = None
+        return self._all_bases()[path]  # of two relays, what the first one noted holds
+
+    def _all_bases(self) -> dict[str, int]:
+        if self._bases is None:
+            self._bases = {}
+            with contextlib.suppress(FileNotFoundError):
+                lines = (self._notes / f"{self._folder}.jsonl").read_bytes().splitlines()
+                for line in lines:
+                    with contextlib.suppress(msgspec.DecodeError):  # cut off by a crash
+                        note = msgspec.json.decode(line, type=_Base)
+                        self._bases.setdefault(note.path, note.bytes)
+        return self._bases
+
+    def _merge_samples(self) -> None:
+        """Append the whole lines that have come to RUN/samples.jsonl, each once."""
+        source, mark = (self._notes / f"{self._folder}.{end}" for end in ("samples", "merged"))
+        merged = 0
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            merged = int(mark.read_text(encoding="ascii"))
+        with source.open("rb") as file:
+            file.seek(merged)
+            new = file.read()
+        new = new[: new.rfind(b"\n") + 1]
+        if not new:
+            return
+        target = open_below(self._root, SAMPLES, os.O_RDWR | os.O_CREAT | os.O_APPEND, _FILE_MODE)
+        try:
+            size = os.fstat(target).st_size
+            tail = os.pread(target, _TAIL_BYTES + len(new), max(0, size - _TAIL_BYTES - len(new)))
+            known = set(tail.splitlines(keepends=True))  # of a relay that ended before the mark
+            lines = b"".join(x for x in new.splitlines(keepends=True) if x not in known)
+            if tail and not tail.endswith(b"\n"):
+                lines = b"\n" + lines  # a writer was cut off by a full disk
+            if os.write(target, lines) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(target)
+        write_atomically(mark, str(merged + len(new)))
+
+
+def _whole_lines(file: int) -> int:
+    """Remove an incomplete line at the end, which a killed writer left; the size then."""
+    size = os.fstat(file).st_size
+    tail = os.pread(file, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+    keep = size - len(tail) + tail.rfind(b"\n") + 1
+    if keep != size:
+        os.ftruncate(file, keep)
+    return keep
+
+
+def _write_at(file: int, place: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, place)
+        place, view = place + written, view[written:]

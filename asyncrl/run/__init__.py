@@ -1,1 +1,0 @@
-"""The controller's process: one run, from its configuration to its result."""

@@ -1,0 +1,431 @@
+"""The folder of a run, `runs/NAME/`: its files, and which process may write to it.
+
+config.yaml       the resolved configuration
+processes.jsonl   the processes that the controller has started, to end them if it is killed
+run.json          the state of the run: process id, addresses, accuracy before, how it ended
+control.key       the key of `asyncrl status|stop|...`, mode 0600
+web.token         the token of orders on the web page, mode 0600
+checkpoints/      step-000010/, ... only whole ones; set-aside/ has those that a resume left behind
+metrics.jsonl     one line per optimizer step
+orders.jsonl      what the user has changed while the run was active (`asyncrl scale`)
+unfinished/       run-ahead that was not delivered, by checkpoint and generator
+logs/             one file per process
+timeline/         what each process did when, one file per process
+slots/            what each generator's slots were used for
+engine/           each engine's counters over time
+evaluations.jsonl a line per evaluation of the held-out prompts
+sinks/            what W&B, TensorBoard and MLflow keep here (monitoring.sinks)
+samples.jsonl     a few trajectories for the report
+samples/          every trained sample (run.log_samples)
+cache/            the generators' rollout caches, for a resumed run
+result.json       the result, for scripts
+report.html       the result, for people
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import msgspec
+
+from asyncrl.config.run_config import RunConfig, dump_config, load_config
+from asyncrl.errors import UserError
+from asyncrl.launch.identity import status_of
+from asyncrl.monitoring.jsonl import read_undamaged
+from asyncrl.runs import failed_starts, folder_lock
+from asyncrl.runs.command_lines import command_for
+from asyncrl.runs.input_files import RunInputs
+from asyncrl.runs.resuming import find_resume_point
+from asyncrl.runs.runtime_folders import Folder
+from asyncrl.runs.stale_processes import clear_leftovers
+from asyncrl.runs.template_date import forget_unnamed
+from asyncrl.trainer.checkpoint_files import ResumePoint
+from asyncrl.trainer.fence import fenced, raise_fence
+from asyncrl.wire.atomic_files import write_atomically
+from asyncrl.wire.records import RunResult, StepMetrics
+from asyncrl.wire.wrong_policy import TokenizerDigest
+
+logger = logging.getLogger(__name__)
+
+_UNCHANGEABLE = (
+    ("run", "seed"),
+    ("task",),
+    ("model",),
+    ("scheduler", "group_size"),
+    ("scheduler", "groups_per_step"),
+    ("scheduler", "dynamic_sampling", "enabled"),
+    ("sampling", "stop"),
+)
+"""Settings that a resumed run may not change: its data order, its model or what a response is
+depends on them. A checkpoint has others (`asyncrl.trainer.checkpoint_manifest.settings_of`)."""
+
+
+Ending = Literal["done", "stopped", "failed"]
+"""How a run ended: all steps trained, stopped by the user, or with an error."""
+
+
+class RunState(msgspec.Struct):
+    """The contents of run.json: what other commands need to know about a run."""
+
+    pid: int
+    """Process id of the controller."""
+    control_address: str = ""
+    """Where the controller answers `asyncrl status|stop|pause|resume`."""
+    accuracy_before: float | None = None
+    """Held-out accuracy before training, 0 to 1; measured once, kept by a resumed run."""
+    evaluation_samples: int = 0
+    """Samples that `accuracy_before` is the mean of."""
+    ended: Ending | None = None
+    """None while the run is active, or if its controller was killed."""
+    started: float = 0.0
+    """When this start of the run began, in seconds since 1970; 0: it is not known."""
+    start: int = 0
+    """0 for a run that was not resumed, else a random number of this start: seeds depend on it."""
+    metrics_ports: dict[str, int] = {}
+    """For each process, the port on which it serves its metrics."""
+    trace_key: str = ""
+    """Drawn at the run's first start. Ids of traces depend on it (`monitoring.tracing`)."""
+    web: str = ""
+    """Address of the web page; empty where there is none."""
+    tokenizer: TokenizerDigest | None = None
+    """That the run's prompts were made with at its first start."""
+    inputs: RunInputs | None = None
+    """Digests of rows and functions at its last start; None: it was begun by an older version."""
+    comparable: bool = True
+    """Accuracies are measured on the held-out rows and with the functions of the first start."""
+
+
+class RunDirectory:
+    """One run's folder, opened for writing by the controller of the run.
+
+    `create` makes one.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        state: RunState,
+        *,
+        lock: int,
+        resume_point: ResumePoint,
+        fence: str,
+        previous_config: str | None,
+    ) -> None:
+        self.path = path
+        self.folder = Folder.at(path)
+        """What the path led to when the run began."""
+        self.fence = fence
+        """The word of its next trainer (`asyncrl.trainer.fence`)."""
+        self.resume_point = resume_point
+        """Where the run continues; a new run starts at step 0 without a checkpoint."""
+        self.state = state
+        """Written to run.json by `write_state`."""
+        self._lock = lock
+        self._previous_config = previous_config
+
+    def close(self) -> None:
+        """Release the folder's lock."""
+        os.close(self._lock)
+
+    def undo(self) -> Path | None:
+        """Restore the folder after a user's mistake before the first checkpoint.
+
+        A new run's name becomes free again: its folder is removed, or, if a process has logged
+        something, moved to `RUNS/NAME.failed-TIME` (`asyncrl.runs.failed_starts`). A resumed run
+        gets its configuration back. A new run that already has a checkpoint is left as it is.
+
+        Returns:
+            The folder with the logs of the failed start; None if this is still the run's folder,
+            or if there are no logs.
+        """
+        if self._previous_config is not None:
+            write_atomically(self.path / "config.yaml", self._previous_config)
+        elif not any((self.path / "checkpoints").iterdir()):
+            return failed_starts.set_aside(self.path)
+        return None
+
+    @classmethod
+    def create(
+        cls,
+        config: RunConfig,
+        *,
+        resume: bool,
+        clean: bool,
+        resume_from: int | None = None,
+        say: Callable[[str], None] = logger.warning,
+    ) -> RunDirectory:
+        """Make the folder of a new run, or open the one of a run to resume.
+
+        What a killed controller of the run has left behind is ended and removed first; `say` is
+        told about it. A run is resumed from its newest whole checkpoint, or from the one after
+        `resume_from` steps; all checks are made before a file of it is changed.
+
+        Raises:
+            AsyncrlError: a process that a killed controller left behind does not end.
+            UserError: the name is in use and neither `resume` nor `clean` is set, a run of that
+                name is active, there is nothing to resume, no checkpoint that can be used, or the
+                resumed run would differ in a setting that may not change.
+        """
+        path = config.directory
+        refuse_unfit(config, resume=resume, clean=clean)
+        point = ResumePoint()
+        previous = (path / "config.yaml").read_text(encoding="utf-8") if resume else None
+        was_there = path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = folder_lock.take(path)
+        except folder_lock.UnlockableError:
+            if not was_there:
+                path.rmdir()
+            raise
+        if lock is None:  # another process was faster
+            _refuse_active(path)
+        try:
+            _clear_after_earlier(path, config.run.name, say)
+            if clean:
+                _empty(path)
+            fence = ""
+            if resume:  # only now does nothing else write checkpoints, on no machine
+                with fenced(path) as fence:
+                    point = find_resume_point(path, config, resume_from)
+                (path / "result.json").unlink(missing_ok=True)
+        except BaseException:
+            os.close(lock)
+            raise
+        for folder in ("checkpoints", "logs", "timeline"):
+            (path / folder).mkdir(exist_ok=True)
+        write_atomically(path / "config.yaml", dump_config(config))
+        return cls(
+            path,
+            _new_state(path, resume=resume),
+            lock=lock,
+            resume_point=point,
+            fence=fence or raise_fence(path),
+            previous_config=previous,
+        )
+
+    def write_state(self) -> None:
+        """Replace run.json by `state`.
+
+        A disk that does not take it does not end the run: it is logged, and the next call tries
+        again.
+        """
+        try:
+            write_atomically(self.path / "run.json", msgspec.json.encode(self.state).decode())
+        except OSError as error:
+            logger.warning("cannot write %s: %s", self.path / "run.json", error.strerror)
+
+    def begin_with(self, inputs: RunInputs, *, comparable: bool) -> None:
+        """Keep what this start was given.
+
+        Args:
+            inputs: its rows and functions.
+            comparable: accuracies mean the same as before.
+        """
+        self.state.inputs = inputs
+        if not comparable:
+            self.state.comparable = False
+            self.state.accuracy_before = None
+
+    def write_config(self, config: RunConfig) -> None:
+        """Replace config.yaml, which processes read when they start.
+
+        A disk that does not take it does not end the run: orders.jsonl has what was changed.
+        """
+        try:
+            write_atomically(self.path / "config.yaml", dump_config(config))
+        except OSError as error:
+            logger.warning("cannot write %s: %s", self.path / "config.yaml", error.strerror)
+
+    def write_result(self, result: RunResult) -> None:
+        """Write result.json. Raises OSError."""
+        text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
+        write_atomically(self.path / "result.json", text + "\n")
+
+
+def may_be_resumed(config: RunConfig) -> bool:
+    """Whether there is a run of this name that was begun; it may be active."""
+    return (config.directory / "config.yaml").exists()
+
+
+def is_complete(config: RunConfig) -> bool:
+    """Whether there is a run of this name that has trained all these steps, and is not active."""
+    path = config.directory
+    state = read_state(path)
+    if state is None or state.ended != "done" or is_alive(path):
+        return False
+    return load_config(path / "config.yaml").run.steps >= config.run.steps
+
+
+def refuse_unfit(config: RunConfig, *, resume: bool, clean: bool) -> None:
+    """Check that a run can begin, or be resumed, in its folder. Changes nothing.
+
+    Raises:
+        UserError: the folder is in use, is not a run's, or has no run to resume under these
+            settings.
+        OSError: it cannot be read.
+    """
+    path = config.directory
+    is_run = (path / "config.yaml").exists()
+    used = is_run or _has_files(path)
+    if used and not is_run:
+        raise UserError(
+            f"{path} exists and is not the folder of a run. Move it away, or choose another name "
+            "with --set run.name=NAME"
+        )
+    if used and is_alive(path):
+        _refuse_active(path)
+    if used and not resume and not clean:
+        raise UserError(
+            f"the run name {config.run.name!r} is in use ({path} exists). Resume that run with "
+            "--resume, delete it with --clean, or choose another name with --set run.name=NAME"
+        )
+    if resume:
+        if not is_run:
+            raise UserError(f"there is no run to resume at {path}; start it without --resume")
+        _refuse_if_different(path, config)
+        _refuse_unreadable_records(path)
+
+
+def _has_files(path: Path) -> bool:
+    """Whether there is more in a folder than a start leaves that is killed before config.yaml."""
+    return path.is_file() or any(
+        entry.name != folder_lock.NAME and not entry.name.startswith(".config.yaml.")
+        for entry in path.rglob("*")
+        if not entry.is_dir() or entry.is_symlink()
+    )
+
+
+def _clear_after_earlier(path: Path, name: str, say: Callable[[str], None]) -> None:
+    """Clear up after the controller of this run that was killed, if there was one."""
+    state = read_state(path) or RunState(0)
+    clear_leftovers(path, name=name, pid=state.pid, control_address=state.control_address, say=say)
+
+
+def _empty(path: Path) -> None:
+    """Delete what is in a run's folder, except its lock, which is held."""
+    for entry in path.iterdir():
+        if entry.name == folder_lock.NAME:
+            continue
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def _new_state(path: Path, *, resume: bool) -> RunState:
+    state = RunState(
+        os.getpid(),
+        trace_key=secrets.token_hex(8),
+        started=time.time(),  # noqa: TID251 - tells which run was started last
+    )
+    if not resume:
+        return state
+    state.start = 1 + secrets.randbits(62)
+    previous = read_state(path)
+    if previous is not None:
+        state.inputs = previous.inputs
+        state.comparable = previous.comparable
+        state.accuracy_before = previous.accuracy_before
+        state.evaluation_samples = previous.evaluation_samples
+        state.tokenizer = previous.tokenizer
+        state.trace_key = previous.trace_key or state.trace_key
+    return state
+
+
+def read_state(path: Path) -> RunState | None:
+    """The state of the run in this folder; None if run.json is missing or damaged."""
+    try:
+        return msgspec.json.decode((path / "run.json").read_bytes(), type=RunState)
+    except (FileNotFoundError, msgspec.DecodeError, ValueError, RecursionError):
+        return None
+
+
+def find_run(name: str | None, directory: Path) -> Path:
+    """The folder of a run, by name or path. Without a name, the one that was started last.
+
+    Raises:
+        UserError: there is no such run; the message lists the runs that exist.
+    """
+    if name is not None:
+        for candidate in (Path(name), directory / name):
+            if (candidate / "config.yaml").exists():
+                return candidate
+    runs = sorted(
+        (path for path in directory.glob("*/config.yaml") if not failed_starts.is_one(path.parent)),
+        key=lambda path: _started(path.parent),
+    )
+    if name is None and runs:
+        return runs[-1].parent
+    known = ", ".join(path.parent.name for path in runs) or "none yet"
+    wanted = "no run" if name is None else f"no run {name!r}"
+    raise UserError(
+        f"there is {wanted} in {directory} (runs there: {known}); --runs names another folder"
+    )
+
+
+def _started(path: Path) -> float:
+    """When a run was started last. Not config.yaml's time: `asyncrl set` writes that file."""
+    try:
+        state = read_state(path)
+        return state.started if state and state.started else (path / "config.yaml").stat().st_mtime
+    except OSError:  # another user keeps it to himself
+        return 0.0
+
+
+def is_alive(path: Path) -> bool:
+    """Whether the run in this folder is active: its controller holds the folder's lock.
+
+    Raises:
+        OSError: another user keeps the folder to himself.
+    """
+    return folder_lock.is_held(path)
+
+
+def _refuse_active(path: Path) -> NoReturn:
+    state = read_state(path)
+    process = "" if state is None else f" (process {state.pid})"
+    status = None if state is None else status_of(state.pid)
+    if state is not None and status is not None and status.is_stopped:
+        raise UserError(
+            f"the run in {path} is suspended: its controller{process} was stopped. Continue it "
+            f"with `kill -CONT {state.pid}`, or end it with `kill -KILL {state.pid}`"
+        )
+    raise UserError(
+        f"the run in {path} is active{process}; watch it with `{command_for('status', path)}`, "
+        f"or end it with `{command_for('stop', path)}`"
+    )
+
+
+def _refuse_unreadable_records(path: Path) -> None:
+    """Before anything is changed: a run of whose steps none can be read cannot be resumed."""
+    metrics = path / "metrics.jsonl"
+    if not metrics.exists():
+        return
+    readable, damaged = read_undamaged(metrics, StepMetrics)
+    if damaged and not readable:
+        raise UserError(
+            f"{metrics}, line {damaged[0].line}: {damaged[0].reason}. No line of it can be read, "
+            "so the run cannot be resumed; it may be of an earlier version of asyncrl. Start "
+            f"a new run from its newest model with --set model.path={path}/checkpoints/STEP"
+        )
+
+
+def _refuse_if_different(path: Path, config: RunConfig) -> None:
+    previous = load_config(path / "config.yaml").model_dump(mode="json")
+    current = config.model_dump(mode="json")
+    forget_unnamed(previous, current)
+    for keys in _UNCHANGEABLE:
+        before, now = previous, current
+        for key in keys:
+            before, now = before[key], now[key]
+        if before != now:
+            raise UserError(
+                f"cannot resume {path}: {'.'.join(keys)} was {before!r} and is now {now!r}. The "
+                "data order, the model or what a response is depends on it. Change it back, or "
+                "start a new run under another name"
+            )

@@ -1,0 +1,180 @@
+"""Where a run continues, and its records as they were there.
+
+find_resume_point   choose a checkpoint and check that the run may continue from it; changes nothing
+rewind              set newer checkpoints aside and drop the records of steps to repeat
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.monitoring.errors import RecordError
+from asyncrl.monitoring.jsonl import read_undamaged
+from asyncrl.monitoring.metrics_log import drop_superseded
+from asyncrl.monitoring.samples import SampleRecord
+from asyncrl.monitoring.trained_samples import copy_later
+from asyncrl.runs.lost_records import add_lost
+from asyncrl.runs.unfinished_folders import remove_moved, remove_unfinished
+from asyncrl.trainer.checkpoint_files import ResumePoint, choose, set_aside, steps_of, up_to
+from asyncrl.trainer.checkpoint_manifest import check_settings, settings_of
+from asyncrl.trainer.errors import CheckpointError
+from asyncrl.wire.atomic_files import write_atomically
+from asyncrl.wire.evaluations import EvaluationRecord
+from asyncrl.wire.records import StepMetrics, TrainedStep
+
+
+def find_resume_point(path: Path, config: RunConfig, step: int | None) -> ResumePoint:
+    """The newest whole checkpoint of the run at `path`, or the one after `step` steps.
+
+    Raises:
+        UserError: it is damaged or absent, none is whole, or it is of another format or was written
+            under settings that would make this another run.
+    """
+    try:
+        point = choose(path / "checkpoints", step)
+        if point.directory is not None and point.manifest is not None:
+            check_settings(point.directory, point.manifest, checkpoint_settings(config))
+    except CheckpointError as error:
+        raise UserError(str(error)) from error
+    return point
+
+
+def checkpoint_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings that this run's trainer writes to its checkpoints."""
+    return settings_of(
+        config.trainer,
+        group_size=config.scheduler.group_size,
+        seed=config.run.seed,
+        temperature=config.sampling.temperature,
+        truncation=config.sampling.truncation,
+    )
+
+
+def rewind(
+    path: Path, point: ResumePoint, *, groups_per_step: int, max_groups: int | None = None
+) -> list[str]:
+    """Bring the checkpoints and records of the run at `path` to the resume point.
+
+    Newer checkpoints are moved aside, with a copy of the records that go with them, which is made
+    first. Step records that a killed controller did not write are taken from the checkpoints.
+    Unfinished run-ahead that was saved with newer checkpoints is removed, and so is what generators
+    wrote that were leaving: their samples are generated again, or go with a checkpoint.
+
+    Args:
+        path: the run's folder.
+        point: where it continues.
+        groups_per_step: of the run.
+        max_groups: `SchedulerConfig.max_groups_of_step`.
+
+    Returns:
+        What the user should know, a sentence each.
+
+    Raises:
+        OSError: a file could not be moved or written.
+    """
+    start = "its first step" if point.directory is None else point.directory.name
+    said = [f"{fault}; resuming from {start} instead" for fault in point.faults]
+    metrics, samples = path / "metrics.jsonl", path / "samples.jsonl"
+    remove_unfinished(path, unless=lambda step: step <= point.step)
+    remove_moved(path)
+    aside = set_aside(
+        path / "checkpoints",
+        newer_than=point.step,
+        copy_records=lambda target: _copy_records(path, target, from_step=point.step),
+    )
+    if aside is not None:
+        moved = ", ".join(sorted(one.name for one in aside.glob("step-*")))
+        said.append(f"{moved}: kept in {aside}, as this run continues after step {point.step}")
+    recorded: list[StepMetrics] = []
+    if metrics.exists():
+        if not metrics.read_bytes().endswith(b"\n") and metrics.stat().st_size:
+            said.append(f"the last line of {metrics} was incomplete and is dropped")
+        readable, damaged = read_undamaged(metrics, StepMetrics)
+        if damaged:
+            said.append(_keep_damaged(metrics, damaged))
+        recorded = [one for one in drop_superseded(readable) if one.step < point.step]
+    missing = set(range(point.step)) - {one.step for one in recorded}
+    trained = _trained(path / "checkpoints", point, missing, said)
+    steps = add_lost(recorded, trained, groups_per_step=groups_per_step, max_groups=max_groups)
+    if metrics.exists() or steps:
+        _write_lines(metrics, steps)
+    if trained:
+        listed = ", ".join(map(str, sorted(one.step for one in trained)))
+        said.append(f"{metrics} lacked the records of steps that were saved, now added: {listed}")
+    if unknown := missing - {one.step for one in trained}:
+        listed = ", ".join(map(str, sorted(unknown)))
+        said.append(f"no whole checkpoint has the records of these steps of {metrics}: {listed}")
+    _rewind_evaluations(path / "evaluations.jsonl", point.step, said)
+    if samples.exists():
+        kept, damaged = read_undamaged(samples, SampleRecord)
+        if damaged:
+            said.append(f"{_dropped(samples, damaged)}. The file is for the report only")
+        # A sample of an evaluation has the version that it is of, as its record has.
+        stay = [one for one in kept if one.step < point.step + bool(one.evaluation)]
+        _write_lines(samples, stay)
+    return said
+
+
+def _rewind_evaluations(path: Path, step: int, said: list[str]) -> None:
+    """Drop the evaluations of later steps."""
+    if not path.exists():
+        return
+    kept, damaged = read_undamaged(path, EvaluationRecord)
+    if damaged:
+        said.append(_keep_damaged(path, damaged))
+    _write_lines(path, [one for one in kept if one.step <= step])
+
+
+def _keep_damaged(path: Path, damaged: Sequence[RecordError]) -> str:
+    """Copy a file of which damaged lines are about to be dropped; say so."""
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in count(1))
+    copy = next(name for name in names if not name.exists())
+    shutil.copyfile(path, copy)
+    return f"{_dropped(path, damaged)}: {damaged[0].reason}. The file as it was is kept as {copy}"
+
+
+def _dropped(path: Path, damaged: Sequence[RecordError]) -> str:
+    first = damaged[0].line
+    return f"{len(damaged)} damaged lines of {path} are dropped; the first is line {first}"
+
+
+def _copy_records(path: Path, target: Path, *, from_step: int) -> None:
+    """Copy what rewinding the run at `path` drops from its records to the folder `target`."""
+    for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
+        if (path / name).exists():
+            shutil.copyfile(path / name, target / name)
+    copy_later(path / "samples", target / "samples", from_step=from_step)
+
+
+def _trained(
+    checkpoints: Path, point: ResumePoint, missing: set[int], said: list[str]
+) -> list[TrainedStep]:
+    """What the trainer knew of the missing steps, from the resume point and older checkpoints.
+
+    The trainer may have saved several checkpoints before the controller recorded a step.
+    """
+    found: dict[int, TrainedStep] = {}
+    for directory in up_to(checkpoints, point.step):
+        if missing <= found.keys():
+            break
+        try:
+            steps = steps_of(directory)
+        except CheckpointError as error:
+            said.append(f"{error}; no step record is taken from there")
+            continue
+        found |= {one.step: one for one in steps if one.step in missing - found.keys()}
+    return list(found.values())
+
+
+def _write_lines(path: Path, records: Sequence[msgspec.Struct]) -> None:
+    text = "".join(msgspec.json.encode(one).decode() + "\n" for one in records)
+    if not path.exists() or path.read_bytes() != text.encode():
+        write_atomically(path, text)

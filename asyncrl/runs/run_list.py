@@ -1,0 +1,91 @@
+"""`asyncrl list`: the runs of a folder, newest first."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config.yaml_text import read_yaml
+from asyncrl.errors import ConfigError
+from asyncrl.monitoring.jsonl import read_tail, read_undamaged
+from asyncrl.runs import failed_starts
+from asyncrl.runs.directory import is_alive, read_state
+from asyncrl.wire.records import StepMetrics
+
+_TAIL_BYTES = 1 << 18
+"""Of metrics.jsonl, in which the last step is looked for."""
+
+
+class ListedRun(msgspec.Struct, frozen=True):
+    """One run, for people and scripts."""
+
+    name: str
+    state: str
+    """active, done, stopped, failed, killed, or unreadable (a folder of another user)."""
+    step: int
+    """Optimizer steps trained."""
+    steps: int | None
+    """That the run is to have."""
+    reward: float | None
+    """Mean of the last step's samples."""
+    accuracy_before: float | None
+    accuracy_after: float | None
+    changed: float
+    """When its records last changed, in seconds since 1970."""
+
+
+class _Result(msgspec.Struct, frozen=True):
+    accuracy_after: float | None = None
+
+
+def list_runs(runs: Path) -> list[ListedRun]:
+    """The runs in a folder, the one that changed last first."""
+    folders = {path.parent for path in runs.glob("*/config.yaml")}
+    found = [_listed_or_not(path) for path in folders if not failed_starts.is_one(path)]
+    return sorted(found, key=lambda run: run.changed, reverse=True)
+
+
+def _listed_or_not(path: Path) -> ListedRun:
+    """A run that cannot be read does not keep the others from being listed."""
+    try:
+        return _listed(path)
+    except OSError:
+        changed = 0.0
+        with contextlib.suppress(OSError):
+            changed = path.stat().st_mtime
+        return ListedRun(path.name, "unreadable", 0, None, None, None, None, changed)
+
+
+def _listed(path: Path) -> ListedRun:
+    metrics, state = path / "metrics.jsonl", read_state(path)
+    steps = read_tail(metrics, StepMetrics, _TAIL_BYTES)
+    if not steps and metrics.exists():  # its last lines are damaged, or very long
+        steps = read_undamaged(metrics, StepMetrics)[0]
+    newest = metrics if metrics.exists() else path / "config.yaml"
+    return ListedRun(
+        name=path.name,
+        state="active" if is_alive(path) else (state and state.ended) or "killed",
+        step=steps[-1].step + 1 if steps else 0,
+        steps=_planned(path),
+        reward=steps[-1].learning.reward_mean if steps else None,
+        accuracy_before=None if state is None else state.accuracy_before,
+        accuracy_after=_accuracy_after(path),
+        changed=newest.stat().st_mtime,
+    )
+
+
+def _planned(path: Path) -> int | None:
+    try:
+        steps = read_yaml(path / "config.yaml")["run"]["steps"]
+    except (ConfigError, OSError, LookupError, TypeError):
+        return None
+    return steps if isinstance(steps, int) else None
+
+
+def _accuracy_after(path: Path) -> float | None:
+    try:
+        return msgspec.json.decode((path / "result.json").read_bytes(), type=_Result).accuracy_after
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,142 @@
+"""The folders that a run takes for granted: its own, and that of its sockets.
+
+    the run's folder is removed or moved   the run ends with an error: nothing of it can be saved
+    the folder of sockets is removed       it is made again, and every socket in it bound again;
+                                           where that is refused, the run ends in order
+
+An open connection does not need its socket's file, so the run would notice only when a process must
+be replaced: the replacement could never connect. systemd removes XDG_RUNTIME_DIR when its user logs
+out, and cleaners of temporary folders remove old files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.errors import AsyncrlError, Interrupted, RunFailed
+from asyncrl.runs.command_lines import resume_command
+from asyncrl.wire import Hub, RuntimeDirectory, WireError
+
+LOOK_SECONDS = 2.0
+"""Between two looks, of a few system calls each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder, whatever its path leads to later."""
+
+    path: Path
+    device: int
+    inode: int
+
+    @classmethod
+    def at(cls, path: Path) -> Folder:
+        """The one that the path leads to now. Raises OSError."""
+        found = path.stat()
+        return cls(path.absolute(), found.st_dev, found.st_ino)
+
+    def is_gone(self) -> bool:
+        """Whether its path leads nowhere or to another folder. A disk at fault tells nothing."""
+        try:
+            found = self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) != (self.device, self.inode)
+
+    def refuse_gone(self) -> None:
+        """Raise RunFailed if it is gone."""
+        if self.is_gone():
+            raise RunFailed(
+                f"the run's folder {self.path} was removed, moved or replaced while the run was "
+                "active, so nothing of the run can be saved there. If you have moved it, move it "
+                f"back and continue with `{resume_command(self.path)}`"
+            )
+
+    @contextlib.contextmanager
+    def required(self) -> Iterator[None]:
+        """Raise RunFailed at the end of the block if it is gone: that is what else failed for."""
+        try:
+            yield
+        except Interrupted:
+            raise
+        except (AsyncrlError, OSError):
+            self.refuse_gone()
+            raise
+        self.refuse_gone()
+
+
+class Endable(Protocol):
+    """The run, as this module ends it."""
+
+    async def stop(self) -> None:
+        """Finish the current step, then end the run."""
+
+    def fail(self, error: Exception) -> None:
+        """End the run with this error."""
+
+
+class Surroundings:
+    """Looks whether the folders are there, and restores what can be restored.
+
+    Args:
+        folder: of the run.
+        runtime: the folder of its sockets.
+        hubs: of this process. Those in `runtime` are bound again where their files are missing.
+        say: tells the user what happens.
+        sleep: waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        runtime: RuntimeDirectory,
+        hubs: Sequence[Hub[Any]],
+        say: Callable[[str], None],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._folder = folder
+        self._runtime = runtime
+        self._hubs = hubs
+        self._say = say
+        self._sleep = sleep
+        self.error: RunFailed | None = None
+        """Why the run is ended in order; None: it is not, for anything here."""
+
+    async def look_after(self, run: Endable) -> None:
+        """Look every few seconds, until the run has to end or this is cancelled."""
+        while self.error is None:
+            await self._sleep(LOOK_SECONDS)
+            try:
+                await asyncio.to_thread(self._folder.refuse_gone)  # its disk may hang
+            except RunFailed as error:
+                self._say(f"the run's folder {self._folder.path} is gone, so the run ends")
+                run.fail(error)
+                return
+            self.error = self._restore_sockets()
+            if self.error is not None:
+                self._say(f"{self.error}. The run finishes the current step and ends")
+                await run.stop()
+
+    def _restore_sockets(self) -> RunFailed | None:
+        """Make the sockets again where they are missing; the error if that cannot be."""
+        path = self._runtime.path
+        try:
+            made = self._runtime.restore()
+            bound = [hub.listen_again() for hub in self._hubs]
+        except (OSError, WireError) as error:
+            return RunFailed(
+                f"the folder of the run's sockets, {path}, was removed and cannot be made again "
+                f"({error}), so no process could be replaced. Continue with "
+                f"`{resume_command(self._folder.path)}`; TMPDIR, with XDG_RUNTIME_DIR unset, or "
+                "`loginctl enable-linger` gives the run a folder that a logout does not remove"
+            )
+        if made or any(bound):
+            self._say(f"the folder of the run's sockets, {path}, was removed; it is there again")
+        return None

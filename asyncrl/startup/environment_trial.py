@@ -1,0 +1,130 @@
+"""One environment is made and reset before a run starts, as a generator does it.
+
+Most mistakes of an environment show in its first `reset`: a signature, an import inside it, a
+server that is not there, messages that the chat template refuses, a prompt that is too long. What
+takes its time is not waited for, and what was made is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.environments.pool import EnvironmentFailed
+from asyncrl.environments.protocol import Traits
+from asyncrl.generator.environment_setup import episodes_with, start_environments
+from asyncrl.generator.sample_state import SampleGeneration
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.startup.startup_summary import turns_line
+from asyncrl.tasks.prompts import Task
+from asyncrl.wire.frames import encode_tokens
+from asyncrl.wire.messages.to_generator import PromptPayload
+
+_TRIAL_SECONDS = 30.0
+"""Longest wait for the first `reset`; a run is not refused for one that takes longer."""
+
+
+def try_environment(config: RunConfig, task: Task) -> list[str]:
+    """Begin one sample of the first row; lines to say about it. There is an environment.
+
+    On other machines nothing is tried: theirs may have what this one lacks.
+
+    Raises:
+        RewardError: the environment cannot be loaded, or its `reset` failed and `rewards.on_error`
+            is `stop`.
+    """
+    traits: Traits | None = None
+    said: list[str] = []
+    if config.launcher.kind == "local":
+        try:
+            traits = asyncio.run(_first_sample(config, task))
+        except EnvironmentFailed as error:
+            if config.rewards.on_error == "stop":
+                raise
+            said.append(f"warning: {error}")
+        else:
+            if traits is None:
+                said.append(
+                    f"the first reset of environment {config.environment.name!r} takes more than "
+                    f"{_TRIAL_SECONDS:g} s; the run does not wait for it"
+                )
+    return [turns_line(config, traits), *said, *_warnings(config, task, traits)]
+
+
+async def _first_sample(config: RunConfig, task: Task) -> Traits | None:
+    """What an environment can do; None: its `reset` takes long. Raises RewardError."""
+    tried = config.model_copy(
+        update={
+            "environment": config.environment.model_copy(update={"workers": 1}),
+            "rewards": config.rewards.model_copy(update={"on_error": "stop"}),
+        }
+    )
+
+    def decode(tokens: list[int]) -> str:
+        return str(task.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    async with AsyncExitStack() as closing:
+        pool = await start_environments(tried, closing, task.stop_tokens)
+        if pool is None:
+            raise TypeError("there is no environment")
+        episodes = episodes_with(pool, tried, task.tokenizer, decode, task.stop_tokens)
+        prompt = task.train[0]
+        payload = PromptPayload(prompt.prompt_id, encode_tokens(prompt.tokens), prompt.example)
+        generation = SampleGeneration(SampleId(0, 0), payload, config.run.seed)
+        generation.episode = episode = episodes.new(generation)
+        try:
+            async with asyncio.timeout(_TRIAL_SECONDS):
+                await episodes.begin(generation)
+        except TimeoutError:
+            return None
+        finally:
+            episode.close()
+        return episode.traits
+
+
+def _warnings(config: RunConfig, task: Task, traits: Traits | None) -> list[str]:
+    """What goes together and is hardly meant."""
+    found = _unseen_tools(config, task, traits)
+    scheduler, environment = config.scheduler, config.environment
+    if traits is not None and not traits.goes_back and scheduler.on_update == "verify":
+        found.append(
+            f"warning: environment.name: {environment.name} cannot go back (it has neither "
+            "`replay` nor `snapshot` and `restore`), so with scheduler.on_update: verify each of "
+            "its samples starts over when it is due under newer weights than it was begun with. "
+            "scheduler.on_update: keep with max_off_policy_steps: 1 trains on them as they are"
+        )
+    if traits is not None and config.run.repeatable and traits.replay != "deterministic":
+        found.append(
+            f"warning: run.repeatable: true holds only if environment {environment.name} answers "
+            "the same row, seed and actions with the same, which it does not say (`replay` is "
+            f"{traits.replay or 'not given'}, not deterministic)"
+        )
+    samples = scheduler.groups_per_step * scheduler.group_size
+    wanted = min(config.engine.slots, -(-samples // config.launcher.generators))
+    if environment.total_sessions < wanted:
+        found.append(
+            "warning: environment.workers x environment.sessions lets "
+            f"{environment.total_sessions:,} samples of a generator run at once, and its engine "
+            f"has room for {wanted:,} (engine.slots), part of which stays unused"
+        )
+    return found
+
+
+def _unseen_tools(config: RunConfig, task: Task, traits: Traits | None) -> list[str]:
+    """A warning if the model is not told which tools there are."""
+    template = getattr(task.tokenizer, "chat_template", None)
+    if traits is None or not traits.tools:
+        return []
+    if template and config.task.chat_template != "never":
+        if "tools" in str(template):
+            return []
+        why = "the chat template of the model does not mention tools"
+    else:
+        why = "no chat template is used"
+    warning = (
+        f"warning: environment {config.environment.name} has tools, and {why}, so nothing tells "
+        "the model of them; describe them in task.system_prompt or in the prompts, and say with "
+        "environment.tool_format how it is to write a call"
+    )
+    return [warning]

@@ -1,0 +1,113 @@
+"""What `auto` settings are on a run's devices, decided at its start and written to config.yaml.
+
+trainer.dtype            by the compute capability of the trainer's GPUs
+cache.max_draft_tokens   by whether drafts can pay on the engines' GPUs
+
+Each function returns the configuration and a line for people, which is empty where nothing
+was chosen or everything runs on a CPU, as it always did.
+"""
+
+from __future__ import annotations
+
+from asyncrl.cache.config import DRAFT_TOKENS
+from asyncrl.config.run_config import RunConfig
+from asyncrl.launch.gpus import torch_build
+from asyncrl.launch.placement import GpuPlan
+from asyncrl.trainer.checkpoint_files import dtype_of_run
+from asyncrl.trainer.config import BFLOAT16_CAPABILITY
+
+_VISITS = 2
+"""How often a run's steps must see each prompt for drafts to pay: in the last pass all samples can
+be drafted from those of earlier ones."""
+
+
+def with_trainer_dtype(config: RunConfig, gpus: GpuPlan | None) -> tuple[RunConfig, str]:
+    """Resolve `trainer.dtype: auto` by the trainer's devices.
+
+    It stays `auto` where only the trainer's process sees its device, which then resolves it
+    (`asyncrl.trainer.scoring.for_own_device`): with other launchers than the local one, and where a
+    torch for CUDA may find a GPU that neither nvidia-smi nor /proc shows, as on Tegra.
+
+    Args:
+        config: of the run.
+        gpus: of each process of a local run; None: there are none, or the launcher places them.
+    """
+    if config.trainer.dtype != "auto":
+        return config, ""
+    mine = () if gpus is None else gpus.trainer
+    known = [gpu.capability for gpu in mine if gpu.capability is not None]
+    unseen = gpus is None and torch_build().cuda is not None and config.trainer.device != "cpu"
+    if config.launcher.kind != "local" or unseen or len(known) < len(mine):
+        least = "{}.{}".format(*BFLOAT16_CAPABILITY)
+        return config, _line(
+            "compute",
+            f"trainer.dtype: auto is bfloat16 on a GPU of compute capability {least} or above, "
+            "else float32; the trainer's log says which",
+        )
+    capability = min(known, default=None)
+    on_cpu = gpus is None or not gpus.generators[0]
+    engines = config.engine.weights_dtype(on_cpu=on_cpu)
+    trainer = config.trainer.for_device(capability, engines_dtype=engines)
+    config = config.model_copy(update={"trainer": trainer})
+    if capability is None:
+        return config, ""
+    why = "GPU {} has compute capability {}.{}".format(mine[0].name, *capability)
+    if capability >= BFLOAT16_CAPABILITY and trainer.dtype == "float32":
+        why = "the engines hold the model of trainer.lora in float32"
+    return config, _line("compute", f"trainer in {trainer.dtype} (trainer.dtype: auto): {why}")
+
+
+def with_recorded_dtype(config: RunConfig) -> RunConfig:
+    """With `trainer.dtype: auto` as the checkpoints of the run that is resumed have it.
+
+    Under another one it would be another run; what a user names is compared, and refused.
+    """
+    found = dtype_of_run(config.directory / "checkpoints")
+    if config.trainer.dtype != "auto" or found is None:
+        return config
+    trainer = config.trainer.model_copy(update={"dtype": found})
+    return config.model_copy(update={"trainer": trainer})
+
+
+def visits_of(config: RunConfig, prompts: int) -> float:
+    """How often a run's steps see each of so many prompts."""
+    return config.run.steps * config.scheduler.groups_per_step / max(1, prompts)
+
+
+def with_drafts_that_pay(
+    config: RunConfig, *, on_gpu: bool, visits: float
+) -> tuple[RunConfig, str]:
+    """Resolve `cache.max_draft_tokens: auto`.
+
+    With a drafter vLLM does not schedule asynchronously, which costs a quarter of its speed or
+    more. What verification rejects, 4% to 10% of the tokens (docs/simulation.md), is too little to
+    make up for that, so prompts must come back. A step of SGLang's that may hold drafts runs as a
+    prefill. The torch engine pays nothing for a drafter: its planner drafts where it is faster.
+
+    Args:
+        config: of the run.
+        on_gpu: whether the engines are on GPUs.
+        visits: how often each prompt is sampled.
+    """
+    if config.cache.max_draft_tokens != "auto":
+        return config, ""
+    kinds = {engine.kind for engine in config.engines}
+    tokens, why = DRAFT_TOKENS, f"the run's steps see each prompt {visits:.1f} times"
+    if "sglang" in kinds:
+        tokens, why = 0, "with drafts, every step of SGLang's is computed as a prefill"
+    elif "vllm" in kinds and visits < _VISITS:
+        tokens, why = 0, f"{why}, and vLLM schedules asynchronously without a drafter"
+    elif kinds == {"torch"}:
+        why = "the torch engine drafts where it is faster"
+    if not on_gpu:
+        tokens = DRAFT_TOKENS
+    cache = config.cache.model_copy(update={"max_draft_tokens": tokens})
+    config = config.model_copy(update={"cache": cache})
+    if not on_gpu or not cache.enabled:
+        return config, ""
+    what = f"at most {tokens} tokens a step" if tokens else "none"
+    return config, _line("drafts", f"{what} (cache.max_draft_tokens: auto): {why}")
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:<10} {text}"

@@ -1,0 +1,166 @@
+"""Opens the launcher that a run's configuration names, with the addresses that go with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.errors import AsyncrlError
+from asyncrl.launch.agents.gathering import open_agents
+from asyncrl.launch.agents.launcher import AgentsLauncher
+from asyncrl.launch.interface import Launcher
+from asyncrl.launch.local import LocalLauncher
+from asyncrl.launch.rank_rendezvous import remove_meetings
+from asyncrl.launch.ray.launcher import RayLauncher
+from asyncrl.launch.ray.nodes import Slot
+from asyncrl.launch.records import ProcessRecords
+from asyncrl.rank_names import trainer_name
+from asyncrl.startup.devices import engine_device, needs_of
+from asyncrl.startup.prepare import Prepared
+from asyncrl.wire import RuntimeDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class Launching:
+    """A launcher, and where the processes that it starts meet."""
+
+    launcher: Launcher
+    control_address: str
+    """Where the controller listens; the system chooses the port of `tcp://HOST:*`."""
+    data_address: str
+    """Where the trainer listens; empty: at its node's address, which it tells."""
+    model_path: str
+    engine_device: Literal["cpu", "cuda"] | None
+    """As in `ChildSpec`."""
+    on_lost: Callable[[Callable[[AsyncrlError], None]], None]
+    """Has a function called, from another thread, if the launcher loses its cluster."""
+    use: Callable[[RunConfig], None] = lambda _config: None
+    """Has processes started with another configuration from now on, where they cannot read that of
+    the run's folder."""
+    agents: AgentsLauncher | None = None
+    """The launcher, if it is that of agents."""
+
+
+async def open_launcher(
+    prepared: Prepared,
+    run: Path,
+    records: ProcessRecords,
+    runtime: RuntimeDirectory,
+    closing: AsyncExitStack,
+    say: Callable[[str], None],
+) -> Launching:
+    """Open the launcher; `closing` ends it.
+
+    Raises:
+        UserError: there is no such cluster, or it cannot carry the run.
+    """
+    config = prepared.config
+    if config.launcher.kind != "local":
+        remove_meetings(run)
+        closing.callback(remove_meetings, run)
+    if config.launcher.kind == "ray":
+        model_path, folder = _absolute(prepared.model_path), Path(_absolute(str(run)))
+        ray = await RayLauncher.open(config, slots_of(config), folder, model_path, records)
+        closing.push_async_callback(ray.close)
+        for line in ray.lines():
+            say(line)
+        device: Literal["cpu", "cuda"] = "cuda" if ray.generators_have_gpus else "cpu"
+        return Launching(
+            ray, f"tcp://{ray.node_ip}:*", "", model_path, device, ray.on_lost, ray.use
+        )
+    if config.launcher.kind == "agents":
+        return await _open_agents(prepared, run, records, closing, say)
+    local = LocalLauncher(
+        run / "logs",
+        records,
+        generators=config.launcher.generators,
+        ranks=config.trainer.ranks,
+        threads=config.launcher.threads,
+        pin_cores=config.launcher.pin_cores,
+        gpus=prepared.gpus,
+    )
+    return Launching(
+        local,
+        runtime.address("control"),
+        runtime.address("data"),
+        prepared.model_path,
+        engine_device(prepared.gpus),
+        lambda _tell: None,
+    )
+
+
+async def _open_agents(
+    prepared: Prepared,
+    run: Path,
+    records: ProcessRecords,
+    closing: AsyncExitStack,
+    say: Callable[[str], None],
+) -> Launching:
+    config, path = prepared.config, prepared.model_path
+    model_path = _absolute(path) if os.path.isdir(path) else path  # noqa: PTH112, ASYNC240 - or an id
+    needs = needs_of(config, any_gpu=True)
+    generators_may = all(engine.device == "auto" for engine in config.engines)
+    trainer_may = config.trainer.device == "auto"
+    found = await open_agents(
+        config,
+        gpus=(needs.trainer // config.trainer.ranks, needs.per_generator),
+        optional_gpus=frozenset([*["trainer"] * trainer_may, *["generator"] * generators_may]),
+        run_directory=Path(_absolute(str(run))),
+        model_path=model_path,
+        records=records,
+        say=say,
+    )
+    closing.push_async_callback(found.close)
+    return Launching(
+        found,
+        f"tcp://{config.launcher.agents.control}",
+        "",
+        model_path,
+        "cuda" if found.roster.generators_have_gpus else "cpu",
+        found.on_lost,
+        found.use,
+        found,
+    )
+
+
+def _absolute(path: str) -> str:
+    return os.path.realpath(path)
+
+
+def slots_of(config: RunConfig) -> tuple[Slot, ...]:
+    """The places of a run's processes on a Ray cluster: the trainer's ranks, then the generators.
+
+    Raises:
+        UserError: the engines of a mixed fleet want different numbers of GPUs.
+    """
+    settings, needs = config.launcher.ray, needs_of(config, any_gpu=True)
+    trainer, generator = settings.trainer, settings.generator
+    auto = all(engine.device == "auto" for engine in config.engines)
+    ranks = config.trainer.ranks
+    return (
+        *(
+            Slot(
+                trainer_name(rank, 0),
+                trainer.cpus,
+                needs.trainer // ranks,
+                config.trainer.device == "auto",
+                trainer.resources,
+            )
+            for rank in range(ranks)
+        ),
+        *(
+            Slot(
+                f"generator-{index}",
+                generator.cpus,
+                needs.per_generator,
+                auto,
+                generator.resources,
+            )
+            for index in range(config.launcher.generators)
+        ),
+    )

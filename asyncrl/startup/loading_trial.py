@@ -1,0 +1,192 @@
+"""A process that loads a model without its weights: which does it need, and which are there?
+
+    python -m asyncrl.startup.loading_trial FOLDER
+
+transformers itself loads the tensors that the files name, without memory and without reading them
+(on the device `meta`), so that its renamings, fusions and ties are those of the real load. The last
+line of the output is a `Loaded` as JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.tasks.model_files import headers_of
+
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    *("intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
+"""Numbers of a model's configuration, by the names that most families have."""
+
+
+_LAYERS_A_TENSOR = 10
+"""A model with more layers for each tensor of its files than this is not tried."""
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """What came of it."""
+
+    error: str = ""
+    """Why it cannot be loaded; empty: it can."""
+    needed: int = 0
+    """Tensors of the model."""
+    missing: list[str] = []
+    """Tensors that the model needs and no file has."""
+    unexpected: list[str] = []
+    """Tensors that the files have and the model does not."""
+    mismatched: list[str] = []
+    """Tensors of another shape, with both shapes."""
+    not_numbers: list[str] = []
+    """Weights that the files have as integers, with their type."""
+    head: list[str] = []
+    """Tensors of the output embeddings."""
+    sizes: dict[str, int] = {}
+    """`SIZES`, where the family has them under that name or its own."""
+
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+
+
+def load(folder: Path) -> Loaded:
+    """Load the model of a directory onto the device `meta`."""
+    import torch
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    described: dict[str, Any] = {}
+    try:
+        described = json.loads((folder / "config.json").read_bytes())
+        headers = headers_of(folder)
+        if wrong := _wrong_numbers(described, len(headers)):
+            return Loaded(error=wrong)
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if wrong := _wrong_sizes(_sizes(config)):
+            return Loaded(error=wrong)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return Loaded(error=f"{type(config).__name__} is not that of a causal language model")
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        tensors = {
+            name: torch.empty(
+                one["shape"], dtype=getattr(torch, _DTYPES[one["dtype"]]), device="meta"
+            )
+            for name, one in headers.items()
+        }
+        model, found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except Exception as error:  # noqa: BLE001 - of files that can hold anything
+        return Loaded(error=_sentence(error, described))
+    output = model.get_output_embeddings()
+    head = {id(one) for one in output.parameters()} if output is not None else set()
+    return Loaded(
+        needed=len(model.state_dict()),
+        missing=sorted(found["missing_keys"]),
+        unexpected=sorted(found["unexpected_keys"]),
+        mismatched=[
+            f"{name} ({_shape(there)} in the files, {_shape(needed)} by config.json)"
+            for name, there, needed in sorted(found["mismatched_keys"])
+        ],
+        not_numbers=_not_numbers(model, headers),
+        head=[name for name, one in model.named_parameters() if id(one) in head],
+        sizes=_sizes(config),
+    )
+
+
+def _shape(size: Any) -> str:
+    return f"[{', '.join(map(str, size))}]"
+
+
+def _sizes(config: Any) -> dict[str, int]:
+    text = config.get_text_config()
+    found = {name: getattr(text, name, None) for name in SIZES}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
+
+
+def _wrong_numbers(described: dict[str, Any], tensors: int) -> str:
+    """What is wrong with the numbers of config.json, before transformers reads it.
+
+    Args:
+        described: what it holds.
+        tensors: of all weight files.
+    """
+    text = described.get("text_config")
+    settings = described | (text if isinstance(text, dict) else {})
+    sizes = {name: settings[name] for name in SIZES if isinstance(settings.get(name), int)}
+    if wrong := _wrong_sizes(sizes):
+        return wrong
+    layers = sizes.get("num_hidden_layers", 0)
+    if layers > _LAYERS_A_TENSOR * tensors:  # each would be made, one after the other
+        return f"num_hidden_layers is {layers:,}, and the files have {tensors:,} tensors"
+    pad, size = settings.get("pad_token_id"), sizes.get("vocab_size")
+    if isinstance(pad, int) and size is not None and pad >= size:
+        return f"pad_token_id is {pad:,}, and the ids are 0 to {size - 1:,} (vocab_size)"
+    return ""
+
+
+def _wrong_sizes(sizes: dict[str, int]) -> str:
+    """Which numbers are too small; empty: none."""
+    wrong = [f"{name} is {value:,}" for name, value in sizes.items() if value < 1]
+    return f"{', '.join(wrong)}, and must be at least 1" if wrong else ""
+
+
+def _not_numbers(model: Any, headers: dict[str, Any]) -> list[str]:
+    """Parameters that are integers or truth values in the files, where they have the same name."""
+    names = {name for name, _ in model.named_parameters()}
+    return [
+        f"{name} ({one['dtype']})"
+        for name, one in sorted(headers.items())
+        if name in names and one["dtype"][0] in "IUB" and one["dtype"] != "BF16"
+    ]
+
+
+def _sentence(error: Exception, described: dict[str, Any]) -> str:
+    """One line about an error of transformers, with the setting that a bare value comes from."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    if isinstance(error, KeyError) and (place := _place_of(error.args[0], described)):
+        said = f"{place} is {said}, which is not known"
+    return f"{type(error).__name__}: {said}"
+
+
+def _place_of(value: object, described: dict[str, Any]) -> str:
+    """The setting that has this value, with dots; empty: none."""
+    for name, one in described.items():
+        inner = _place_of(value, one) if isinstance(one, dict) else ""
+        if inner or one == value:
+            return f"{name}.{inner}" if inner else name
+    return ""
+
+
+if __name__ == "__main__":
+    gc.disable()  # nothing of what transformers imports is garbage; a quarter of the time
+    print(msgspec.json.encode(load(Path(sys.argv[1]))).decode(), flush=True)
+    os._exit(0)  # to clear what was imported takes seconds

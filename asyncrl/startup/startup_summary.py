@@ -1,0 +1,234 @@
+"""Seven lines that say what a run is about to do; more with an environment or a shared GPU.
+
+model      /models/qwen3-1.7b: qwen3, 1.7 billion parameters
+data       gsm8k.jsonl: 7,200 prompts to train on, 273 held out; 100 steps of 16 prompts x 8 samples
+mode       verify: generated ahead of time, verified by the policy in training; exactly on-policy
+training   rloo: an unbiased gradient; on-policy, nothing to correct
+turns      guessing: at most 5 a sample; goes back by replay (deterministic); 64 open at once ...
+processes  trainer on GPU 1 (26 GiB), 1 generator (vllm) on GPU 0; ...
+memory     trainer: about 26 GiB of GPU 1 (80 GiB): moments 13 GiB, weights 6.3 GiB, ...
+shared     GPU 0 (80 GiB): trainer 28 GiB; vllm 32 GiB: weights 3.2 GiB, KV 27 GiB ...
+results    runs/first: report.html, result.json, checkpoints/
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.environments.protocol import Traits
+from asyncrl.launch.gpus import Gpu
+from asyncrl.launch.placement import GpuPlan
+from asyncrl.startup.memory import Device, critic_parameters, memory_text, size
+from asyncrl.suggestions import shortened
+from asyncrl.tasks.model_files import parameters
+from asyncrl.tasks.prompts import Task
+from asyncrl.trainer.estimates import estimate_of
+from asyncrl.trainer.memory import StepMemory
+from asyncrl.wire.weights.layout import SHARED_MEMORY
+
+_PROCESS = 0.6 * 2**30
+"""Bytes of a process that has loaded torch, measured on a CPU (PSS)."""
+_TRAINED, _MOMENTS = 8, 8
+"""Bytes a parameter: weights and gradients, and Adam's two moments, which ranks share; float32."""
+
+
+def model_line(config: RunConfig, model: str) -> str:
+    """The model's name, family and size.
+
+    Args:
+        config: of the run.
+        model: directory, or an id of the hub whose files are not here yet.
+    """
+    found = Path(model) / "config.json"
+    family = json.loads(found.read_bytes()).get("model_type", "") if found.is_file() else ""
+    count = parameters(Path(model))
+    size = f"{_counted(count)} parameters" if count is not None else "its size is not known yet"
+    return _line("model", f"{config.model.path}: {', '.join(filter(None, (family, size)))}")
+
+
+def data_line(config: RunConfig, task: Task) -> str:
+    """Where the prompts come from, how many there are, and how many a step takes."""
+    scheduler, steps = config.scheduler, config.run.steps
+    source = config.task.path if config.task.kind == "dataset" else f"built-in {config.task.kind}"
+    per_step = f"{scheduler.groups_per_step:,} prompts x {scheduler.group_size:,} samples"
+    sets = "".join(f", {len(one):,} of {name}" for name, one in task.evaluation_sets.items())
+    return _line(
+        "data",
+        f"{source}: {len(task.train):,} prompts to train on, {len(task.evaluation):,} held "
+        f"out{sets}; {steps:,} step{'' if steps == 1 else 's'} of {per_step}",
+    )
+
+
+def shared_prompts(task: Task) -> list[str]:
+    """A warning for each set of `evaluation.sets` with prompts that are also trained on."""
+    if not task.evaluation_sets:
+        return []
+    trained = {prompt.tokens.tobytes() for prompt in task.train}
+    found = {
+        name: sum(prompt.tokens.tobytes() in trained for prompt in prompts)
+        for name, prompts in task.evaluation_sets.items()
+    }
+    return [
+        f"warning: {count:,} of {len(task.evaluation_sets[name]):,} prompts of evaluation.sets."
+        f"{name} are also trained on, so its accuracy is not one of held-out prompts"
+        for name, count in found.items()
+        if count
+    ]
+
+
+def mode_line(config: RunConfig) -> str:
+    """How old a sample's tokens may be, and what that promises."""
+    mode, steps = config.scheduler.on_update, config.scheduler.max_off_policy_steps
+    lag = f"up to {steps:,} step{'' if steps == 1 else 's'} off-policy"
+    if mode == "verify":
+        promise = "exactly on-policy" if steps == 0 else lag
+        how = "generated ahead of time, verified by the policy in training"
+    elif steps == 0:
+        promise, how = "exactly on-policy", "synchronous: generators wait for each step"
+    else:
+        kept = "their KV kept" if mode == "keep" else "their KV computed again"
+        promise, how = lag, f"asynchronous: samples continue under new weights, {kept}"
+    if inexact := _inexact(config):
+        promise = f"not exact, because of {inexact[0]}"
+    updates = config.trainer.updates_per_step
+    if updates > 1:
+        promise += f", for the first of {updates:,} updates per step"
+    return _line("mode", f"{mode}: {how}; {promise}")
+
+
+def training_line(config: RunConfig) -> str:
+    """What the gradient estimates, of which groups, and what is done about stale tokens."""
+    trainer, stale = config.trainer, config.scheduler.max_off_policy_steps > 0
+    found = estimate_of(trainer, stale=stale)
+    inexact = _inexact(config)
+    biases = [*found.biases, *inexact]
+    what = f"gradient biased by {', '.join(biases)}" if biases else "an unbiased gradient"
+    if not found.known:
+        what = "an algorithm of your own"
+    correction = "on-policy, nothing to correct"
+    if trainer.updates_per_step > 1:
+        correction = f"on-policy, nothing to correct in the first of {trainer.updates_per_step:,}"
+    if stale:
+        in_loss = trainer.proximal_policy == "behaviour" and trainer.correction == "token_truncated"
+        correction = f"correction: {'the ratio in the loss' if in_loss else trainer.correction}"
+    elif inexact:
+        correction = "no correction for what is not exact"
+    groups = ""
+    if (looked_at := config.scheduler.max_groups_of_step) is not None:
+        needed = config.scheduler.groups_per_step
+        groups = f"; steps of {needed:,} groups with signal, out of {looked_at:,} at most"
+    return f"{'training':<10} {trainer.algorithm}: {what}; {correction}{groups}"  # words of ours
+
+
+def _inexact(config: RunConfig) -> list[str]:
+    """Settings that change which tokens or samples are trained on, without a correction."""
+    found = ["cache.reuse: lenient"] if config.cache.reuse == "lenient" else []
+    if config.scheduler.sample_deadline_seconds is not None:
+        found.append("scheduler.sample_deadline_seconds")
+    return found
+
+
+def processes_line(config: RunConfig, gpus: GpuPlan | None, count: int | None) -> str:
+    """Which processes there will be, where, and the memory that they need at least.
+
+    Args:
+        config: of the run.
+        gpus: of each process; None: the launcher places them, or there are none.
+        count: parameters of the model; None: not known yet.
+    """
+    launcher, ranks = config.launcher, config.trainer.ranks
+    on_cpu = launcher.kind == "local" and (gpus is None or not gpus.generators[0])
+    trainer_on_cpu = launcher.kind == "local" and (gpus is None or not gpus.trainer)
+    trainer = _where(config, None if gpus is None else gpus.trainer)
+    if gpus is not None and gpus.shares:
+        trainer += ", shared with a generator"
+    generator = _where(config, None if gpus is None else sum(gpus.generators, ()))
+    more = "plus KV and activations"
+    if count is not None:
+        each = 4 if config.engine.dtype == "float32" or _auto_float32(config, on_cpu) else 2
+        reference = 4 if config.trainer.kl_coefficient > 0 else 0
+        parts = ranks if config.trainer.sharding == "full" else 1
+        state = _TRAINED / parts + _MOMENTS / ranks
+        learned = count * (state + reference / parts)
+        learned += critic_parameters(config, count) * state
+        trainer += f", {size(learned + _PROCESS * trainer_on_cpu)}"
+        trainer += " each" if ranks > 1 else ""
+        if on_cpu:
+            generator += f", {size(2 * each * count + _PROCESS)}"
+            generator += " each" if launcher.generators > 1 else ""
+        more = f"plus KV, activations and {size(2 * each * count)} of {SHARED_MEMORY}"
+    name = f"trainer of {ranks} ranks" if ranks > 1 else "trainer"
+    name += ", each with a part of the weights" if config.trainer.sharding == "full" else ""
+    several = "s" if launcher.generators > 1 else ""
+    spare = "" if gpus is None or not gpus.spare else f"; not used: {_names(gpus.spare)}"
+    return _line(
+        "processes",
+        f"{name}: {trainer}; {launcher.generators:,} generator{several} ({config.engine_kinds}): "
+        f"{generator}; {more}{spare}",
+    )
+
+
+def memory_line(needs: StepMemory | None, device: Device | None) -> str:
+    """What memory a training step will need, by kind; None: it is not known yet."""
+    text = "not known before the model is here" if needs is None else memory_text(needs, device)
+    return f"{'memory':<10} {text}"  # numbers, and whole: what is cut off may be what matters
+
+
+def turns_line(config: RunConfig, traits: Traits | None) -> str:
+    """How samples of several turns come about; traits None: the environment was not tried."""
+    environment = config.environment
+    back = "not tried"
+    if traits is not None:
+        back = "cannot go back, so its samples are never verified"
+        if traits.restores:
+            back = "goes back by its restore"
+        elif traits.replay is not None:
+            back = f"goes back by replay ({traits.replay})"
+    workers = f"{environment.workers:,} process{'' if environment.workers == 1 else 'es'}"
+    each = " of each generator" if config.launcher.generators > 1 else ""
+    return _line(
+        "turns",
+        f"{environment.name}: at most {environment.max_turns:,} a sample; {back}; "
+        f"{environment.total_sessions:,} open at once, in {workers}{each}",
+    )
+
+
+def results_line(config: RunConfig) -> str:
+    """Where the results are."""
+    return _line("results", f"{config.directory}: report.html, result.json, checkpoints/")
+
+
+def _auto_float32(config: RunConfig, on_cpu: bool) -> bool:
+    return config.engine.dtype == "auto" and on_cpu
+
+
+def _where(config: RunConfig, gpus: tuple[Gpu, ...] | None) -> str:
+    if config.launcher.kind != "local":
+        return f"placed by launcher.kind {config.launcher.kind}"
+    if not gpus:
+        return "CPU"
+    return _names(gpus)
+
+
+def _names(gpus: Sequence[Gpu]) -> str:
+    return f"GPU {', '.join(gpu.name for gpu in gpus)}"
+
+
+def _counted(count: int) -> str:
+    """A number of parameters for people.
+
+    Example:
+        >>> _counted(3_159_296), _counted(70_553_706_496)
+        ('3.2 million', '70.6 billion')
+    """
+    for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count:,}"
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:<10} {shortened(text)}"

@@ -1,0 +1,200 @@
+"""User requests to an active run: both ends of `asyncrl status|watch|stop|pause|resume|...`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config.run_config import load_config
+from asyncrl.errors import UserError
+from asyncrl.runs.command_lines import command_for, resume_command
+from asyncrl.runs.directory import is_alive, read_state
+from asyncrl.steering.status_stream import Audience
+from asyncrl.wire import Hub, Line, RunKey, Unreachable
+from asyncrl.wire.addresses import is_private
+from asyncrl.wire.errors import KeyUnusable, NoReply
+from asyncrl.wire.messages import control
+from asyncrl.wire.refusals import Refusals
+
+logger = logging.getLogger(__name__)
+
+REPLY_SECONDS = 10.0
+"""Longest wait of the command line for the controller's reply."""
+
+_REQUEST_BYTES = 1 << 16
+"""Longest request that the controller accepts."""
+_QUEUED_REQUESTS = 100
+"""Requests, and replies that nobody reads, that may wait for each peer."""
+
+_AT_ONCE = 200
+"""Requests that are being answered at the same time."""
+
+_HUB = "user"
+
+Answer = Callable[[str, control.Request], Awaitable[control.Reply | msgspec.Raw]]
+"""What a peer's request is answered."""
+
+_ENDINGS = {
+    "done": "is done",
+    "stopped": "was stopped",
+    "failed": "failed",
+    None: "was killed",
+}
+"""`RunState.ended` in words."""
+
+
+def control_key_file(run: Path) -> Path:
+    """The file of the key with which users talk to the controller of the run in this folder.
+
+    The key is good for that socket only. It is made at each start of the run.
+    """
+    return run / "control.key"
+
+
+def user_hub(address: str, key: RunKey, refusals: Refusals) -> Hub[control.Request]:
+    """The socket on which the controller takes the requests of users."""
+    return Hub(
+        address,
+        key.hub(_HUB),
+        control.Request,
+        refusals,
+        max_bytes=_REQUEST_BYTES,
+        queued=_QUEUED_REQUESTS,
+    )
+
+
+async def serve_control(
+    hub: Hub[control.Request],
+    answer: Callable[[control.Request], Awaitable[control.Reply | msgspec.Raw]],
+    view: Callable[[], control.ViewReply],
+) -> None:
+    """Answer requests and show the run to those who watch, until cancelled.
+
+    A request that fails is refused. One that takes long (a checkpoint) holds up no other. At most
+    `_AT_ONCE` are being answered.
+    """
+    audience = Audience(hub, view)
+
+    async def answer_of(peer: str, request: control.Request) -> control.Reply | msgspec.Raw:
+        if isinstance(request, control.WatchRequest):
+            return audience.join(peer)
+        return await answer(request)
+
+    showing = asyncio.create_task(audience.show())
+    answering: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            peer, request = await hub.receive()
+            if len(answering) >= _AT_ONCE:
+                await asyncio.wait(answering, return_when=asyncio.FIRST_COMPLETED)
+            task = asyncio.create_task(_answer(hub, peer, request, answer_of))
+            answering.add(task)
+            task.add_done_callback(answering.discard)
+    finally:
+        for task in (showing, *answering):
+            task.cancel()
+
+
+async def _answer(
+    hub: Hub[control.Request],
+    peer: str,
+    request: control.Request,
+    answer: Answer,
+) -> None:
+    try:
+        reply = await answer(peer, request)
+    except Exception as error:
+        logger.exception("%s of %s failed", type(request).__name__, peer)
+        reply = control.Refused(f"the controller failed to carry it out: {error}")
+    with contextlib.suppress(Unreachable):  # the user did not wait
+        await hub.send(peer, reply)
+
+
+def ask(run: Path, request: control.Request) -> control.Reply:
+    """Send a request to the controller of a run and wait for the reply.
+
+    Raises:
+        UserError: the run is not active, or its sockets cannot be trusted.
+        NoReply: the controller did not answer in time.
+    """
+    return asyncio.run(send_order(run, request))
+
+
+async def send_order(run: Path, request: control.Request) -> control.Reply:
+    """As `ask`, for callers with an event loop."""
+    address, key = _door(run)
+    try:
+        return await send_request(address, key, request, _patience(run, request))
+    except NoReply:
+        _door(run)  # raises if the run has ended meanwhile
+        raise
+
+
+def _patience(run: Path, request: control.Request) -> float:
+    """Longest wait for the answer, in seconds; to `checkpoint`, until it is on the disk."""
+    if not isinstance(request, control.CheckpointRequest):
+        return REPLY_SECONDS
+    return REPLY_SECONDS + load_config(run / "config.yaml").launcher.checkpoint_seconds
+
+
+def open_line(run: Path) -> Line[control.Reply]:
+    """A connection to the controller of a run, for many requests. Raises UserError, as `ask`."""
+    return _line(*_door(run))
+
+
+def _door(run: Path) -> tuple[str, RunKey]:
+    """Where the controller of a run takes requests, and the key for it. Raises UserError."""
+    state = read_state(run)
+    if state is None or not is_alive(run):
+        ended = _ENDINGS[None if state is None else state.ended]
+        raise UserError(
+            f"the run in {run} is not active: it {ended}. Resume it with "
+            f"`{resume_command(run)}`, or write its report with `{command_for('report', run)}`; "
+            f"its logs are in {run / 'logs'}"
+        )
+    if not state.control_address:
+        raise UserError(
+            f"the run in {run} is starting and cannot be asked yet: its launcher waits for a "
+            "cluster or for agents. What it waits for is in the output of `asyncrl run`"
+        )
+    folder = Path(state.control_address.removeprefix("ipc://")).parent
+    if not folder.is_dir():
+        raise UserError(
+            f"cannot talk to the run in {run}: the folder of its sockets, {folder}, was removed. "
+            "The run makes it again within seconds, so try again; where it cannot, it ends after a "
+            f"checkpoint. `kill -TERM {state.pid}` on its machine does what `asyncrl stop` does"
+        )
+    if not is_private(folder):
+        raise UserError(
+            f"cannot talk to the run in {run}: other users can access the folder of its sockets, "
+            f"{folder}. `chmod 700 {folder}` makes it private; `kill -TERM {state.pid}` ends the "
+            "run in order"
+        )
+    try:
+        key = RunKey.read(control_key_file(run))
+    except KeyUnusable as error:
+        raise UserError(f"cannot talk to the run in {run}: {error}") from error
+    return state.control_address, key
+
+
+def _line(address: str, key: RunKey) -> Line[control.Reply]:
+    name = f"user-{os.getpid()}-{os.urandom(4).hex()}"
+    return Line(address, key.line(_HUB, name), control.Reply)
+
+
+async def send_request(
+    address: str, key: RunKey, request: control.Request, seconds: float = REPLY_SECONDS
+) -> control.Reply:
+    """Send one request and wait for the reply. Raises NoReply."""
+    line = _line(address, key)
+    try:
+        await line.send(request)
+        return await line.receive_within(seconds, what="the controller's answer")
+    finally:
+        line.close()

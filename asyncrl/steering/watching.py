@@ -1,0 +1,121 @@
+"""`asyncrl watch`: the live view, attached to a run that was started elsewhere.
+
+    watch ── WatchRequest, again every ASK_SECONDS ──► controller
+      ▲                                                   │
+      └──── ViewReply, once a second, the same for all ◄──┘
+
+A watcher that is killed, stopped or slow costs the run nothing. It runs on the machine of the
+controller, so it gives way to whatever trains there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+
+import msgspec
+from rich.console import Console
+
+from asyncrl.config.run_config import load_config
+from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.monitoring.live import LiveView
+from asyncrl.monitoring.run_view import RunView
+from asyncrl.runs.command_lines import resume_command
+from asyncrl.runs.directory import is_alive, read_state
+from asyncrl.steering.control_socket import REPLY_SECONDS, open_line
+from asyncrl.steering.status_stream import VIEW_SECONDS
+from asyncrl.wire.errors import NoReply
+from asyncrl.wire.messages import control
+
+ASK_SECONDS = control.WATCH_SECONDS / 3
+"""Between two requests of a watcher."""
+_NICE = 15
+_LOOK_SECONDS = 1.0
+"""Between two looks at whether the run is active, while nothing comes."""
+
+
+async def watch(run: Path, console: Console) -> None:
+    """Show a run until it ends, or until the user ends this.
+
+    Raises:
+        UserError: the run is not active, or its sockets cannot be trusted.
+    """
+    with contextlib.closing(Watching(run)) as watching:
+        os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+        config = load_config(run / "config.yaml")
+        settings = config.monitoring.model_copy(update={"live": "auto"})
+        with LiveView(
+            settings, config.run.steps, config.run.name, console, refresh_seconds=VIEW_SECONDS
+        ) as view:
+            while (shown := await watching.view(view.log)) is not None:
+                view.update(shown)
+            view.log(_how_it_ended(run))
+
+
+class Watching:
+    """A place in the audience of a run. Raises UserError, as `open_line`."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._line = open_line(run)
+        self._ask_at = float("-inf")
+        self._silent = 0
+
+    async def view(self, log: Callable[[str], None]) -> RunView | None:
+        """The next view; None once the run has ended. Waits for as long as nothing comes.
+
+        Raises:
+            AsyncrlError: the controller refuses.
+        """
+        while True:
+            await self._ask()
+            with contextlib.suppress(NoReply):
+                reply = await self._line.receive_within(_LOOK_SECONDS, what="the run's state")
+                self._silent = 0
+                if isinstance(reply, control.Refused):
+                    raise AsyncrlError(reply.reason)
+                if not isinstance(reply, control.ViewReply):
+                    raise AsyncrlError(f"the controller answered with {reply}")
+                return msgspec.convert(reply.view, RunView)
+            if not is_alive(self._run):
+                return None
+            self._silent += 1
+            if self._silent * _LOOK_SECONDS >= REPLY_SECONDS:
+                log(f"the controller has not answered for {REPLY_SECONDS:.0f} s; asking again")
+                if not self._open_again():
+                    return None
+
+    async def _ask(self) -> None:
+        """Ask for views, if it is time to."""
+        now = monotonic()
+        if now >= self._ask_at:
+            self._ask_at = now + ASK_SECONDS
+            await self._line.send(control.WatchRequest())
+
+    def _open_again(self) -> bool:
+        """Replace the connection. False: the run has ended."""
+        self._line.close()
+        self._silent, self._ask_at = 0, float("-inf")
+        try:
+            self._line = open_line(self._run)
+        except UserError:
+            if not is_alive(self._run):
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._line.close()
+
+
+def _how_it_ended(run: Path) -> str:
+    state = read_state(run)
+    ended = None if state is None else state.ended
+    if ended == "done":
+        return "the run is done"
+    how = {"stopped": "was stopped", "failed": "failed", None: "was killed"}[ended]
+    return f"the run {how}; continue it with: {resume_command(run)}"

@@ -1,0 +1,106 @@
+"""Checkpoints as Hugging Face directories: `asyncrl export`, and where a model is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.errors import UserError
+from asyncrl.runs.directory import find_run
+from asyncrl.trainer.checkpoint_files import choose, path_of
+from asyncrl.trainer.checkpoint_manifest import read_manifest
+from asyncrl.trainer.errors import CheckpointError
+from asyncrl.trainer.export_files import RECORD, default_place, is_export_of
+from asyncrl.trainer.lora.files import ADAPTER
+
+
+def export_run(
+    run: str,
+    runs: Path,
+    step: int | None,
+    output: Path | None,
+    dtype: str | None,
+    *,
+    merge: bool = False,
+) -> tuple[Path, bool]:
+    """Export a checkpoint of a run.
+
+    Args:
+        run: its name or folder.
+        runs: the folder of runs by name.
+        step: which; None: the newest whole one.
+        output: where to; None: RUN/exports/step-NNNNNN.
+        dtype: of the weights; None: as they are trained.
+        merge: of a run with LoRA, write the merged model and not the adapter.
+
+    Returns:
+        The directory, and whether it is there only now.
+
+    Raises:
+        UserError: there is no such checkpoint, it is damaged or of another format, or something
+            else is where it would be written.
+    """
+    checkpoints = find_run(run, runs) / "checkpoints"
+    try:
+        if step is None:
+            checkpoint = choose(checkpoints).directory
+            if checkpoint is None:
+                raise UserError(f"the run {checkpoints.parent} has no checkpoint yet")
+        else:
+            checkpoint = path_of(checkpoints, step)
+            if not checkpoint.is_dir():
+                choose(checkpoints, step)  # says which there are
+        if output is not None and output.exists():
+            raise UserError(f"{output} exists and is not replaced; give another --output")
+        adapter = (checkpoint / ADAPTER).is_dir()
+        if merge and not adapter:
+            raise UserError(f"--merge: {checkpoint} has no adapter, it is a whole model already")
+        adapter = adapter and not merge
+        place = output or default_place(checkpoint, dtype, adapter=adapter)
+        if is_export_of(place, checkpoint, dtype):
+            return place, False
+        _export(checkpoint, place, dtype, adapter=adapter)
+    except CheckpointError as error:
+        raise UserError(str(error)) from error
+    return place, True
+
+
+def model_of(checkpoint: Path, say: Callable[[str], None]) -> Path:
+    """The model of a checkpoint, exported to its place in the run's folder unless it is there.
+
+    Args:
+        checkpoint: a folder `step-NNNNNN`.
+        say: shows a sentence to the user.
+
+    Raises:
+        UserError: it is damaged or of another format, or cannot be exported there.
+    """
+    place = default_place(checkpoint)
+    try:
+        if not is_export_of(place, checkpoint):
+            say(f"exporting the model of {checkpoint} to {place}")
+            _export(checkpoint, place, None)
+    except CheckpointError as error:
+        raise UserError(f"{error}. `asyncrl export` writes it elsewhere with --output") from error
+    return place
+
+
+def describe(exported: Path) -> str:
+    """What an export is, for the terminal."""
+    import msgspec
+
+    from asyncrl.trainer.export_files import ExportRecord
+
+    record = msgspec.json.decode((exported / RECORD).read_bytes(), type=ExportRecord)
+    size = sum(one.bytes for one in record.files.values())
+    return f"step {record.policy_version}, {record.dtype}, {size / 1e9:.2f} GB"
+
+
+def _export(checkpoint: Path, place: Path, dtype: str | None, *, adapter: bool = False) -> None:
+    read_manifest(checkpoint)  # says that it is of another format before torch is imported
+    import torch
+
+    from asyncrl.trainer.export import export, export_adapter
+
+    write = export_adapter if adapter else export
+    write(checkpoint, place, getattr(torch, dtype) if dtype else None)

@@ -1,0 +1,127 @@
+"""An algorithm of the user's own: `trainer.algorithm: path/to/file.py:Class` or `my.module:Class`.
+
+    python -m asyncrl.trainer_process.custom_algorithm < CONFIG_JSON
+
+The trainer's process loads the class before it makes the learner. Before a run starts, the
+controller has a process of its own load and try it, by the command above: the last line of its
+standard output is the reason why the class cannot be used, as JSON, or null.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.errors import UserError
+from asyncrl.trainer.algorithms.base import Algorithm, TokenBatch, compares_samples
+from asyncrl.trainer.algorithms.factory import make
+from asyncrl.trainer.algorithms.registry import is_own, provide
+from asyncrl.user_code.error_text import last_lines
+from asyncrl.user_code.loading import FunctionKind, load_object, search
+
+KIND = FunctionKind(
+    noun="trainer.algorithm", signature="Class(settings)", arguments=(), error=UserError
+)
+
+
+def load_own_algorithm(name: str) -> None:
+    """Make the class known to `asyncrl.trainer.algorithms`, if `name` is one of the user's.
+
+    Exceptions that the user's module raises while it is imported become errors of one paragraph.
+
+    Raises:
+        UserError: there is no such class, or it is no algorithm.
+    """
+    if not is_own(name):
+        return
+    search(str(Path.cwd()))
+    try:
+        found = load_object(KIND, name)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"trainer.algorithm {name!r} cannot be imported:\n{last_lines()}"
+        ) from error
+    lacking = [n for n in ("from_config", "advantages", "loss", "signals") if not hasattr(found, n)]
+    if lacking or not isinstance(found, type):
+        raise UserError(
+            f"trainer.algorithm {name!r} is no class with the members of an algorithm; it lacks "
+            f"{', '.join(lacking) or 'a class'} (docs/algorithms.md#an-algorithm-of-your-own)"
+        )
+    provide(name, found)
+
+
+def try_own_algorithm(config: RunConfig) -> None:
+    """Load the class, and compute the advantages of a group and the loss of a few tokens.
+
+    Raises:
+        UserError: it cannot be loaded, fails, or does not do what an algorithm does.
+    """
+    name, size = config.trainer.algorithm, config.scheduler.group_size
+    load_own_algorithm(name)
+    try:
+        algorithm = make(config.trainer)
+        advantages = np.asarray(algorithm.advantages(np.arange(size, dtype=np.float64)))
+        problem = _problem(algorithm, advantages, size)
+    except Exception as error:
+        raise UserError(
+            f"trainer.algorithm {name!r} failed as it was tried:\n{last_lines()}"
+        ) from error
+    if problem is None and config.scheduler.dynamic_sampling.enabled:
+        problem = _signal_problem(algorithm, size)
+    if problem is not None:
+        raise UserError(f"trainer.algorithm {name!r}: {problem}")
+
+
+def _problem(algorithm: Algorithm, advantages: Any, size: int) -> str | None:
+    if advantages.shape != (size,) or not np.isfinite(advantages).all():
+        return (
+            f"advantages of {size} rewards must be {size} finite numbers, got {advantages!r:.200}"
+        )
+    logprobs = torch.full((size,), -1.0, requires_grad=True)
+    there, given = logprobs.detach(), torch.as_tensor(advantages, dtype=torch.float32)
+    owners = torch.arange(size)
+    found = algorithm.loss(
+        TokenBatch(logprobs, there, given, torch.ones(size), there, owners=owners)
+    )
+    if found.sums.keys() != algorithm.signals.keys():
+        return (
+            f"loss must report its signals, {sorted(algorithm.signals)}, but reports "
+            f"{sorted(found.sums)}"
+        )
+    if found.loss.shape != () or not torch.isfinite(found.loss):
+        return f"loss must be one finite number, got {found.loss.detach()!r:.200}"
+    return None
+
+
+def _signal_problem(algorithm: Algorithm, size: int) -> str | None:
+    if not compares_samples(algorithm):
+        return (
+            "scheduler.dynamic_sampling.enabled leaves out groups whose rewards are all equal. "
+            "Say `compares_samples = True` in the class if it learns nothing from them, or "
+            "disable it"
+        )
+    if np.any(algorithm.advantages(np.ones(size))):
+        return "compares_samples is True, but advantages of equal rewards are not all 0"
+    return None
+
+
+def main() -> None:
+    """Print why the class cannot be used."""
+    reason = None
+    try:
+        try_own_algorithm(RunConfig.model_validate_json(sys.stdin.read()))
+    except UserError as error:
+        reason = str(error)
+    sys.stdout.write(f"\n{json.dumps(reason)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Decides which deliveries the trainer keeps: those that were ordered, as they were reported.
+
+    controller ── Expect ──►┐
+                            ├─► kept: queued and acknowledged
+    generator ─ delivery ──►┘   early: its order has not come; it waits, unacknowledged
+                                given back: it has no room to wait; asked for with its order
+                                refused: it is not what was ordered, or what no run orders
+
+An order and its delivery come over different sockets, and either may be late by any time. So a
+delivery before its order is no fault of its sender, nor is one whose order names another generator:
+that one may be lost, and the new order be on its way. No sockets, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from asyncrl.rewards.values import MAX_FLOAT32
+from asyncrl.rollout.trajectory import SampleId, Trajectory
+from asyncrl.trainer.errors import BatchError
+from asyncrl.trainer_process.group_queue import GroupQueue
+from asyncrl.wire.frames import decode_trajectory, digest_of
+from asyncrl.wire.messages.data import TrajectoryDelivery
+from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
+
+EARLY_BYTES = 64 << 20
+"""Of all deliveries together that wait for their orders."""
+_HEAD_BYTES = 2048
+"""What a delivery takes besides its arrays, at most."""
+_GIVEN_BACK = 1 << 16
+"""Samples that are remembered as given back. A generator that is not asked for one sends it again
+all the same, after a while."""
+
+
+class Wanted(NamedTuple):
+    """What an order finds of its samples."""
+
+    here: Sequence[TrajectoryDelivery]
+    """They have waited for it; `receive` takes them now."""
+    given_back: Sequence[SampleId]
+    """They came before it and were not kept: ask their generator to send them again."""
+
+
+class DeliveryNotKept(Exception):  # noqa: N818 - says what happened
+    """A delivery is refused.
+
+    Args:
+        text: what is wrong with it.
+        was_ordered: whether the run waits for this sample of this generator.
+    """
+
+    def __init__(self, text: str, *, was_ordered: bool) -> None:
+        super().__init__(text)
+        self.was_ordered = was_ordered
+
+
+class Intake:
+    """Compares deliveries with orders and queues those that agree.
+
+    Args:
+        queue: gets what is kept.
+        check: raises BatchError for a trajectory that cannot be trained on now.
+        functions: reward functions of the run.
+        steps: of the run.
+        early_bytes: of all deliveries together that wait for their orders.
+    """
+
+    def __init__(
+        self,
+        queue: GroupQueue,
+        check: Callable[[Trajectory], None],
+        *,
+        functions: int,
+        steps: int,
+        early_bytes: int = EARLY_BYTES,
+    ) -> None:
+        self._queue = queue
+        self._check = check
+        self._functions = functions
+        self._steps = steps
+        self._early_bytes = early_bytes
+        self._orders: dict[SampleId, tuple[Expect, ExpectedSample]] = {}
+        self._early: defaultdict[str, dict[SampleId, TrajectoryDelivery]] = defaultdict(dict)
+        self._held_bytes: dict[str, int] = {}
+        """Of each generator's early deliveries."""
+        self._given_back: OrderedDict[tuple[str, SampleId], int] = OrderedDict()
+        """The step of each."""
+        self._lost: set[str] = set()
+        """Generators that are lost. A name is not used again."""
+
+    def expect(self, order: Expect, *, next_step: int) -> Wanted:
+        """Note an order, and find its samples that came before it."""
+        here: list[TrajectoryDelivery] = []
+        again: list[SampleId] = []
+        if order.step < next_step:
+            return Wanted(here, again)
+        for expected in order.samples:
+            sample, generator = expected.sample, order.generator
+            if not self._queue.knows(sample, step=order.step, next_step=next_step):
+                self._orders[sample] = order, expected
+            early = self._take_early(generator, sample)
+            if early is not None:
+                here.append(early)
+            elif self._given_back.pop((generator, sample), None) is not None:
+                again.append(sample)
+        return Wanted(here, again)
+
+    def withdraw(self, generator: str) -> None:
+        """A generator is lost: its orders hold no more, and what it sent before them is dropped."""
+        self._lost.add(generator)
+        for sample, (order, _) in list(self._orders.items()):
+            if order.generator == generator:
+                del self._orders[sample]
+        self._early.pop(generator, None)
+        self._held_bytes.pop(generator, None)
+        for key in [key for key in self._given_back if key[0] == generator]:
+            del self._given_back[key]
+
+    def receive(self, generator: str, delivery: TrajectoryDelivery, *, next_step: int) -> bool:
+        """Take a delivery in; False if its order has not come and it must not be acknowledged yet.
+
+        Raises:
+            DeliveryNotKept: it is not what was ordered, or nothing that could be.
+        """
+        sample, ordered = delivery.sample, self._orders.get(delivery.sample)
+        if ordered is None or ordered[0].generator != generator:
+            known = self._queue.knows(sample, step=delivery.step, next_step=next_step)
+            if known or generator in self._lost:
+                self._queue.duplicates += 1
+                return True
+            self._hold(generator, delivery)
+            return False
+        order, expected = ordered
+        try:
+            trajectory = self._compare(delivery, order, expected)
+            self._queue.add(delivery, trajectory, generator=generator, next_step=next_step)
+        except (ArithmeticError, BatchError, ValueError) as error:
+            raise DeliveryNotKept(
+                f"sample {sample} of {generator}: {error}", was_ordered=True
+            ) from error
+        del self._orders[sample]
+        return True
+
+    def _hold(self, generator: str, delivery: TrajectoryDelivery) -> None:
+        """Have a delivery wait for its order; give back the newest ones that have no room.
+
+        Those of the generator that holds the most are given back, so that none takes the room of
+        another.
+
+        Raises:
+            DeliveryNotKept: no run orders such a thing.
+        """
+        sample = delivery.sample
+        try:
+            self._refuse_impossible(delivery)
+            self._trainable(delivery)
+        except (ArithmeticError, BatchError, ValueError) as error:
+            # If it is ordered after all, the run must hear what is wrong with it.
+            self._give_back(generator, delivery)
+            raise DeliveryNotKept(
+                f"sample {sample} of {generator}, which was not ordered: {error}", was_ordered=False
+            ) from error
+        self._take_early(generator, sample)
+        self._given_back.pop((generator, sample), None)
+        self._early[generator][sample] = _copied(delivery)
+        held = self._held_bytes
+        held[generator] = held.get(generator, 0) + _bytes_of(delivery)
+        while sum(held.values()) > self._early_bytes:
+            most = max(held, key=lambda one: held[one])
+            newest = next(reversed(self._early[most].values()))
+            self._take_early(most, newest.sample)
+            self._give_back(most, newest)
+
+    def _give_back(self, generator: str, delivery: TrajectoryDelivery) -> None:
+        """Keep only that this delivery has come."""
+        self._given_back[generator, delivery.sample] = delivery.step
+        if len(self._given_back) > _GIVEN_BACK:
+            self._given_back.popitem(last=False)
+
+    def _take_early(self, generator: str, sample: SampleId) -> TrajectoryDelivery | None:
+        """A delivery that waits, which does so no more."""
+        waiting = self._early.get(generator, {})
+        delivery = waiting.pop(sample, None)
+        if delivery is not None:
+            self._held_bytes[generator] -= _bytes_of(delivery)
+            if not waiting:
+                del self._early[generator], self._held_bytes[generator]
+        return delivery
+
+    def forget_before(self, step: int) -> None:
+        """Drop what belongs to earlier steps: orders of groups that failed, what nobody ordered."""
+        for sample, (order, _) in list(self._orders.items()):
+            if order.step < step:
+                del self._orders[sample]
+        for generator, waiting in list(self._early.items()):
+            for sample in [one for one, early in waiting.items() if early.step < step]:
+                self._take_early(generator, sample)
+        for key in [key for key, of_step in self._given_back.items() if of_step < step]:
+            del self._given_back[key]
+
+    def _refuse_impossible(self, delivery: TrajectoryDelivery) -> None:
+        """Raise ValueError for a sample that no order can name."""
+        group, sample = delivery.sample.group, delivery.sample.sample
+        if group < 0 or not 0 <= sample < self._queue.group_size:
+            raise ValueError(f"no group of {self._queue.group_size} has this sample")
+        if delivery.step >= self._steps:
+            raise ValueError(f"it is for step {delivery.step} of a run of {self._steps}")
+
+    def _compare(
+        self, delivery: TrajectoryDelivery, order: Expect, expected: ExpectedSample
+    ) -> Trajectory:
+        """The trajectory of a delivery that is what was ordered, and trainable.
+
+        Raises:
+            ValueError, ArithmeticError, BatchError: it is not.
+        """
+        if delivery.step != order.step:
+            raise ValueError(f"it is for step {delivery.step}, ordered for step {order.step}")
+        trajectory = self._trainable(delivery)
+        described = (len(trajectory.tokens), trajectory.oldest_version)
+        if described != (expected.length, expected.oldest_version):
+            raise ValueError(
+                f"it has {described[0]} tokens of versions from {described[1]} on, but was "
+                f"reported with {expected.length} from {expected.oldest_version} on"
+            )
+        if digest_of(delivery) != expected.digest:
+            raise ValueError("its contents differ from those that were reported (digest)")
+        return trajectory
+
+    def _trainable(self, delivery: TrajectoryDelivery) -> Trajectory:
+        """The trajectory of a delivery. Raises as `_compare` for one that cannot be trained on."""
+        for reward in (delivery.reward, *delivery.terms):
+            if not abs(reward) <= MAX_FLOAT32:
+                raise ValueError(f"its reward {reward} is not finite in float32")
+        if len(delivery.terms) not in (0, self._functions):
+            raise ValueError(f"it has rewards of {len(delivery.terms)} functions")
+        trajectory = decode_trajectory(delivery)
+        self._check(trajectory)
+        return trajectory
+
+
+def _arrays(delivery: TrajectoryDelivery) -> dict[str, memoryview]:
+    return {
+        "prompt_tokens": delivery.prompt_tokens,
+        "tokens": delivery.tokens,
+        "behaviour_logprobs": delivery.behaviour_logprobs,
+        "provenance": delivery.provenance,
+    }
+
+
+def _bytes_of(delivery: TrajectoryDelivery) -> int:
+    return _HEAD_BYTES + sum(len(array) for array in _arrays(delivery).values())
+
+
+def _copied(delivery: TrajectoryDelivery) -> TrajectoryDelivery:
+    """The delivery without the frame that it came in, which may be much longer."""
+    copies = {name: memoryview(bytes(array)) for name, array in _arrays(delivery).items()}
+    return replace(delivery, **copies)

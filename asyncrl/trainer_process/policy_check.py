@@ -1,0 +1,240 @@
+"""Compares the log-probabilities of each generator with the trainer's before they are trained on.
+
+    accumulate ─► add: sums by generator, its most suspicious trajectories
+    before the optimizer step ─► findings: generators newly beyond what rounding explains, and why
+
+Bits of weights do not show a wrong temperature, KV of older weights, or a kernel that reads other
+memory. Log-probabilities do. Only trajectories that are wholly of the trainer's version count:
+tokens on KV of several versions follow no policy, which `on_update: keep` allows.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.rollout.contexts import contexts_of
+from asyncrl.rollout.trajectory import FloatArray, Trajectory
+from asyncrl.trainer.diagnosis import explain, logprobs_of
+from asyncrl.trainer.disagreement import MIN_TOKENS, Disagreement, Limits
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer_process.group_queue import WholeGroup
+from asyncrl.wire.frames import encode_floats, encode_tokens
+from asyncrl.wire.messages.from_trainer import SuspectSample, WrongPolicyFound
+from asyncrl.wire.weights.writer import WeightPublisher
+from asyncrl.wire.wrong_policy import WrongPolicy
+
+_SUSPECTS = 4
+"""Trajectories of a generator that are kept for an explanation."""
+_EXPLAINED = 2
+"""Generators whose cause is looked for in a step. It takes about ten forward passes over the
+suspects of each, and as long as two copies of the weights; what is wrong with many is mostly the
+same."""
+PROVISIONAL_STEPS = 20
+"""Of `PolicyCheck`, where engines or trainer are on GPUs."""
+_MAX_SUSPECT_TOKENS = 1 << 17
+"""Of those that are sent to the controller, with 16 bytes each: 2 of the 16 MiB of a message."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of one generator's tokens."""
+
+    sums: Disagreement = field(default_factory=Disagreement)
+    worst: list[tuple[float, int, Trajectory]] = field(default_factory=list)
+    """A heap: mean difference, a number that orders equal ones, the trajectory."""
+
+
+class PolicyCheck:
+    """Judges generators by the tokens of a step.
+
+    A generator with fewer than MIN_TOKENS in a step is judged with those of later steps. Until then
+    what was last found of it holds.
+
+    Args:
+        limits: what rounding explains.
+        policy: the trainer's.
+        publisher: has the weights of the version before.
+        provisional_steps: in so many steps of the run, a finding without a known cause is said and
+            ends nothing: what rounding does on these GPUs is not known before. What still holds
+            afterwards is found again.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        policy: Policy,
+        publisher: WeightPublisher,
+        *,
+        provisional_steps: int = 0,
+    ) -> None:
+        self._provisional_steps = provisional_steps
+        self._was_provisional = False
+        self._limits = limits
+        self._policy = policy
+        self._publisher = publisher
+        self._unread: list[tuple[WholeGroup, Tensor]] = []
+        self._records: dict[str, _Record] = {}
+        self._disagreed: set[str] = set()
+        """Generators beyond the limits when they were last judged."""
+        self._of_step: set[str] = set()
+        """Generators whose trajectories are in the step."""
+        self.follows = True
+        """Whether no generator of the step that was judged last is beyond the limits."""
+        self._count = 0
+
+    def add(self, group: WholeGroup, rows: Tensor) -> None:
+        """Note the `[G, SUMS]` disagreement of a group's trajectories, which is read later."""
+        self._unread.append((group, rows))
+
+    def _read(self) -> None:
+        """Take over what was noted; one transfer from the device."""
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        read = torch.cat([rows for _, rows in unread]).cpu().numpy()
+        start = 0
+        for group, rows in unread:
+            self._add(group, read[start : start + len(rows)])
+            start += len(rows)
+
+    def _add(self, group: WholeGroup, rows: NDArray[np.float64]) -> None:
+        self._of_step.update(group.generators)
+        for generator, trajectory, row in zip(
+            group.generators, group.trajectories, rows, strict=True
+        ):
+            found = Disagreement(*row.tolist())
+            if not found.tokens:
+                continue
+            record = self._records.setdefault(generator, _Record())
+            record.sums += found
+            self._count += 1
+            entry = (found.mean, self._count, trajectory)
+            push = heapq.heappushpop if len(record.worst) == _SUSPECTS else heapq.heappush
+            push(record.worst, entry)
+
+    def findings(self, version: int) -> list[WrongPolicyFound]:
+        """The generators that are newly found not to follow the trainer's policy.
+
+        Forgets the step. Slow if there is one. A generator is found again after it has agreed.
+        """
+        self._read()
+        is_provisional = version < self._provisional_steps
+        if self._was_provisional and not is_provisional:
+            self._disagreed.clear()
+        self._was_provisional = is_provisional
+        wrong = {n: one for n, one in self._records.items() if self._limits.exceeded_by(one.sums)}
+        new = sorted(wrong.keys() - self._disagreed, key=lambda n: (-wrong[n].sums.mean, n))
+        found = [
+            self._explained(name, wrong[name], version, look=place < _EXPLAINED)
+            for place, name in enumerate(new)
+        ]
+        if is_provisional:
+            found = [
+                msgspec.structs.replace(one, provisional=one.found.cause == "unknown")
+                for one in found
+            ]
+        judged = {n for n, record in self._records.items() if record.sums.tokens >= MIN_TOKENS}
+        self._disagreed -= judged
+        self._disagreed.update(wrong)
+        self.follows = self._disagreed.isdisjoint(self._of_step)
+        self._of_step.clear()
+        # Too few tokens are added to those of the next step. Its suspects are of its own version.
+        self._records = {
+            name: _Record(record.sums)
+            for name, record in self._records.items()
+            if record.sums.tokens < MIN_TOKENS
+        }
+        return found
+
+    def _explained(
+        self, generator: str, record: _Record, version: int, *, look: bool
+    ) -> WrongPolicyFound:
+        """The finding about a generator, with its cause if it is to be looked for."""
+        sums = record.sums
+        suspects = [trajectory for _, _, trajectory in sorted(record.worst, reverse=True)]
+        text = (
+            f"the log-probabilities of {generator} are not those of version {version}: over "
+            f"{sums.tokens:.0f} tokens they differ from the trainer's {_how(sums, self._limits)}"
+        )
+        wrong = WrongPolicy("unknown", generator, version, text)
+        if not look:
+            return _unexplained(wrong, f"was not looked for, as {_EXPLAINED} others are worse")
+        if self._policy.is_sharded:
+            return _unexplained(
+                wrong, "was not looked for, as no rank computes alone with trainer.sharding: full"
+            )
+        try:
+            return self._with_cause(wrong, suspects)
+        except RuntimeError as error:  # mostly no memory; without the cause, it is still a finding
+            return _unexplained(wrong, f"could not be looked for: {error}")
+
+    def _with_cause(self, wrong: WrongPolicy, suspects: list[Trajectory]) -> WrongPolicyFound:
+        """The finding with the cause that the trainer can tell, or with samples to score again."""
+        version = wrong.policy_version
+        known = explain(
+            self._policy,
+            suspects,
+            self._limits,
+            previous=self._publisher.tensors_of(version - 1),
+            version=version,
+        )
+        if known is not None:
+            text = f"{wrong.text}; {known.text}"
+            return WrongPolicyFound(msgspec.structs.replace(wrong, cause=known.cause, text=text))
+        samples = _to_send(self._policy, suspects)
+        if not samples:
+            return _unexplained(wrong, "is not known; the samples are too long to be scored again")
+        return WrongPolicyFound(wrong, limit=self._limits.mean, samples=samples)
+
+
+def _how(sums: Disagreement, limits: Limits) -> str:
+    """By how much, and what would be rounding: the mean, or the slope if only that is too large."""
+    if sums.mean > limits.mean:
+        return f"by {sums.mean:.2g} nats on average (rounding explains {limits.mean:g})"
+    off = 100 * abs(math.expm1(sums.slope))
+    return f"as at a temperature that is {off:.2g}% off (rounding explains {100 * limits.slope:g}%)"
+
+
+def _unexplained(wrong: WrongPolicy, why: str) -> WrongPolicyFound:
+    return WrongPolicyFound(msgspec.structs.replace(wrong, text=f"{wrong.text}; the cause {why}"))
+
+
+def _to_send(policy: Policy, suspects: list[Trajectory]) -> tuple[SuspectSample, ...]:
+    """The most suspicious samples, within bounds, with the trainer's log-probabilities."""
+    chosen: list[Trajectory] = []
+    room = _MAX_SUSPECT_TOKENS
+    for one in suspects:
+        tokens = len(one.prompt_tokens) + len(one.tokens)
+        if tokens <= room:
+            room -= tokens
+            chosen.append(one)
+    return tuple(
+        context
+        for one, expected in zip(chosen, logprobs_of(policy, chosen), strict=True)
+        for context in _contexts(one, expected)
+    )
+
+
+def _contexts(one: Trajectory, expected: FloatArray) -> Iterator[SuspectSample]:
+    """The contexts of a trajectory, with what the trainer expects of its trained tokens."""
+    whole = np.zeros(len(one.tokens), np.float32)
+    whole[one.trained] = expected
+    for context in contexts_of(one):
+        place = slice(context.start, context.start + len(context.response))
+        observed = ~context.trained
+        yield SuspectSample(
+            prompt_tokens=encode_tokens(context.prompt),
+            tokens=encode_tokens(context.response),
+            recorded=encode_floats(one.behaviour_logprobs[place]),
+            expected=encode_floats(whole[place]),
+            observed=observed.astype(np.uint8).tobytes() if observed.any() else b"",
+        )

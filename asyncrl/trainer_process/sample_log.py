@@ -1,0 +1,183 @@
+"""Writes every trained sample to RUN/samples/, in a thread of its own.
+
+The records of a step are handed over after its optimizer step. A checkpoint waits until they are
+written. A trainer that resumes from a checkpoint drops the records of later steps before it trains
+them again, so the log holds each trained sample exactly once, whenever a process was killed.
+
+A log that cannot be written never ends a run: the records are counted as lost and the error is
+logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config.run_section import RunSection
+from asyncrl.monitoring.metrics import TrainerMetrics
+from asyncrl.monitoring.samples import SampleSegment
+from asyncrl.monitoring.trained_samples import SampleFiles, TrainedSample, truncate
+from asyncrl.rollout.trajectory import BoolArray, IntArray, Provenance, Trajectory
+from asyncrl.trainer.errors import Superseded
+from asyncrl.trainer.fence import UNFENCED, Fence
+from asyncrl.trainer_process.group_queue import WholeGroup
+
+logger = logging.getLogger("asyncrl.trainer")
+
+WRITE_SECONDS = 60.0
+"""Longest wait for the records of one step to be written."""
+
+
+def drop_repeated(folder: Path, step: int) -> None:
+    """Drop the records of `step` and later steps, which are trained again.
+
+    If the disk does not allow it, the error is logged and training begins.
+    """
+    try:
+        truncate(folder, before_step=step)
+    except OSError as error:
+        logger.error(
+            "the samples of step %d and later steps could not be dropped from %s: %s. They are "
+            "trained again and will be there twice. Training continues",
+            step,
+            folder,
+            error,
+        )
+
+
+class TrainedSampleLog:
+    """Writes the samples of finished steps. At most one step's records wait at a time.
+
+    Args:
+        folder: of the files.
+        tokenizer: decodes prompts and responses.
+        settings: `run.log_samples` and its companions.
+        metrics: count the records that could not be written.
+        fence: keeps a trainer that was replaced from writing.
+        ranks: of the trainer, which share the limit.
+        labels: what the parts of a reward are called.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Any,
+        settings: RunSection,
+        metrics: TrainerMetrics,
+        fence: Fence = UNFENCED,
+        ranks: int = 1,
+        labels: Sequence[str] = (),
+    ) -> None:
+        limit = (settings.log_samples_mb << 20) // ranks
+        self._files = SampleFiles(folder, limit_bytes=limit)
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._labels = labels
+        self._with_tokens = settings.log_sample_tokens
+        self._metrics = metrics
+        self._fence = fence
+        self._thread = ThreadPoolExecutor(1, "sample-log")
+        self._writing: asyncio.Future[None] | None = None
+        self._patience = WRITE_SECONDS
+
+    async def record(self, step: int, groups: Sequence[WholeGroup]) -> None:
+        """Hand over the samples of a finished step; waits for those of the step before."""
+        if await self.written():
+            self._writing = asyncio.get_running_loop().run_in_executor(
+                self._thread, self._write, step, groups
+            )
+        else:
+            self._lose(step, groups, f"no answer from the disk within {WRITE_SECONDS:.0f} s")
+
+    async def written(self) -> bool:
+        """Wait until all records are written or lost; False if that takes too long."""
+        if self._writing is None:
+            return True
+        done, _ = await asyncio.wait({self._writing}, timeout=self._patience)
+        self._patience = WRITE_SECONDS if done else 0.0  # a hanging disk is waited for once
+        return bool(done)
+
+    async def close(self) -> None:
+        """Write what waits and close the file."""
+        if await self.written():
+            self._files.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _write(self, step: int, groups: Sequence[WholeGroup]) -> None:
+        for group in groups:
+            try:
+                self._fence.check()
+                self._files.append(self._records(step, group))
+            except (OSError, Superseded) as error:
+                self._lose(step, [group], str(error))
+
+    def _lose(self, step: int, groups: Sequence[WholeGroup], why: str) -> None:
+        count = sum(len(group.trajectories) for group in groups)
+        self._metrics.unlogged_samples.inc(count)
+        logger.error(
+            "%d samples of step %d were not written to %s: %s. Training continues",
+            count,
+            step,
+            self._folder,
+            why,
+        )
+
+    def _records(self, step: int, group: WholeGroup) -> list[TrainedSample]:
+        records = []
+        for trajectory, reward, generator, terms in zip(
+            group.trajectories, group.rewards.tolist(), group.generators, group.terms, strict=True
+        ):
+            sources = np.bincount(trajectory.provenance, minlength=len(Provenance))
+            records.append(
+                TrainedSample(
+                    step=step,
+                    group=group.group,
+                    sample=trajectory.id.sample,
+                    prompt_id=trajectory.prompt_id,
+                    prompt=self._text(trajectory.prompt_tokens, special=True),
+                    response=self._text(trajectory.tokens, special=False),
+                    reward=reward,
+                    finish_reason=trajectory.finish_reason,
+                    generator=generator,
+                    prompt_length=len(trajectory.prompt_tokens),
+                    response_length=len(trajectory.tokens),
+                    segments=[
+                        SampleSegment(s.policy_version, s.start, s.end) for s in trajectory.segments
+                    ],
+                    sampled=int(sources[Provenance.SAMPLED]),
+                    drafted=int(sources[Provenance.DRAFTED]),
+                    verified=int(sources[Provenance.VERIFIED]),
+                    observed=int(sources[Provenance.OBSERVED]),
+                    observed_at=_ranges(~trajectory.trained),
+                    contexts=list(trajectory.contexts),
+                    rewards=dict(zip(self._labels, terms, strict=False)),
+                    **(_tokens(trajectory) if self._with_tokens else {}),
+                )
+            )
+        return records
+
+    def _text(self, tokens: IntArray, *, special: bool) -> str:
+        text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=not special)
+        return str(text).encode("utf-8", "replace").decode("utf-8")  # no lone surrogates
+
+
+def _ranges(mask: BoolArray) -> list[tuple[int, int]]:
+    """`[start, end)` of each row of true values."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _tokens(trajectory: Trajectory) -> dict[str, Any]:
+    """What `run.log_sample_tokens` adds to a record."""
+    return {
+        "prompt_tokens": trajectory.prompt_tokens.tolist(),
+        "response_tokens": trajectory.tokens.tolist(),
+        "provenance": "".join(map(str, trajectory.provenance.tolist())),
+        "behaviour_logprobs": trajectory.behaviour_logprobs.tolist(),
+    }

@@ -1,0 +1,332 @@
+"""Builds a trainer process from the run's configuration and serves the controller."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.errors import AsyncrlError, UserError
+from asyncrl.launch.assigned_gpus import check_given_gpus
+from asyncrl.launch.checked_tokenizer import load_checked_tokenizer
+from asyncrl.launch.child_spec import ChildSpec, TrainerKeys
+from asyncrl.launch.process_startup import Child, bring_up, without_collecting_the_start
+from asyncrl.launch.rank_rendezvous import make_place
+from asyncrl.launch.shared_memory import weights_id
+from asyncrl.monitoring.errors import MonitoringError
+from asyncrl.monitoring.metrics import TrainerMetrics
+from asyncrl.monitoring.spans import SpanKind
+from asyncrl.monitoring.trained_samples import folder_of_rank
+from asyncrl.startup.memory import Device, local_model, refuse_too_large, shape_of
+from asyncrl.tasks.model_files import parameters
+from asyncrl.trainer.checkpoint_files import dtype_of, path_of
+from asyncrl.trainer.cpu_memory import keep_freed_memory
+from asyncrl.trainer.disagreement import FLOAT32_CPU, ROUTED_TENSOR_CORES, TENSOR_CORES, Limits
+from asyncrl.trainer.errors import BatchError, NonFiniteError, RankLost, Superseded, TrainerError
+from asyncrl.trainer.fence import Fence
+from asyncrl.trainer.host_memory import host_bytes
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.lora.config import FINER_ENGINES
+from asyncrl.trainer.rank_network import is_loopback
+from asyncrl.trainer.ranks.world import join
+from asyncrl.trainer.router import has_experts
+from asyncrl.trainer.scoring import for_own_device, resolve_device
+from asyncrl.trainer_process.checkpoints import Checkpoints
+from asyncrl.trainer_process.custom_algorithm import load_own_algorithm
+from asyncrl.trainer_process.delivery_check import Intake
+from asyncrl.trainer_process.group_queue import GroupQueue
+from asyncrl.trainer_process.policy_check import PROVISIONAL_STEPS, PolicyCheck
+from asyncrl.trainer_process.process import TrainerProcess
+from asyncrl.trainer_process.sample_log import TrainedSampleLog, drop_repeated
+from asyncrl.trainer_process.step_trainer import StepTrainer, TrainerRecords
+from asyncrl.wire import Hub
+from asyncrl.wire.errors import PublishError, WireError
+from asyncrl.wire.frames import max_delivery_bytes
+from asyncrl.wire.messages import data, from_trainer, to_trainer
+from asyncrl.wire.parts import PART_BYTES
+from asyncrl.wire.refusals import Limit, Refusals
+from asyncrl.wire.weights.broadcast.sending import WeightSender
+from asyncrl.wire.weights.writer import WeightPublisher
+
+_LIMIT = Limit(10, 600.0)
+"""A generator sends a sample again every few seconds until it is acknowledged. One that keeps
+sending what is refused must be replaced, or the run would wait for its sample forever."""
+
+_MOST = 1 << 30
+"""Bytes of a delivery with many contexts; one context may be longer."""
+
+
+def _longest_delivery(config: RunConfig) -> int:
+    """Bytes of a trajectory, each turn of which may be a context as long as the engine has room."""
+    environment, longest = config.environment, config.engine.max_model_len
+    tokens = longest * (1 if environment.name is None else environment.max_turns)
+    return max(max_delivery_bytes(longest), min(max_delivery_bytes(tokens), _MOST), PART_BYTES)
+
+
+async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
+    """Load or resume the learner, publish its weights, and train until told to shut down."""
+    async with bring_up(spec, keys, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
+        check_given_gpus(spec)
+        engines_on_cpu = _generates_on_cpu(spec, child.config)
+        name = child.config.engine.weights_dtype(on_cpu=engines_on_cpu)
+        child = replace(child, config=_for_this_process(child, name))
+        config = child.config
+        generators: Hub[data.FromGeneratorData] = Hub(
+            spec.bind_to(),
+            keys.data,
+            data.FromGeneratorData,
+            Refusals(child.metrics.count_refused, limit=_LIMIT),
+            max_bytes=_longest_delivery(config),
+        )
+        child.closing.callback(generators.close)
+        fence = Fence(child.directory, spec.fence)
+        with child.timeline.span(SpanKind.STARTING):
+            learner = _load_learner(child, fence)
+        fence.check()
+        if learner.world.leads:
+            drop_repeated(child.directory / "samples", learner.policy_version)
+        engine_dtype: torch.dtype = getattr(torch, name)
+        publisher = _publisher(child, learner, engine_dtype)
+        child.closing.callback(publisher.close)
+        on_cpus = engines_on_cpu and learner.policy.device.type == "cpu"
+        limits = rounding_limits(
+            config, engine_dtype, on_cpus=on_cpus, routed=has_experts(learner.policy.model)
+        )
+        check = PolicyCheck(
+            limits, learner.policy, publisher, provisional_steps=0 if on_cpus else PROVISIONAL_STEPS
+        )
+        records = TrainerRecords(
+            child.metrics,
+            child.timeline,
+            await _sample_log(child, fence),
+            check,
+            child.tracer,
+        )
+        if records.samples is not None:
+            child.closing.push_async_callback(records.samples.close)
+        queue = GroupQueue(config.scheduler.group_size)
+        intake = Intake(
+            queue,
+            learner.check_trajectory,
+            functions=len(config.reward_labels),
+            steps=config.run.steps,
+        )
+        steps = StepTrainer(
+            learner,
+            publisher,
+            records,
+            engine_dtype=engine_dtype,
+            samples_follow_policy=config.samples_follow_policy,
+            sender=_sender(child, learner, generators.address),
+        )
+        checkpoints = Checkpoints(
+            learner,
+            child.directory / "checkpoints",
+            every=config.trainer.checkpoint_every,
+            limit_seconds=config.launcher.checkpoint_seconds,
+            records=records,
+            asynchronous=config.trainer.async_checkpoints,
+        )
+        process = TrainerProcess(
+            steps,
+            queue,
+            intake,
+            checkpoints,
+            child.control,
+            generators,
+            records,
+            groups_per_step=config.scheduler.groups_per_step,
+            mixed_tokens=config.trainer.micro_batch_tokens if config.trainer.mix_groups else 0,
+            is_dynamic=config.scheduler.dynamic_sampling.enabled,
+            in_order=config.run.repeatable,
+            lineage=spec.lineage,
+            stops_on_wrong_policy=config.run.on_wrong_policy == "stop",
+        )
+        process.configure(config)
+        with without_collecting_the_start():
+            await process.run(
+                metrics_port=child.metrics_port, address=spec.reached_at(generators.address)
+            )
+
+
+def _for_this_process(child: Child[TrainerMetrics], engines_dtype: str) -> RunConfig:
+    """With `trainer.dtype: auto` resolved, where the controller does not see this device.
+
+    By the checkpoint that the trainer continues from, if there is one, else by the device.
+    """
+    config, step = child.config, child.spec.resume_from
+    trainer = config.trainer
+    if trainer.dtype == "auto" and step is not None:
+        found = dtype_of(path_of(child.directory / "checkpoints", step))
+        if found is not None:
+            trainer = trainer.model_copy(update={"dtype": found})
+    trainer = for_own_device(trainer, engines_dtype)
+    return config.model_copy(update={"trainer": trainer})
+
+
+def _publisher(
+    child: Child[TrainerMetrics], learner: Learner, engine_dtype: torch.dtype
+) -> WeightPublisher:
+    """Of the weights in the engines' data type, or of an adapter as it is trained.
+
+    Raises:
+        UserError: engines hold the weights that an adapter is added to more finely than the trainer
+            does.
+    """
+    spec, adapter = child.spec, learner.policy.adapter
+    if (
+        adapter is not None
+        and engine_dtype == torch.float32
+        and child.config.trainer.dtype == ("bfloat16")
+    ):
+        raise UserError(FINER_ENGINES)
+    return WeightPublisher(
+        Path(spec.weights_directory),
+        weights_id(spec.run_id, spec.name),
+        dtype=engine_dtype if adapter is None else torch.float32,
+        lora=None if adapter is None else adapter.spec,
+    )
+
+
+def _sender(child: Child[TrainerMetrics], learner: Learner, address: str) -> WeightSender | None:
+    """What broadcasts the weights, if the user wants it and trusts the network; on rank 0.
+
+    Args:
+        child: this process.
+        learner: whose weights they are.
+        address: that generators reach this process at. The sender listens there too, and on
+            loopback if that is no network's.
+
+    Raises:
+        AsyncrlError: it cannot listen there.
+    """
+    config, broadcasts = child.config, child.metrics.weight_broadcasts
+    if config.launcher.weights != "broadcast" or not learner.world.leads:
+        return None
+    generators = range(config.launcher.generators)
+    host = urlsplit(address).hostname if address.startswith("tcp:") else None
+    try:
+        sender = WeightSender(
+            host or "127.0.0.1",
+            members=sum(config.engine.of_generator(one).gpus for one in generators),
+            device=learner.policy.device,
+            note=lambda outcome: broadcasts.of(outcome).inc(),
+        )
+    except OSError as error:
+        raise AsyncrlError(f"weights cannot be broadcast from {host}: {error}") from error
+    child.closing.callback(sender.close)
+    return sender
+
+
+def _load_learner(child: Child[TrainerMetrics], fence: Fence) -> Learner:
+    """The learner, at the checkpoint that the controller chose if the run is resumed."""
+    spec, config = child.spec, child.config
+    if resolve_device(config.trainer.device).type == "cpu":
+        keep_freed_memory()
+    if config.run.repeatable and resolve_device(config.trainer.device).type != "cpu":
+        raise UserError(
+            "run.repeatable: true works on a CPU only, and trainer.device: auto chose a GPU; set "
+            "trainer.device: cpu"
+        )
+    _check_memory(spec, config)
+    world = join(
+        make_place(spec.meeting),
+        spec.rank,
+        spec.ranks,
+        on_gpu=resolve_device(config.trainer.device).type == "cuda",
+        join_seconds=config.launcher.startup_seconds,
+        seconds=config.trainer.rank_seconds,
+        network=config.trainer.rank_network,
+    )
+    child.closing.callback(world.close)
+    load_own_algorithm(config.trainer.algorithm)
+    learner = Learner(
+        config.trainer.model_copy(update={"threads": spec.threads}),
+        spec.model_path,
+        group_size=config.scheduler.group_size,
+        seed=config.run.seed,
+        temperature=config.sampling.temperature,
+        truncation=config.sampling.truncation,
+        total_steps=config.run.steps,
+        max_tokens=config.sampling.max_tokens,
+        fence=fence,
+        world=world,
+    )
+    if spec.resume_from is not None:
+        learner.restore(path_of(child.directory / "checkpoints", spec.resume_from))
+    return learner
+
+
+def _check_memory(spec: ChildSpec, config: RunConfig) -> None:
+    """Refuse a step that is too large for this process's device, before others are waited for.
+
+    On one machine the controller knows the devices, and has done this before it started anything.
+
+    Raises:
+        UserError: with the settings that would help.
+    """
+    if config.launcher.kind == "local":
+        return
+    model = local_model(spec.model_path)
+    shape = None if model is None else shape_of(config, model, parameters(model))
+    if shape is not None:
+        refuse_too_large(config, shape, _device(config))
+
+
+def _device(config: RunConfig) -> Device:
+    device = resolve_device(config.trainer.device)
+    if device.type != "cuda":
+        # With a network, ranks may be on several machines, and how many are here is not known.
+        here = config.trainer.ranks if is_loopback(config.trainer.rank_network) else 1
+        return Device("this machine", host_bytes(), on_gpu=False, ranks=here)
+    found = torch.cuda.get_device_properties(device)
+    return Device(f"its GPU ({found.name})", found.total_memory, on_gpu=True)
+
+
+def _generates_on_cpu(spec: ChildSpec, config: RunConfig) -> bool:
+    """Whether the generators run on the CPU; this process may see other GPUs than they do."""
+    if spec.engine_device is not None:
+        return spec.engine_device == "cpu"
+    return config.engine.device == "cpu" or not torch.cuda.is_available()
+
+
+def rounding_limits(
+    config: RunConfig, engine_dtype: torch.dtype, *, on_cpus: bool, routed: bool
+) -> Limits:
+    """By how much the log-probabilities of healthy engine and trainer may differ.
+
+    The tight limits hold only if both compute in float32 or better, on CPUs.
+
+    Args:
+        config: with `trainer.dtype` resolved.
+        engine_dtype: of the engines' weights.
+        on_cpus: whether engines and trainer are on CPUs.
+        routed: whether the model is a mixture of experts.
+    """
+    exact = engine_dtype == torch.float32 and config.trainer.compute_dtype != "bfloat16"
+    if on_cpus and exact:
+        return FLOAT32_CPU
+    return ROUTED_TENSOR_CORES if routed else TENSOR_CORES
+
+
+async def _sample_log(child: Child[TrainerMetrics], fence: Fence) -> TrainedSampleLog | None:
+    settings = child.config.run
+    if settings.log_samples == "off":
+        return None
+    tokenizer = await load_checked_tokenizer(child, from_trainer.WrongPolicyFound)
+    spec = child.spec
+    folder = folder_of_rank(child.directory / "samples", spec.rank)
+    labels = child.config.reward_labels
+    return TrainedSampleLog(folder, tokenizer, settings, child.metrics, fence, spec.ranks, labels)
+
+
+def _failure(_spec: ChildSpec, error: BaseException) -> from_trainer.Failure | None:
+    """The message to the controller about an error; None for an unexpected error."""
+    if not isinstance(error, AsyncrlError | TrainerError | MonitoringError | WireError):
+        return None
+    by_user = isinstance(error, UserError | TrainerError | MonitoringError)
+    internal = isinstance(error, BatchError | NonFiniteError | PublishError | RankLost | Superseded)
+    return from_trainer.Failure(str(error), user_error=by_user and not internal)

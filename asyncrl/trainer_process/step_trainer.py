@@ -1,0 +1,298 @@
+"""Trains one step after the other: gradients of groups, the optimizer step, new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from asyncrl.config.by_step import ConfigByStep
+from asyncrl.monitoring.metrics import TrainerMetrics
+from asyncrl.monitoring.spans import SpanKind
+from asyncrl.monitoring.timeline import Timeline
+from asyncrl.monitoring.tracing.tracer import Tracer
+from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.sharding.lockstep import Act, Word
+from asyncrl.trainer_process.group_queue import WholeGroup
+from asyncrl.trainer_process.policy_check import PolicyCheck
+from asyncrl.trainer_process.rank_decision import OTHER_RANKS, asked
+from asyncrl.trainer_process.rank_metrics import (
+    gathered,
+    lost_to_imbalance,
+    mean_terms,
+    part_of,
+)
+from asyncrl.trainer_process.sample_log import TrainedSampleLog
+from asyncrl.wire.messages.from_trainer import StepFinished, WrongPolicyFound
+from asyncrl.wire.records import TrainerTimes
+from asyncrl.wire.weights.broadcast.sending import WeightSender
+from asyncrl.wire.weights.layout import WeightManifest
+from asyncrl.wire.weights.writer import WeightPublisher
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRecords:
+    """Where a trainer records what it does."""
+
+    metrics: TrainerMetrics
+    timeline: Timeline
+    samples: TrainedSampleLog | None = None
+    """None where `run.log_samples` is off."""
+    check: PolicyCheck | None = None
+    """Compares generators with the trainer; None: they are not compared."""
+    tracer: Tracer | None = None
+    """Spans of traced groups; None: nothing is traced."""
+
+
+class StepTrainer:
+    """The learner and its publisher, on the time line. The learner works in a thread.
+
+    With several ranks, `meet`, `decided` and `finish_step` are collectives of all.
+
+    Args:
+        learner: computes gradients and takes optimizer steps.
+        publisher: publishes the weights after each step; used by rank 0.
+        records: metrics and the time line.
+        engine_dtype: data type of the weights that the engines decode with.
+        samples_follow_policy: as in `RunConfig`, until `configure`.
+        sender: broadcasts what is published; None: it is read only.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        publisher: WeightPublisher,
+        records: TrainerRecords,
+        *,
+        engine_dtype: torch.dtype,
+        samples_follow_policy: bool,
+        sender: WeightSender | None = None,
+    ) -> None:
+        self._learner = learner
+        self._world = learner.world
+        self._lockstep = learner.lockstep
+        self._sender = sender
+        self._publisher = publisher
+        self._engine_dtype = engine_dtype
+        self._samples_follow_policy: Callable[[int], bool] = lambda _step: samples_follow_policy
+        self._metrics = records.metrics
+        self._timeline = records.timeline
+        self._sample_log = records.samples
+        self._check = records.check
+        self._tracer = records.tracer
+        self._start_step()
+        self.busy_seconds = 0.0
+        """Spent on gradients and optimizer steps since the start."""
+
+    def _start_step(self) -> None:
+        self._accumulated: list[int] = []
+        self.done: set[int] = set()
+        """Groups of this step whose gradients are accumulated."""
+        self._samples = 0
+        self._terms: list[tuple[float, ...]] = []
+        self._to_log: list[WholeGroup] = []
+        self._train_seconds = 0.0
+        self._waited: defaultdict[str, float] = defaultdict(float)
+
+    @property
+    def step(self) -> int:
+        """The step being trained: the number of optimizer steps taken, which is the version."""
+        return self._learner.policy_version
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, or the only one."""
+        return self._world.leads
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether the trainer has other ranks."""
+        return self._world.size > 1
+
+    def configure(self, config: ConfigByStep) -> None:
+        """Take over what changes at steps to come."""
+        self._learner.peak_rates = config.peak_rates
+        self._samples_follow_policy = lambda step: config.at(step).samples_follow_policy
+
+    @property
+    def initial_weights(self) -> str:
+        """As `Learner.initial_weights`."""
+        return self._learner.initial_weights
+
+    async def publish(self) -> WeightManifest | None:
+        """Publish the present weights with their fingerprint; only rank 0 does.
+
+        Where weights are in parts, the other ranks take part.
+
+        Raises:
+            PublishError: they cannot be published.
+            RankLost: another rank did not take part.
+        """
+        if not self._world.leads:
+            if self._lockstep.is_shared:
+                await asyncio.to_thread(self._learner.weights.take_part, self._engine_dtype)
+            return None
+        with self._timeline.span(SpanKind.TRANSFERRING_WEIGHTS, version=self.step):
+            return await asyncio.to_thread(self._publish)
+
+    def _publish(self) -> WeightManifest:
+        fingerprint = self._learner.fingerprint(self._engine_dtype)
+        whole = self._learner.weights.whole if self._lockstep.is_shared else None
+        manifest = self._publisher.publish(self._learner.tensors(), self.step, fingerprint, whole)
+        return manifest if self._sender is None else self._sender.publish(manifest)
+
+    async def accumulate(self, groups: Sequence[WholeGroup]) -> None:
+        """Add the gradients of whole groups. Raises TrainerError."""
+        began = time.monotonic()
+        with self._timeline.span(SpanKind.TRAINING, step=self.step):
+            rows = await asyncio.to_thread(
+                self._learner.add_groups, [(one.trajectories, one.rewards) for one in groups]
+            )
+        numbers = tuple(one.group for one in groups)
+        self._trace("train", numbers, self.step, began)
+        for group, disagreement in zip(groups, rows, strict=True):
+            if self._check is not None:
+                self._check.add(group, disagreement)
+            self._samples += len(group.trajectories)
+            self._terms += [terms for terms in group.terms if terms]
+        self._accumulated += numbers
+        self.done.update(numbers)
+        if self._sample_log is not None:
+            self._to_log += groups
+        self._count_training(time.monotonic() - began)
+
+    async def wait(self, changed: asyncio.Event, cause: str) -> None:
+        """Wait for an event; `cause` is what the time line shows."""
+        with self._waiting(cause):
+            await changed.wait()
+
+    async def decide(self, word: Word, changed: asyncio.Event, cause: str) -> Act:
+        """What this rank does next; with weights in parts, what all do. Waits if that is to wait.
+
+        Args:
+            word: what this rank has.
+            changed: set when it has something else, which gives `WAIT`.
+            cause: of a wait, as the time line shows it.
+
+        Raises:
+            RankLost: another rank did not take part.
+        """
+        if not self._lockstep.is_shared:
+            act = self._lockstep.said(word)
+            if act is Act.WAIT:
+                await self.wait(changed, cause)
+            return act
+        with self._waiting(cause):
+            act = await asked(self._lockstep, word, changed)
+            if act is Act.COMPUTE:
+                await asyncio.to_thread(self._learner.pad)
+        return act
+
+    @contextlib.contextmanager
+    def _waiting(self, cause: str) -> Iterator[None]:
+        began = time.monotonic()
+        with self._timeline.waiting(cause, step=self.step):
+            yield
+        self._waited[cause] += time.monotonic() - began
+
+    async def wrong_policies(self) -> list[WrongPolicyFound]:
+        """Generators whose tokens of this step do not follow the present policy."""
+        if self._check is None:
+            return []
+        return await asyncio.to_thread(self._check.findings, self.step)
+
+    async def meet(self, own: bool) -> bool:
+        """Wait until all ranks have the gradients of their groups; whether any of them says so.
+
+        Raises:
+            RankLost: one was lost, or did not come within `trainer.rank_seconds`.
+        """
+        if self._world.size == 1:
+            return own
+        began = time.monotonic()
+        with self._waiting(OTHER_RANKS):
+            found = await asyncio.to_thread(self._world.any, own, f"step {self.step}")
+        self._metrics.rank_wait.observe(time.monotonic() - began)
+        return found
+
+    async def decided(self, own: bool) -> bool:
+        """What rank 0 has decided about the next thing to do. Raises RankLost."""
+        if self._world.size == 1:
+            return own
+        return await asyncio.to_thread(self._world.decided, own, "what rank 0 decides")
+
+    async def finish_step(self) -> StepFinished | None:
+        """Take the optimizer step and publish the new weights; rank 0 says what came of it.
+
+        Raises:
+            TrainerError: the step failed.
+            PublishError: the weights could not be published.
+        """
+        step, groups = self.step, tuple(sorted(self._accumulated))
+        began = time.monotonic()
+        with self._timeline.span(SpanKind.TRAINING, step=step):
+            learned = await asyncio.to_thread(self._learner.step)
+        self._trace("optimizer step", groups, step, began)
+        own = part_of(
+            groups,
+            self._samples,
+            self._terms,
+            waited_seconds=self._waited[OTHER_RANKS],
+            follows=self._check is None or self._check.follows,
+        )
+        parts = await asyncio.to_thread(gathered, own, self._world)
+        follow = self._samples_follow_policy(step) and all(part.follows for part in parts)
+        once = learned.learning.optimizer_steps == 1  # later ones see another policy
+        on_policy = follow and once and learned.staleness.max == 0
+        metrics = msgspec.structs.replace(learned, exactly_on_policy=on_policy)
+        self._count_training(time.monotonic() - began)
+        if self._sample_log is not None:
+            await self._sample_log.record(step, self._to_log)
+        began = time.monotonic()
+        manifest = await self.publish()
+        times = TrainerTimes(
+            train_seconds=self._train_seconds,
+            publish_seconds=time.monotonic() - began,
+            wait_seconds=sum(self._waited.values()),
+            wait_first_seconds=self._waited["first group"],
+            wait_last_seconds=self._waited["last group"],
+            rank_idle_seconds=lost_to_imbalance(parts),
+        )
+        finished: StepFinished | None = None
+        if manifest is not None:
+            groups = tuple(sorted(group for part in parts for group in part.groups))
+            terms = mean_terms(parts)
+            finished = StepFinished(step, groups, manifest, metrics, times, terms)
+            self._measure(finished, samples=sum(part.samples for part in parts))
+        self._start_step()
+        return finished
+
+    def _trace(self, name: str, groups: tuple[int, ...], step: int, began: float) -> None:
+        """Record what has just ended for those of these groups that are traced."""
+        if self._tracer is None:
+            return
+        now, more = time.monotonic(), {"asyncrl.step": step}
+        for group in groups:
+            if self._tracer.is_traced(group):
+                self._tracer.of_group(name, group, began, now, more)
+
+    def _count_training(self, seconds: float) -> None:
+        self._train_seconds += seconds
+        self.busy_seconds += seconds
+
+    def _measure(self, finished: StepFinished, *, samples: int) -> None:
+        metrics, manifest = self._metrics, finished.manifest
+        metrics.publish(finished.metrics)
+        metrics.steps.inc()
+        metrics.tokens.inc(finished.metrics.batch.tokens)
+        metrics.samples.inc(samples)
+        metrics.train_time.observe(finished.times.train_seconds)
+        metrics.publish_time.observe(finished.times.publish_seconds)
+        metrics.weights_size.set(manifest.nbytes)
+        metrics.policy_version.set(manifest.policy_version)

@@ -1,0 +1,198 @@
+"""The supervisor of a reward worker: a small process above it that outlives it.
+
+    pool ── starts ──► supervisor ── forks ──► worker ── starts ──► what the user's functions start
+
+It is forked before any of the user's code is loaded. It
+
+- relays what the worker prints, at a limited rate, so that a function never waits for a full pipe;
+- counts the processes that the worker has started and kills the worker if they are too many;
+- kills all of them when the worker ends, when the pool asks (SIGTERM), or when the pool's process
+  dies (SIGTERM too, by the kernel): by control group where that is allowed, and by a sweep over its
+  own descendants, whose orphans it inherits as a subreaper;
+- then says how the worker itself ended.
+
+What a function leaves running after it has returned (a server that caches something) is kept until
+the worker ends. Import-light: it is part of the worker's start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from types import FrameType
+
+import msgspec
+
+from asyncrl.parent_death import end_with_parent
+from asyncrl.rewards.protocol import Ending
+from asyncrl.user_code.control_group import ControlGroup
+from asyncrl.user_code.output_limit import OutputLimit
+from asyncrl.user_code.process_tree import (
+    become_subreaper,
+    descendants,
+    kill_descendants,
+    out_of_memory_kills,
+    reap,
+)
+
+LOOK_SECONDS = 0.2
+"""Time between two counts of the processes below a worker."""
+_HURRIED_SECONDS = 0.01
+"""The same once there are many."""
+KILL_SECONDS = 10.0
+"""Longest time for killing everything below a worker."""
+_CHUNK = 1 << 16
+_LAST_CHUNKS = 64
+"""Most chunks of output that are read once every process has ended."""
+
+
+def supervise(parent: int, status: int, max_processes: int) -> None:
+    """Fork. Returns in the worker; the supervisor ends here, after the worker and all below it.
+
+    Args:
+        parent: process id of the pool's process.
+        status: descriptor that the `Ending` is written to.
+        max_processes: most processes that the worker and all that it has started may be.
+    """
+    end_with_parent(parent, signal.SIGTERM)
+    become_subreaper()
+    read_end, write_end = os.pipe()
+    group = ControlGroup.of(os.getpid())
+    if group is not None and not group.create(max_processes):
+        group = None
+    me = os.getpid()
+    signal.signal(signal.SIGTERM, _end)
+    worker = os.fork()
+    if worker == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        end_with_parent(me, signal.SIGKILL)
+        os.setsid()  # a signal that a function sends to its own process group ends only the worker
+        if group is not None:
+            group.join()
+        os.close(status)
+        os.close(read_end)
+        os.dup2(write_end, 2)
+        os.close(write_end)
+        return
+    os.close(write_end)
+    for standard in (0, 1):  # the pool must see the worker's end of these
+        os.close(standard)
+    _Supervisor(worker, read_end, status, group, max_processes).run()
+
+
+class _Ended(BaseException):
+    """The pool asked for the end, or its process died."""
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise _Ended
+
+
+@dataclass(slots=True)
+class _Supervisor:
+    """Watches one worker to its end."""
+
+    worker: int
+    output: int
+    """Where the worker's output is read."""
+    status: int
+    group: ControlGroup | None
+    max_processes: int
+    exit_code: int = -signal.SIGKILL
+    too_many: int = 0
+    limit: OutputLimit = field(default_factory=lambda: OutputLimit(time.monotonic()))
+
+    def run(self) -> None:
+        """Watch, kill, report. Never returns."""
+        killed_before = out_of_memory_kills()
+        os.set_blocking(2, False)
+        os.set_blocking(self.output, False)
+        with contextlib.suppress(_Ended):
+            self._watch()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        leftover = self._kill_all()
+        self._relay_rest()
+        ending = Ending(
+            exit_code=self.exit_code,
+            leftover=leftover,
+            too_many=self.too_many,
+            out_of_memory=out_of_memory_kills() > killed_before,
+            output=self.limit.tail.decode(errors="replace"),
+        )
+        with contextlib.suppress(OSError):
+            os.write(self.status, msgspec.msgpack.encode(ending))
+        os._exit(0)
+
+    def _watch(self) -> None:
+        """Relay output until the worker has ended or has too many processes."""
+        waiting: list[int] = [self.output]
+        pidfd = os.pidfd_open(self.worker) if sys.platform == "linux" else -1
+        if pidfd >= 0:
+            waiting.append(pidfd)
+        pause, looked = LOOK_SECONDS, 0.0
+        while not self._collect(reap()):
+            ready, _, _ = select.select(waiting, [], [], pause)
+            if self.output in ready and not self._relay():
+                waiting.remove(self.output)  # every process below has closed it
+            now = time.monotonic()
+            if now - looked >= pause:
+                looked = now
+                processes = len(descendants(os.getpid()))
+                if processes > self.max_processes:
+                    self.too_many = processes
+                    return
+                pause = _HURRIED_SECONDS if processes > self.max_processes // 4 else LOOK_SECONDS
+
+    def _collect(self, ended: list[tuple[int, int]]) -> bool:
+        """Note the worker's exit code if it is among those that have ended."""
+        for pid, wait_status in ended:
+            if pid == self.worker:
+                self.exit_code = os.waitstatus_to_exitcode(wait_status)
+                return True
+        return False
+
+    def _kill_all(self) -> int:
+        """Kill everything below; returns how many processes that were, the worker not counted."""
+        with contextlib.suppress(PermissionError):  # only root may: for the race with a fork bomb
+            os.setpriority(os.PRIO_PROCESS, 0, -10)
+        leftover = len(set(descendants(os.getpid())) - {self.worker})
+        if self.group is not None:
+            self.group.kill(KILL_SECONDS)
+        if sys.platform != "linux":  # no sweep
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.worker, signal.SIGKILL)
+        self._collect(kill_descendants(KILL_SECONDS))
+        return leftover
+
+    def _relay(self) -> bool:
+        """Pass on what is there now; False at the end of the output."""
+        try:
+            chunk = os.read(self.output, _CHUNK)
+        except BlockingIOError:
+            return True
+        if chunk:
+            self._log(self.limit.admit(chunk, time.monotonic()))
+        return bool(chunk)
+
+    def _relay_rest(self) -> None:
+        for _ in range(_LAST_CHUNKS):
+            if not select.select([self.output], [], [], 0)[0] or not self._relay():
+                break
+        self._log(self.limit.notice())
+
+    def _log(self, text: bytes) -> None:
+        """Write to the pool, which may be busy: what does not fit its pipe is left out."""
+        while text:
+            try:
+                text = text[os.write(2, text) :]
+            except BlockingIOError:
+                self.limit.left_out += len(text)
+                return
+            except OSError:  # the pool is gone
+                return
