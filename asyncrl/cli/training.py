@@ -232,11 +232,12 @@ def export(
 
     Of a run with LoRA, its adapter as a PEFT directory.
     """
+    from asyncrl.runs.directory import find_run
     from asyncrl.tasks.exported_model import describe, export_run
     from asyncrl.tasks.model import no_transformers_bars
 
     with no_transformers_bars():
-        place, is_new = export_run(run, runs, step, output, dtype, merge=merge)
+        place, is_new = export_run(find_run(run, runs), step, output, dtype, merge=merge)
     verb = "exported" if is_new else "already exported"
     typer.echo(f"{verb}: {place} ({describe(place)})")
 

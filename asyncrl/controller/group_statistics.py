@@ -10,32 +10,6 @@ from asyncrl.scheduler.view import SchedulerView
 from asyncrl.wire.records import GroupTotals, StepGroups, StepMetrics
 
 
-def groups_of_lost_record(
-    step: int, trained: Sequence[int], per_step: int, *, before: int = 0, most: int | None = None
-) -> StepGroups:
-    """The groups of a step whose record was lost with the controller.
-
-    Only what the trainer accumulated is known. Groups that it left out must have failed, since it
-    steps only when the controller has declared all others. With dynamic sampling they failed or
-    carried no signal, and count as the latter, which is frequent.
-
-    Args:
-        step: whose record was lost.
-        trained: the groups that it trained on.
-        per_step: groups of a step.
-        before: with dynamic sampling, the first group after the step before.
-        most: groups that a step looks at with dynamic sampling; None without it.
-    """
-    if most is not None:
-        end = max(trained) + 1 if len(trained) == per_step else before + most
-        left_out = tuple(group for group in range(before, end) if group not in trained)
-        return StepGroups(trained=tuple(trained), without_signal=left_out)
-    every = range(step * per_step, (step + 1) * per_step)
-    return StepGroups(
-        trained=tuple(trained), failed=tuple(group for group in every if group not in trained)
-    )
-
-
 def too_few_groups(step: StepMetrics, settings: SchedulerConfig) -> str | None:
     """That dynamic sampling found too few groups with signal for a step; None if it did not."""
     groups, most = step.groups, settings.max_groups_of_step

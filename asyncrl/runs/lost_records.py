@@ -7,11 +7,10 @@ between. So a checkpoint holds what the trainer knows of its steps
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from asyncrl.controller.group_statistics import groups_of_lost_record
 from asyncrl.wire.environments import EnvironmentCounts
 from asyncrl.wire.noise_floor import NoiseFloor
 from asyncrl.wire.records import (
@@ -46,7 +45,7 @@ def add_lost(
     for one in sorted(trained, key=lambda one: one.step):
         if one.step not in steps:
             before = steps.get(one.step - 1)
-            groups = groups_of_lost_record(
+            groups = _groups_of(
                 one.step,
                 one.groups,
                 groups_per_step,
@@ -76,4 +75,30 @@ def _record(one: TrainedStep, before: StepMetrics | None, groups: StepGroups) ->
         times=times,
         reward_failures={} if before is None else before.reward_failures,
         **msgspec.structs.asdict(one.metrics),
+    )
+
+
+def _groups_of(
+    step: int, trained: Sequence[int], per_step: int, *, before: int = 0, most: int | None = None
+) -> StepGroups:
+    """The groups of a step whose record was lost with the controller.
+
+    Only what the trainer accumulated is known. Groups that it left out must have failed, since it
+    steps only when the controller has declared all others. With dynamic sampling they failed or
+    carried no signal, and count as the latter, which is frequent.
+
+    Args:
+        step: whose record was lost.
+        trained: the groups that it trained on.
+        per_step: groups of a step.
+        before: with dynamic sampling, the first group after the step before.
+        most: groups that a step looks at with dynamic sampling; None without it.
+    """
+    if most is not None:
+        end = max(trained) + 1 if len(trained) == per_step else before + most
+        left_out = tuple(group for group in range(before, end) if group not in trained)
+        return StepGroups(trained=tuple(trained), without_signal=left_out)
+    every = range(step * per_step, (step + 1) * per_step)
+    return StepGroups(
+        trained=tuple(trained), failed=tuple(group for group in every if group not in trained)
     )

@@ -26,7 +26,7 @@ _AT_ONCE = 1e-12
 
 
 MEASURED_SECONDS = 5.0
-"""A speed is measured over so many busy seconds at least, as in a run (`asyncrl.controller.throughput_meter`)."""
+"""Busy seconds that a speed is measured over, at least; as in `controller/throughput_meter.py`."""
 
 
 @dataclass(frozen=True, slots=True)

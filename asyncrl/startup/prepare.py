@@ -14,7 +14,7 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import DataError
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.runs.template_date import with_date
-from asyncrl.startup import startup_summary as overview
+from asyncrl.startup import startup_summary
 from asyncrl.startup.algorithm_check import check_algorithm
 from asyncrl.startup.critic_check import with_critic
 from asyncrl.startup.dataset_check import check_rows
@@ -74,7 +74,7 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     loaded = check_files(Path(model_path))
     check_positions(config, Path(model_path))
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    say(overview.model_line(config, model_path))
+    say(startup_summary.model_line(config, model_path))
     if (unused := unexpected_line(Path(model_path), loaded)) is not None:
         say(unused)
     dated = with_date(config)
@@ -87,8 +87,8 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     )
     config = dated if names_the_date(task.tokenizer) else config
     config = with_adapter(with_critic(config, model_path, task.tokenizer), Path(model_path))
-    say(overview.data_line(config, task))
-    for sentence in overview.shared_prompts(task):
+    say(startup_summary.data_line(config, task))
+    for sentence in startup_summary.shared_prompts(task):
         say(sentence)
     _check_prompts(config, task)
     check_vocabulary(Path(model_path), task)
@@ -98,8 +98,8 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
         from asyncrl.tasks.token_bytes import token_bytes  # imports numba, which takes a second
 
         token_bytes(task.tokenizer)
-    say(overview.mode_line(config))
-    say(overview.training_line(config))
+    say(startup_summary.mode_line(config))
+    say(startup_summary.training_line(config))
     if config.environment.name is not None:
         from asyncrl.startup.environment_trial import try_environment  # imports what generators do
 
@@ -109,13 +109,13 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     for line in filter(None, (compute, drafts)):
         say(line)
     count = parameters(Path(model_path))
-    say(overview.processes_line(config, gpus, count))
+    say(startup_summary.processes_line(config, gpus, count))
     shape = shape_of(config, Path(model_path), count, loaded.sizes)
-    say(overview.memory_line(*_memory(config, gpus, shape)))
+    say(startup_summary.memory_line(*_memory(config, gpus, shape)))
     config, shared = with_shared_gpu(config, gpus, shape)
     if shared is not None:
         say(shared)
-    say(overview.results_line(config))
+    say(startup_summary.results_line(config))
     return Prepared(config, model_path, task, gpus)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.errors import UserError
-from asyncrl.runs.directory import find_run
 from asyncrl.trainer.checkpoint_files import choose, path_of
 from asyncrl.trainer.checkpoint_manifest import read_manifest
 from asyncrl.trainer.errors import CheckpointError
@@ -15,8 +14,7 @@ from asyncrl.trainer.lora.files import ADAPTER
 
 
 def export_run(
-    run: str,
-    runs: Path,
+    run: Path,
     step: int | None,
     output: Path | None,
     dtype: str | None,
@@ -26,8 +24,7 @@ def export_run(
     """Export a checkpoint of a run.
 
     Args:
-        run: its name or folder.
-        runs: the folder of runs by name.
+        run: its folder.
         step: which; None: the newest whole one.
         output: where to; None: RUN/exports/step-NNNNNN.
         dtype: of the weights; None: as they are trained.
@@ -40,7 +37,7 @@ def export_run(
         UserError: there is no such checkpoint, it is damaged or of another format, or something
             else is where it would be written.
     """
-    checkpoints = find_run(run, runs) / "checkpoints"
+    checkpoints = run / "checkpoints"
     try:
         if step is None:
             checkpoint = choose(checkpoints).directory

@@ -15,7 +15,7 @@ from whole_checkpoints import WEIGHTS, flip
 from asyncrl.cli.app import app
 from asyncrl.errors import UserError
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.tasks import exported_model as exporting
+from asyncrl.tasks import exported_model
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.model import resolve_model
 from asyncrl.trainer import checkpoint_tensors, export_files
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_an_earlier_format_is_refused_in_one_sentence(run: Path)
     checkpoint = path_of(run / "checkpoints", 1)
     (checkpoint / "manifest.json").write_text('{"format": 2}')
     with pytest.raises(UserError) as refused:
-        exporting.export_run(str(run), run.parent, 1, None, None)
+        exported_model.export_run(run, 1, None, None)
     assert f"--set model.path={checkpoint / 'model'}" in str(refused.value)
     assert "\n" not in str(refused.value)
 

@@ -297,10 +297,10 @@ def test_exports_are_the_policy_and_load_elsewhere(
     published = learner.fingerprint(torch.bfloat16)
     learner.save(path_of(run / "checkpoints", 1))
     (run / "config.yaml").write_text("run: {name: run}\n")
-    place, is_new = export_run(str(run), tmp_path, None, None, None)
+    place, is_new = export_run(run, None, None, None)
     assert (place.name, is_new) == ("step-000001-adapter", True)
-    assert export_run(str(run), tmp_path, None, None, None) == (place, False)
-    whole, _ = export_run(str(run), tmp_path, None, None, "bfloat16", merge=True)
+    assert export_run(run, None, None, None) == (place, False)
+    whole, _ = export_run(run, None, None, "bfloat16", merge=True)
     tokens = torch.arange(1, 9)[None]
     base = AutoModelForCausalLM.from_pretrained(path)
     without = base(tokens).logits
@@ -324,4 +324,4 @@ def test_exports_are_the_policy_and_load_elsewhere(
     plain.save(path_of(tmp_path / "plain" / "checkpoints", 0))
     (tmp_path / "plain" / "config.yaml").write_text("run: {name: plain}\n")
     with pytest.raises(UserError, match="--merge"):
-        export_run(str(tmp_path / "plain"), tmp_path, None, None, None, merge=True)
+        export_run(tmp_path / "plain", None, None, None, merge=True)

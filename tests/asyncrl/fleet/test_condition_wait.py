@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.errors import RunFailed, WaitTimeout
-from asyncrl.fleet import condition_wait as waiting
+from asyncrl.fleet import condition_wait
 from asyncrl.fleet.condition_wait import Waiter
 
 
@@ -44,8 +44,8 @@ def test_a_wait_that_is_too_long_says_what_it_waited_for() -> None:
 def test_progress_starts_the_time_limit_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock of its own, on which each wait for a change takes 15 s."""
     clock = itertools.count(step=15)
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(waiting, "_PIECE_SECONDS", 60.0)
+    monkeypatch.setattr(condition_wait, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(condition_wait, "_PIECE_SECONDS", 60.0)
 
     async def wait() -> int:
         waiter, finished = Waiter(), [0]

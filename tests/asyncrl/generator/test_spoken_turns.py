@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.generator import conversation as episodes
+from asyncrl.generator import conversation
 from asyncrl.generator.conversation import Episode, Spoken, Turn, actions_of, common
 from asyncrl.rollout.trajectory import IntArray, SampleId, TrajectoryBuilder
 
@@ -60,7 +60,7 @@ def test_turns_that_are_known_are_not_compared_again(monkeypatch: pytest.MonkeyP
         return bool(array_equal(*arrays))
 
     array_equal = np.array_equal
-    monkeypatch.setattr(episodes.np, "array_equal", counted)
+    monkeypatch.setattr(conversation.np, "array_equal", counted)
     episode = Episode(0)
     for length in (10, 25):
         builder = TrajectoryBuilder(SampleId(0, 0), "", np.zeros(1, np.int32))

@@ -16,7 +16,7 @@ from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.lane import ProcessEnd, SessionLost
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.translation import Translation
-from asyncrl.generator import suspect_tracking as process_ends
+from asyncrl.generator import suspect_tracking
 from asyncrl.generator.environment_turns import Episodes, StartOver
 from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.generator.suspect_tracking import MAX_UNEXPLAINED, ProcessEnds
@@ -76,7 +76,7 @@ def test_a_suspect_that_starts_over_stays_alone_up_to_its_turn() -> None:
 
 def test_ends_that_nobody_is_at_fault_for_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment may end its process while no call of it is in progress."""
-    monkeypatch.setattr(process_ends, "MAX_UNEXPLAINED", 3)
+    monkeypatch.setattr(suspect_tracking, "MAX_UNEXPLAINED", 3)
 
     async def scenario(harness: GeneratorHarness, env: Any, pool: LocalPool) -> None:
         await first_turn(harness)

@@ -205,7 +205,8 @@ def test_the_build_of_torch_is_known_without_importing_it() -> None:
 
     assert torch_build() == gpus.TorchBuild(torch.__version__, torch.version.cuda)
     code = (
-        "import sys; from asyncrl.startup.devices import place; from asyncrl.config.run_config import RunConfig; "
+        "import sys; from asyncrl.startup.devices import place; "
+        "from asyncrl.config.run_config import RunConfig; "
         "place(RunConfig()); print('torch' in sys.modules)"
     )
     done = subprocess.run(

@@ -102,7 +102,7 @@ def test_the_commands_of_the_tutorial(tmp_path: Path, shell: dict[str, str]) -> 
     assert not re.search(r"<[^>]+\b(?:src|href)=.?(?:https?:)?//", page), "it needs the network"
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, _ = export_run(str(run), run.parent, None, None, None)
+    model, _ = export_run(run, None, None, None)
     assert model == run / "exports" / "step-000004"
     AutoModelForCausalLM.from_pretrained(model)
     AutoTokenizer.from_pretrained(model)

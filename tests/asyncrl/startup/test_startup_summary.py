@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import GpuNeeds, GpuPlan, plan_gpus
-from asyncrl.startup import startup_summary as overview
+from asyncrl.startup import startup_summary
 from asyncrl.tasks.model_files import parameters
 
 
@@ -28,7 +28,7 @@ def plan(count: int, **needs: Any) -> GpuPlan:
 
 
 def test_an_environment_has_a_line_of_its_own() -> None:
-    line = overview.turns_line(config(environment={"name": "guessing", "workers": 2}), None)
+    line = startup_summary.turns_line(config(environment={"name": "guessing", "workers": 2}), None)
     assert line == (
         "turns      guessing: at most 16 a sample; not tried; 128 open at once, in 2 processes"
     )
@@ -43,7 +43,7 @@ def test_the_model_is_named_with_its_family_and_size(tmp_path: Path) -> None:
     shards = {f"weight{shard}": f"{shard}.safetensors" for shard in range(2)}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": shards}))
-    line = overview.model_line(config(model={"path": "mine"}), str(tmp_path))
+    line = startup_summary.model_line(config(model={"path": "mine"}), str(tmp_path))
     assert line == "model      mine: qwen3, 3.2 million parameters"
     assert parameters(tmp_path) == 3_159 * 1_001
 
@@ -51,7 +51,7 @@ def test_the_model_is_named_with_its_family_and_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 9, b"\x02" + bytes(7) + b"[]"])
 def test_a_size_that_cannot_be_read_refuses_nothing(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(damage)
-    line = overview.model_line(config(), str(tmp_path))
+    line = startup_summary.model_line(config(), str(tmp_path))
     assert line == "model      builtin:arithmetic: its size is not known yet"
     assert parameters(tmp_path / "none") is None
 
@@ -106,18 +106,18 @@ IN_LOSS = "correction: the ratio in the loss"
     ],
 )
 def test_a_run_says_what_its_gradient_estimates(settings: Any, expected: str) -> None:
-    assert overview.training_line(config(**settings)) == f"training   {expected}"
+    assert startup_summary.training_line(config(**settings)) == f"training   {expected}"
 
 
 def test_no_part_of_what_is_estimated_is_cut_off() -> None:
     several = {"algorithm": "ppo", "ppo_epochs": 2, "critic": {"gae_lambda": 0.9}}
-    line = overview.training_line(config(trainer=several))
+    line = startup_summary.training_line(config(trainer=several))
     assert line.endswith("samples seen before; on-policy, nothing to correct in the first of 2")
 
 
 def test_the_data_are_counted() -> None:
     task: Any = SimpleNamespace(train=range(7200), evaluation=range(273), evaluation_sets={})
-    line = overview.data_line(config(task={"kind": "dataset", "path": "my.jsonl"}), task)
+    line = startup_summary.data_line(config(task={"kind": "dataset", "path": "my.jsonl"}), task)
     assert line == (
         "data       my.jsonl: 7,200 prompts to train on, 273 held out; 100 steps of 16 prompts x 8 "
         "samples"
@@ -131,8 +131,10 @@ def test_sets_are_counted_and_a_prompt_that_is_also_trained_on_is_named() -> Non
     task: Any = SimpleNamespace(
         train=prompts(1, 2, 3), evaluation=[], evaluation_sets={"mine": prompts(2, 3, 4, 5)}
     )
-    assert "3 prompts to train on, 0 held out, 4 of mine" in overview.data_line(config(), task)
-    [warning] = overview.shared_prompts(task)
+    assert "3 prompts to train on, 0 held out, 4 of mine" in startup_summary.data_line(
+        config(), task
+    )
+    [warning] = startup_summary.shared_prompts(task)
     assert "2 of 4 prompts of evaluation.sets.mine are also trained on" in warning
 
 
@@ -165,37 +167,37 @@ def test_sets_are_counted_and_a_prompt_that_is_also_trained_on_is_named() -> Non
     ],
 )
 def test_the_mode_says_what_it_promises(settings: dict[str, Any], expected: str) -> None:
-    assert expected in overview.mode_line(config(**settings))
+    assert expected in startup_summary.mode_line(config(**settings))
 
 
 def test_memory_and_places_on_a_cpu() -> None:
     billion = 2**30
-    line = overview.processes_line(config(launcher={"generators": 2}), None, billion)
+    line = startup_summary.processes_line(config(launcher={"generators": 2}), None, billion)
     assert line == (
         "processes  trainer: CPU, 17 GiB; 2 generators (torch): CPU, 8.6 GiB each; "
         "plus KV, activations and 8.0 GiB of /dev/shm"
     )
-    with_kl = overview.processes_line(config(trainer={"kl_coefficient": 0.1}), None, billion)
+    with_kl = startup_summary.processes_line(config(trainer={"kl_coefficient": 0.1}), None, billion)
     assert "trainer: CPU, 21 GiB;" in with_kl, "the initial model is a second one"
-    ranks = overview.processes_line(config(trainer={"ranks": 4}), None, billion)
+    ranks = startup_summary.processes_line(config(trainer={"ranks": 4}), None, billion)
     assert "trainer of 4 ranks: CPU, 11 GiB each;" in ranks, "they share Adam's moments"
-    unknown = overview.processes_line(config(), None, None)
+    unknown = startup_summary.processes_line(config(), None, None)
     assert unknown.endswith("trainer: CPU; 1 generator (torch): CPU; plus KV and activations")
 
 
 def test_memory_and_places_on_gpus() -> None:
     gpus = plan(6, generators=2, per_generator=2, trainer=1)
     settings = config(engine={"kind": "vllm"}, launcher={"generators": 2})
-    line = overview.processes_line(settings, gpus, 2**30)
+    line = startup_summary.processes_line(settings, gpus, 2**30)
     assert "trainer: GPU 4, 16 GiB; 2 generators (vllm): GPU 0, 1, 2, 3; plus" in line
     assert line.endswith("activations and 4.0 GiB of /dev/shm; not used: GPU 5"), "bfloat16"
 
 
 def test_where_another_launcher_places_processes() -> None:
-    line = overview.processes_line(config(launcher={"kind": "ray"}), None, None)
+    line = startup_summary.processes_line(config(launcher={"kind": "ray"}), None, None)
     assert "trainer: placed by launcher.kind ray; 1 generator (torch): placed by" in line
 
 
 def test_the_results_are_in_the_folder_of_the_run() -> None:
-    line = overview.results_line(config(run={"name": "first", "directory": "/data"}))
+    line = startup_summary.results_line(config(run={"name": "first", "directory": "/data"}))
     assert line.startswith("results    /data/first: report.html, ")
