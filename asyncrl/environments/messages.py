@@ -1,6 +1,6 @@
 """The messages between the pool and a worker process of environments.
 
-Frames on the worker's standard streams, as for rewards (`asyncrl.user_code.streams`). The pool sends
+Frames on the worker's standard streams (`asyncrl.user_code.streams`). The pool sends
 one `Setup`, which is answered with `Ready` or `Refused`. Then come calls, any number at once but
 one at a time for a session, each answered by the message opposite or by `Failed`:
 

@@ -57,7 +57,7 @@ class Program:
     """What a process runs, and how messages speak of it."""
 
     command: tuple[str, ...]
-    """An interpreter and a main module, which calls `asyncrl.user_code.worker_start.begin` first."""
+    """An interpreter and a main module, which calls `user_code.worker_start.begin` first."""
     noun: str
     """What it is a worker of, for logs: `reward`."""
     contents: str

@@ -5,8 +5,8 @@ Each is a frame on the worker's standard streams (`asyncrl.user_code.streams`). 
 `Refused`. It answers each `Call` with a `Began` as each term starts, then `Scored` or `Failed`: in
 turn, or in any order if it is `asynchronous`.
 
-When the worker has ended, its supervisor writes one `Ending` to a pipe of its own, without a
-length.
+When the worker has ended, its supervisor writes one `user_code.supervisor.Ending` to a pipe of its
+own, without a length.
 """
 
 from __future__ import annotations
@@ -136,21 +136,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
     """What it returned, or the last lines of the user's traceback."""
     uses: tuple[ServiceUse, ...] = ()
-
-
-class Ending(msgspec.Struct, frozen=True):
-    """How a worker ended, by its supervisor."""
-
-    exit_code: int
-    """Of the worker itself; negative: it was ended by this signal."""
-    leftover: int = 0
-    """Processes that it had started and that were killed after it."""
-    too_many: int = 0
-    """If not 0, the worker was killed because it had started this many processes."""
-    out_of_memory: bool = False
-    """Whether the kernel killed a process of this machine for memory while the worker ran."""
-    output: str = ""
-    """The end of what it and the functions printed."""
 
 
 ToWorker = Setup | Call

@@ -1,6 +1,6 @@
 """A reward worker: `python -m asyncrl.rewards.worker PARENT STATUS PROCESSES`.
 
-The user's functions run here, below a supervisor (`asyncrl.user_code.supervisor`): one that hangs can
+The user's functions run here, below a supervisor (`user_code.supervisor`): one that hangs can
 be killed with all that it has started, and one that crashes takes nothing with it. Calls queue up
 in the worker's input. They are answered one after the other, or, if a function is async, run
 concurrently in one event loop. The functions' own output goes to the supervisor; the frames have

@@ -1,6 +1,6 @@
 """What a process asks of the one that renders its chat templates, and the answers.
 
-Each is a frame (`asyncrl.user_code.streams`). A `Render` is answered with one `Rendered` for each of
+Each is a frame (`user_code.streams`). A `Render` is answered with one `Rendered` for each of
 its conversations, in order, or ends with a `Failed`. What goes there is pickled, so that a template
 gets the very values that it would get here; what comes back is text. Import-light.
 """

@@ -9,7 +9,7 @@ import signal
 import msgspec
 
 from asyncrl.monitoring.wording import without_controls
-from asyncrl.rewards.protocol import Ending
+from asyncrl.user_code.supervisor import Ending
 
 _OUTPUT_LINES = 20
 """Last lines of its output that an error message quotes."""

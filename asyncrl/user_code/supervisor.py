@@ -29,7 +29,6 @@ from types import FrameType
 import msgspec
 
 from asyncrl.parent_death import end_with_parent
-from asyncrl.rewards.protocol import Ending
 from asyncrl.user_code.control_group import ControlGroup
 from asyncrl.user_code.output_limit import OutputLimit
 from asyncrl.user_code.process_tree import (
@@ -49,6 +48,21 @@ KILL_SECONDS = 10.0
 _CHUNK = 1 << 16
 _LAST_CHUNKS = 64
 """Most chunks of output that are read once every process has ended."""
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a worker ended, by its supervisor."""
+
+    exit_code: int
+    """Of the worker itself; negative: it was ended by this signal."""
+    leftover: int = 0
+    """Processes that it had started and that were killed after it."""
+    too_many: int = 0
+    """If not 0, the worker was killed because it had started this many processes."""
+    out_of_memory: bool = False
+    """Whether the kernel killed a process of this machine for memory while the worker ran."""
+    output: str = ""
+    """The end of what it and the functions printed."""
 
 
 def supervise(parent: int, status: int, max_processes: int) -> None:
