@@ -32,7 +32,7 @@ from asyncrl.launch.child_spec import (
 )
 from asyncrl.monitoring.errors import MonitoringError
 from asyncrl.parent_death import end_with_parent
-from asyncrl.trainer.errors import TrainerError
+from asyncrl.trainer.base.errors import TrainerError
 from asyncrl.wire.errors import WireError
 
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from asyncrl.errors import UserError
-from asyncrl.monitoring.http_server import MetricsServer
+from asyncrl.monitoring.metrics.http_server import MetricsServer
 
 BEAT_SECONDS = 1.0
 LATE_SECONDS = 30.0

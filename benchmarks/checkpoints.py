@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from asyncrl.trainer.checkpoint import Pending
-from asyncrl.trainer.checkpoint_files import path_of
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.export import export
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.checkpoint.checkpoint import Pending
+from asyncrl.trainer.checkpoint.export import export
+from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.learner import Learner
 from benchmarks.report import add_smoke, write_json
 

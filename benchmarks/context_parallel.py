@@ -4,7 +4,7 @@
 
 Each rank has a slice of the row. Everything but attention is by token, so it needs nothing of the
 others. Before attention the ranks exchange slices for heads: each then has all tokens of some
-heads, and `asyncrl.trainer.packing.packed_attention` is called as it is. Afterwards they exchange
+heads, and `trainer.model.packing.packed_attention` is called as it is. Afterwards they exchange
 back.
 
     [H, T/P] ── all-to-all ──► [H/P, T] ── packed attention ──► [H/P, T] ── all-to-all ──► [H, T/P]
@@ -32,7 +32,7 @@ import transformers
 from torch import Tensor
 from transformers import AttentionInterface
 
-from asyncrl.trainer.packing import Family, Layout, packed_attention
+from asyncrl.trainer.model.packing import Family, Layout, packed_attention
 from asyncrl.trainer.ranks.world import World, join
 from benchmarks.report import add_smoke, write_json
 

@@ -45,7 +45,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.monitoring.records.metrics_log import read_metrics
 from benchmarks.damaged_models import DAMAGES, Damage
 from benchmarks.report import add_smoke, write_json
 from benchmarks.run_command import run_command

@@ -46,8 +46,8 @@ from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.tasks.warm_start_recipe import WarmStart
-from asyncrl.trainer.checkpoint_files import path_of
-from asyncrl.trainer.export import export
+from asyncrl.trainer.checkpoint.export import export
+from asyncrl.trainer.checkpoint.format.files import path_of
 from benchmarks.policies_variety import Variety, teach
 from benchmarks.report import add_smoke, write_json
 from benchmarks.run_command import run_command

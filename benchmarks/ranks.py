@@ -4,11 +4,11 @@
 
 Each mode of `trainer.sharding` trains a random model on the same random tokens, every rank in a
 process of its own, connected by gloo over loopback. Memory is each rank's peak, of pages that it
-uses at a time, next to the estimate of `asyncrl.trainer.memory`. It has a run of its own, in which
-freed memory goes back to the system at once: what malloc keeps is no need of the step. Bytes of
-weights, gradients and moments are those of the rank's tensors, next to the arithmetic. Bytes sent
-are those of the loopback interface, next to the least that `full` can do with: weights are brought
-together twice in a micro-batch, and gradients summed once.
+uses at a time, next to the estimate of `trainer.model.memory_estimate`. It has a run of its own, in
+which freed memory goes back to the system at once: what malloc keeps is no need of the step. Bytes
+of weights, gradients and moments are those of the rank's tensors, next to the arithmetic. Bytes
+sent are those of the loopback interface, next to the least that `full` can do with: weights are
+brought together twice in a micro-batch, and gradients summed once.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def _model(folder: Path, hidden: int, layers: int) -> str:
 
 def _rank(plan: dict[str, Any]) -> None:
     """One rank: prints what it measured."""
-    from asyncrl.trainer.config import TrainerConfig
+    from asyncrl.trainer.base.config import TrainerConfig
     from asyncrl.trainer.learner import Learner
-    from asyncrl.trainer.memory import ModelShape, Samples, step_memory
+    from asyncrl.trainer.model.memory_estimate import ModelShape, Samples, step_memory
     from asyncrl.trainer.ranks.world import join
     from asyncrl.trainer.sharding.lockstep import Act, Has, Word
 

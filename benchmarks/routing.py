@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
-from asyncrl.trainer.packed_batch import PackedBatch
-from asyncrl.trainer.policy import Policy
-from asyncrl.trainer.router import why_no_routes
+from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.policy import Policy
+from asyncrl.trainer.model.router import why_no_routes
 from benchmarks.report import add_smoke, write_json
 from benchmarks.sglang_interpreter import sglang_python
 

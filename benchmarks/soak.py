@@ -9,7 +9,7 @@ the steps are reached: 60 and 10,000, with --quick 5 and 500. Then, from its fil
 
 ended               processes that ended without an order, and a controller that did not exit with 0
 lost, twice         groups that were not trained on, and those that were twice
-                    (`asyncrl.monitoring.group_account`)
+                    (`asyncrl.monitoring.records.group_account`)
 failed              groups that were reported failed
 memory_growth_mb    of the process that grew most, after the first tenth of the steps: private
                     memory in the last quarter less that in the first quarter, medians; only
@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.launch.identity import ProcessIdentity, identity_of, is_running
-from asyncrl.monitoring.group_account import GroupAccount, read_account
+from asyncrl.monitoring.records.group_account import GroupAccount, read_account
 from asyncrl.steering.control_socket import ask
 from asyncrl.wire.messages import control
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup

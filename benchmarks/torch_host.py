@@ -33,9 +33,9 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache
-from asyncrl.engine import logits
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.sampling import logits
 from asyncrl.engine.torch.core import CoreSettings, DecodeCore
 from asyncrl.engine.torch.kernels import warm_up
 from asyncrl.engine.torch.model import SlotModel, load_model

@@ -34,7 +34,7 @@ from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rollout.trajectory import Provenance, SampleId
 from asyncrl.tasks.builtin_tokenizer import builtin_tokenizer
-from asyncrl.wire.frames import digest_of, encode_tokens, encode_trajectory
+from asyncrl.wire.messages.frames import digest_of, encode_tokens, encode_trajectory
 from asyncrl.wire.messages.to_generator import PromptPayload
 
 TOKENS = 16

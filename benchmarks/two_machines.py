@@ -30,8 +30,8 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.monitoring.group_account import read_account
-from asyncrl.wire.records import RunResult
+from asyncrl.monitoring.records.group_account import read_account
+from asyncrl.wire.records.step import RunResult
 from benchmarks.chaos.cluster_faults import RANKS_APART
 from benchmarks.chaos.cluster_run import ClusterRun
 from benchmarks.chaos.live_run import LiveRun, Setup, carry_out

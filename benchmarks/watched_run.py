@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.monitoring.records.metrics_log import read_metrics
 from benchmarks.run_command import run_command
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"

@@ -28,7 +28,7 @@ from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.prompts import Prompt
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.learner import Learner
 from asyncrl.wire.messages.chain import Ask
 from asyncrl.wire.weights.chain.published import PublishedVersions

@@ -17,8 +17,8 @@ from typing import IO
 
 import msgspec
 
-from asyncrl.wire.keys import HubKeys, RunKey
 from asyncrl.wire.messages.chain import Parent
+from asyncrl.wire.transport.keys import HubKeys, RunKey
 from asyncrl.wire.weights.chain.node import WeightNode
 from asyncrl.wire.weights.chain.receiving import Timing
 from asyncrl.wire.weights.chain.source import WeightSource

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_MATCH_LIMIT = 40
-"""A sequence's head must fit in its first block (`asyncrl.cache.arena.SPAN`)."""
+"""A sequence's head must fit in its first block (`asyncrl.cache.tree.arena.SPAN`)."""
 
 DRAFT_TOKENS = 16
 """What `max_draft_tokens: auto` is, unless a run's start finds that drafts do not pay."""

@@ -19,8 +19,8 @@ import typer
 import yaml
 
 from asyncrl.cli import entry  # adds the commands
-from asyncrl.monitoring.instruments import MetricSpec
-from asyncrl.monitoring.metrics import all_specs
+from asyncrl.monitoring.metrics.instruments import MetricSpec
+from asyncrl.monitoring.metrics.metrics import all_specs
 from asyncrl.web.api import ABOUT, Api, application
 
 DOCS = Path(__file__).resolve().parent
@@ -133,7 +133,7 @@ def metrics_page() -> str:
         roles.setdefault(title, []).append(specs_by_name[name])
     parts = [
         "# Metrics\n",
-        NOTE.format("`monitoring/metrics.py`"),
+        NOTE.format("`monitoring/metrics/metrics.py`"),
         ABOUT_METRICS,
     ]
     for title, specs in roles.items():

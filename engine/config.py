@@ -12,10 +12,10 @@ from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.engine.torch.config import TorchConfig
 from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.rollout.truncation import MAX_TOP_K, Truncation
-from asyncrl.wire.limits import MAX_STOP_BYTES, MAX_THREADS, MAX_TOKENS
+from asyncrl.wire.transport.limits import MAX_STOP_BYTES, MAX_THREADS, MAX_TOKENS
 
 if TYPE_CHECKING:
-    from asyncrl.engine.stopping import StopRule
+    from asyncrl.engine.sampling.stopping import StopRule
 
 EngineKind = Literal["torch", "vllm", "sglang"]
 DType = Literal["auto", "float32", "bfloat16"]

@@ -8,7 +8,7 @@ from functools import partial
 from transformers import AutoConfig
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.place import CachePlace
+from asyncrl.cache.sharing.cache_setup import CachePlace
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.protocol import Engine
@@ -67,7 +67,7 @@ def _torch_engine(
     *,
     batch_invariant: bool,
 ) -> Engine:
-    from asyncrl.cache.place import open_at, save_at
+    from asyncrl.cache.sharing.cache_setup import open_at, save_at
     from asyncrl.engine.torch.engine import TorchEngine
 
     make = partial(TorchEngine, config, model_path, seed=seed, batch_invariant=batch_invariant)

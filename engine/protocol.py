@@ -25,11 +25,11 @@ from asyncrl.rollout.trajectory import (
     TrajectoryBuilder,
 )
 from asyncrl.rollout.truncation import Truncation
-from asyncrl.wire.records import EngineStats
+from asyncrl.wire.records.step import EngineStats
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 if TYPE_CHECKING:  # it needs numba, which the controller does without
-    from asyncrl.engine.stopping import StopRule
+    from asyncrl.engine.sampling.stopping import StopRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class TokenChunk:
     topk_logprobs: FloatArray
     """`[n, K]`, padded with -inf."""
     noise_seeds: SeedArray
-    """`[n]` of the noise that drew tokens outside the top K (`asyncrl.engine.drawing`)."""
+    """`[n]` of the noise that drew tokens outside the top K (`asyncrl.engine.sampling.drawing`)."""
     provenance: ByteArray
     """`[n]` of `Provenance`."""
     policy_version: int

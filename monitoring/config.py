@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from asyncrl.monitoring.log_level import LogLevel
 from asyncrl.monitoring.sinks.config import SinkConfig
-from asyncrl.wire.paths import AbsolutePath
+from asyncrl.wire.transport.paths import AbsolutePath
 
 MAX_PORT = 65_535
 

@@ -8,7 +8,7 @@ finish: factors of the step; gives the denominator
 
 Everything is a sum until `finish`, so the order of groups, and how they are split into
 micro-batches, changes rounding only. `look` only scores groups, for passes that come later;
-`replay` trains on groups that were kept (`asyncrl.trainer.stepping`).
+`replay` trains on groups that were kept (`asyncrl.trainer.optimizer_updates`).
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from torch import Tensor
 
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.trainer.algorithms.base import LossSums, Rewards, TokenBatch, finisher
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import NonFiniteError
 from asyncrl.trainer.critic import Values
-from asyncrl.trainer.disagreement import SUMS, disagreement_of
-from asyncrl.trainer.errors import NonFiniteError
-from asyncrl.trainer.fixed import Fixed, fix
-from asyncrl.trainer.gradient_parts import GradientParts
-from asyncrl.trainer.head import TokenScores
-from asyncrl.trainer.micro_batches import Work
-from asyncrl.trainer.objective import Objective
+from asyncrl.trainer.loss import Objective
+from asyncrl.trainer.model.device_copy import to_device
+from asyncrl.trainer.model.head import TokenScores
+from asyncrl.trainer.model.micro_batches import Work
+from asyncrl.trainer.model.token_batch import token_batch
+from asyncrl.trainer.objective.gradient_parts import GradientParts
+from asyncrl.trainer.objective.logprob_mismatch import SUMS, disagreement_of
+from asyncrl.trainer.objective.step_statistics import StepTotals
+from asyncrl.trainer.objective.value_loss import SIGNALS, value_loss
+from asyncrl.trainer.rank_totals import of_all_ranks
 from asyncrl.trainer.ranks import World
-from asyncrl.trainer.ranks.totals import of_all_ranks
 from asyncrl.trainer.scoring import Models
 from asyncrl.trainer.sharding.gradient_parts import ShardedParts
 from asyncrl.trainer.sharding.lockstep import Lockstep
 from asyncrl.trainer.sharding.padding import padding, without_effect, without_weight
-from asyncrl.trainer.token_batch import token_batch
-from asyncrl.trainer.totals import StepTotals
-from asyncrl.trainer.transfer import to_device
-from asyncrl.trainer.value_loss import SIGNALS, value_loss
+from asyncrl.trainer.step_targets import Fixed, fix
 
 
 class NewGroup(NamedTuple):

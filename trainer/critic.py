@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.rollout.trajectory import CUT_OFF, Trajectory
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import UnsupportedModelError
-from asyncrl.trainer.packed_batch import PackedBatch
-from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import UnsupportedModelError
+from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.policy import Policy
+from asyncrl.trainer.optimizer.update import Update
 from asyncrl.trainer.ranks import World
-from asyncrl.trainer.ranks.update import Update
 
 
 @dataclass(frozen=True, slots=True)

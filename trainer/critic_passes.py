@@ -11,15 +11,15 @@ import msgspec
 import numpy as np
 
 from asyncrl.trainer.accumulation import Kept
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.critic import Critic
-from asyncrl.trainer.fixed import Fixed
-from asyncrl.trainer.micro_batches import Work
-from asyncrl.trainer.normalization import denominator
+from asyncrl.trainer.model.device_copy import to_device
+from asyncrl.trainer.model.micro_batches import Work
+from asyncrl.trainer.model.normalization import denominator
+from asyncrl.trainer.model.token_batch import weights_of
+from asyncrl.trainer.objective.value_loss import value_loss
 from asyncrl.trainer.ranks import World
-from asyncrl.trainer.token_batch import weights_of
-from asyncrl.trainer.transfer import to_device
-from asyncrl.trainer.value_loss import value_loss
+from asyncrl.trainer.step_targets import Fixed
 
 
 def take_pass(

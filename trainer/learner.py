@@ -27,33 +27,34 @@ from torch import Tensor
 
 from asyncrl.rollout.trajectory import FloatArray, Trajectory
 from asyncrl.rollout.truncation import EVERYTHING, Truncation
-from asyncrl.trainer import checkpoint, checkpoint_files
 from asyncrl.trainer.accumulation import NewGroup
-from asyncrl.trainer.checkpoint_manifest import Published, settings_of
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import BatchError, NonFiniteError
-from asyncrl.trainer.fence import UNFENCED, Fence
-from asyncrl.trainer.group_check import check_group, check_trajectory
-from asyncrl.trainer.lora.weights import weights_of
-from asyncrl.trainer.model_loading import multiply_in_tf32
-from asyncrl.trainer.objective import Objective
-from asyncrl.trainer.optimizer import learning_rate
-from asyncrl.trainer.policy import Policy
-from asyncrl.trainer.ranks import ALONE, World
-from asyncrl.trainer.ranks.update import Update
-from asyncrl.trainer.saved_state import (
+from asyncrl.trainer.adapter_weights import weights_of
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import BatchError, NonFiniteError
+from asyncrl.trainer.checkpoint import checkpoint
+from asyncrl.trainer.checkpoint.format import files as checkpoint_files
+from asyncrl.trainer.checkpoint.format.manifest import Published, settings_of
+from asyncrl.trainer.checkpoint.snapshot import Snapshot
+from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, Fence
+from asyncrl.trainer.checkpoint_state import (
     CENTRE,
     adapter_settings,
     check_base,
     check_reference,
     state_of,
 )
+from asyncrl.trainer.loss import Objective
+from asyncrl.trainer.model.model_loading import multiply_in_tf32
+from asyncrl.trainer.model.policy import Policy
+from asyncrl.trainer.objective.group_check import check_group, check_trajectory
+from asyncrl.trainer.optimizer.optimizer import learning_rate
+from asyncrl.trainer.optimizer.update import Update
+from asyncrl.trainer.optimizer_updates import Stepping
+from asyncrl.trainer.ranks import ALONE, World
 from asyncrl.trainer.scoring import for_own_device, load_models
 from asyncrl.trainer.sharding.lockstep import Lockstep
 from asyncrl.trainer.sharding.weights import Weights
-from asyncrl.trainer.snapshot import Snapshot
-from asyncrl.trainer.stepping import Stepping
-from asyncrl.wire.records import LearnerMetrics, TrainedStep
+from asyncrl.wire.records.step import LearnerMetrics, TrainedStep
 from asyncrl.wire.weights.layout import Fingerprint
 
 Group = tuple[Sequence[Trajectory], FloatArray]
@@ -69,7 +70,7 @@ class Learner:
         group_size: samples in every group.
         seed: of torch's random generators (the learner itself draws nothing today).
         temperature: of sampling; log-probabilities are of the same processed distribution.
-        truncation: of sampling; `asyncrl.trainer.policy` says what it means to the trainer.
+        truncation: of sampling; `asyncrl.trainer.model.policy` says what it means to the trainer.
         total_steps: where cosine and linear schedules end unless `schedule_steps` is set.
         max_tokens: of the longest response, for `overlong_buffer`.
         fence: keeps a trainer that was replaced from writing checkpoints.
@@ -166,9 +167,9 @@ class Learner:
         Their samples share micro-batches. A group is its trajectories and their rewards `[G]`.
 
         Returns:
-            For each group, `[G, SUMS]` of `asyncrl.trainer.disagreement` on the learner's device,
-            the engine's log-probabilities against the learner's; zeros where nothing was computed
-            or an older policy drew a token.
+            For each group, `[G, SUMS]` of `trainer.objective.logprob_mismatch` on the learner's
+            device, the engine's log-probabilities against the learner's; zeros where nothing was
+            computed or an older policy drew a token.
 
         Raises:
             BatchError: a group does not fit; nothing was accumulated.

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.packed_batch import PackedBatch
-from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.sharding.rows import local
 
 

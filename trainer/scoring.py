@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.rollout.truncation import Truncation
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.adapter_reference import InitialAdapter
+from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.critic import Critic, Values, real_tokens
-from asyncrl.trainer.head import TokenScores
-from asyncrl.trainer.lora.reference import InitialAdapter
-from asyncrl.trainer.packed_batch import PackedBatch
-from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.model.head import TokenScores
+from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.policy import Policy
+from asyncrl.trainer.model.router import check_routes
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.reference import Reference
-from asyncrl.trainer.router import check_routes
 from asyncrl.trainer.sharding.policy import ShardedPolicy
 
 logger = logging.getLogger(__name__)

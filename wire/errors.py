@@ -3,7 +3,7 @@
 WireError                   a socket or shared memory cannot be used
 ├── Unreachable             a message was sent to a peer that is not connected
 ├── NoReply                 a peer did not answer in time; says what was waited for
-├── FrameRefused            a frame is no message of its socket (`asyncrl.wire.decoding`)
+├── FrameRefused            a frame is no message of its socket (`asyncrl.wire.transport.decoding`)
 ├── SessionFull             the other end of a session does not acknowledge what it is sent
 ├── KeyUnusable             a key file is missing, incomplete, or readable by others
 ├── AddressTooLong          the path of the socket folder is too long; says which variable to set

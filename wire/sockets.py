@@ -1,12 +1,12 @@
 """Two kinds of socket: a `Hub` that many peers connect to, and a `Line` to one hub.
 
-Both need keys (`asyncrl.wire.keys`): every connection is encrypted and authenticated, and the name
-of a peer is bound to a key. Each end sends and receives msgspec structs of one direction. A frame
-that is not an accepted message is refused: `Refusals` counts it, logs it, and cuts off a peer that
-keeps sending such frames. `receive` never raises because of what a peer sent. Long messages travel
-in parts (`asyncrl.wire.parts`). Short ones that are sent in one turn of the event loop with
-`send_soon` travel together (`asyncrl.wire.outbox`). Children of other nodes speak to a hub through
-relays (`asyncrl.wire.sessions`).
+Both need keys (`wire.transport.keys`): every connection is encrypted and authenticated, and the
+name of a peer is bound to a key. Each end sends and receives msgspec structs of one direction. A
+frame that is not an accepted message is refused: `Refusals` counts it, logs it, and cuts off a peer
+that keeps sending such frames. `receive` never raises because of what a peer sent. Long messages
+travel in parts (`wire.transport.message_chunks`). Short ones that are sent in one turn of the event
+loop with `send_soon` travel together (`wire.transport.outbox`). Children of other nodes speak to a
+hub through relays (`asyncrl.wire.sessions`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from asyncrl.wire.addresses import is_private
-from asyncrl.wire.decoding import FrameDecoder, FrameRefused, Reason
 from asyncrl.wire.errors import FolderNotPrivate, KeyUnusable, NoReply, SessionFull, Unreachable
-from asyncrl.wire.handshakes import HandshakeWatch
-from asyncrl.wire.keys import HubKeys, LineKeys
-from asyncrl.wire.outbox import MAX_BYTES, Outbox
-from asyncrl.wire.parts import join, split
-from asyncrl.wire.refusals import Refusals
 from asyncrl.wire.sessions.bundles import EXTRA_BYTES, is_bundle
 from asyncrl.wire.sessions.peers import SessionPeers
+from asyncrl.wire.transport.addresses import is_private
+from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused, Reason
+from asyncrl.wire.transport.handshakes import HandshakeWatch
+from asyncrl.wire.transport.keys import HubKeys, LineKeys
+from asyncrl.wire.transport.message_chunks import join, split
+from asyncrl.wire.transport.outbox import MAX_BYTES, Outbox
+from asyncrl.wire.transport.refusals import Refusals
 
 In = TypeVar("In")
 
@@ -317,7 +317,7 @@ class Line(Generic[In]):
         keys: of this end; they contain the name under which the hub knows it.
         incoming: union of the message types that the hub may send.
         refusals: of this socket. The hub itself is never cut off.
-        together_bytes: of messages that travel together (`asyncrl.wire.outbox`).
+        together_bytes: of messages that travel together (`asyncrl.wire.transport.outbox`).
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from asyncrl.cli import (  # noqa: F401 - these add commands
 )
 from asyncrl.cli.app import app
 from asyncrl.errors import AsyncrlError, Interrupted, UserError
-from asyncrl.monitoring.wording import without_controls
+from asyncrl.monitoring.terminal.formatting import without_controls
 from asyncrl.runs.folder_lock import UnlockableError
 
 _ABOUT_PATHS = (
@@ -54,7 +54,7 @@ def _main() -> None:
     from asyncrl.engine.errors import EngineError
     from asyncrl.monitoring.errors import MonitoringError
     from asyncrl.scheduler.errors import SchedulerError
-    from asyncrl.trainer.errors import TrainerError
+    from asyncrl.trainer.base.errors import TrainerError
     from asyncrl.wire.errors import WireError
 
     try:

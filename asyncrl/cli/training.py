@@ -22,7 +22,7 @@ from asyncrl.runs.command_lines import DEFAULT_RUNS, resume_command
 from asyncrl.simulation.command import simulate
 
 if TYPE_CHECKING:
-    from asyncrl.wire.records import RunResult
+    from asyncrl.wire.records.step import RunResult
 
 
 @app.command(rich_help_panel=TRAINING, epilog="Example: asyncrl init first")
@@ -181,7 +181,7 @@ def evaluate(
     Responses are sampled as in training.
     """
     from asyncrl.evaluation.command import evaluate_model, resolve_target
-    from asyncrl.monitoring.evaluation_text import estimates
+    from asyncrl.monitoring.terminal.evaluation_text import estimates
     from asyncrl.tasks.model import no_transformers_bars
 
     console = TerminalConsole(markup=False)
@@ -264,8 +264,8 @@ def _end_with(parent: int) -> None:
 def _incomplete(directory: Path) -> list[str]:
     """What the evaluations before and after training of a run lack."""
     from asyncrl.monitoring.errors import RecordError
-    from asyncrl.monitoring.evaluation_text import incomplete
-    from asyncrl.monitoring.evaluations_log import read_evaluations
+    from asyncrl.monitoring.records.evaluations_log import read_evaluations
+    from asyncrl.monitoring.terminal.evaluation_text import incomplete
 
     with contextlib.suppress(OSError, RecordError):
         records = read_evaluations(directory / "evaluations.jsonl")
@@ -276,7 +276,7 @@ def _incomplete(directory: Path) -> list[str]:
 def _print_result(
     console: Console, directory: Path, result: RunResult, *, planned: int, to_continue: str
 ) -> None:
-    from asyncrl.monitoring.wording import counted, number
+    from asyncrl.monitoring.terminal.formatting import counted, number
 
     before, after = result.accuracy_before, result.accuracy_after
     if before is not None and after is not None:

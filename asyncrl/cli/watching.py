@@ -31,8 +31,8 @@ def status(name: RunName = None, runs: Runs = DEFAULT_RUNS, as_json: Json = Fals
     if as_json:
         typer.echo(json.dumps(reply.status, indent=2))
     else:
-        from asyncrl.monitoring.discovery import metrics_line
-        from asyncrl.monitoring.status_text import status_lines
+        from asyncrl.monitoring.metrics.discovery import metrics_line
+        from asyncrl.monitoring.terminal.status_text import status_lines
 
         typer.echo("\n".join([*status_lines(reply.status), *metrics_line(run)]))
 
@@ -120,8 +120,8 @@ def samples(
 
     They are a choice of a few per step; run.log_samples=jsonl keeps all.
     """
-    from asyncrl.monitoring.sample_text import legend, newest, sample_text
-    from asyncrl.monitoring.samples import read_samples, trained_on
+    from asyncrl.monitoring.records.sample_text import legend, newest, sample_text
+    from asyncrl.monitoring.records.samples import read_samples, trained_on
     from asyncrl.runs.directory import find_run
 
     run = find_run(name, runs)
@@ -141,7 +141,7 @@ def list_all(runs: Runs = DEFAULT_RUNS, as_json: Json = False) -> None:
     """List the runs of a folder, the one that changed last first."""
     from rich.table import Table
 
-    from asyncrl.monitoring.wording import number
+    from asyncrl.monitoring.terminal.formatting import number
     from asyncrl.runs.run_list import list_runs
 
     found = list_runs(runs)
@@ -177,7 +177,7 @@ def compare(
     from asyncrl.monitoring.report import compare as comparing
     from asyncrl.monitoring.report.data import load_run
     from asyncrl.monitoring.report.series import thin
-    from asyncrl.monitoring.wording import sparkline, without_controls
+    from asyncrl.monitoring.terminal.formatting import sparkline, without_controls
     from asyncrl.runs.directory import find_run
 
     if not 2 <= len(names) <= 12:

@@ -7,8 +7,8 @@ import re
 from pydantic import Field, field_validator
 
 from asyncrl.config.cluster import ClusterConfig
-from asyncrl.wire.limits import WEEK_SECONDS
-from asyncrl.wire.paths import AbsolutePath
+from asyncrl.wire.transport.limits import WEEK_SECONDS
+from asyncrl.wire.transport.paths import AbsolutePath
 
 MAX_PORT = 65_535
 _LISTEN = re.compile(r"(?P<host>[^\s:/\[\]]+):(?P<port>\d{1,5})")

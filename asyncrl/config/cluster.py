@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from asyncrl.wire.limits import WEEK_SECONDS
+from asyncrl.wire.transport.limits import WEEK_SECONDS
 
 
 class ClusterConfig(BaseModel):

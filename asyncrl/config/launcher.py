@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from asyncrl.config.agents import AgentsConfig
 from asyncrl.config.cluster import ClusterConfig
 from asyncrl.config.ray import RayConfig
-from asyncrl.wire.limits import MAX_THREADS, START_SECONDS, WEEK_SECONDS
+from asyncrl.wire.transport.limits import MAX_THREADS, START_SECONDS, WEEK_SECONDS
 
 GpuName = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
 GpuNumber = Annotated[int, Field(ge=0, le=1024)]

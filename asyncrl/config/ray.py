@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from asyncrl.config.cluster import ClusterConfig
-from asyncrl.wire.limits import WEEK_SECONDS
+from asyncrl.wire.transport.limits import WEEK_SECONDS
 
 Strategy = Literal["pack", "spread", "strict_spread"]
 

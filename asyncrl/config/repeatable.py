@@ -8,7 +8,7 @@ from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.scheduler.config import SchedulerConfig
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 
 
 def clock_dependencies(

@@ -31,10 +31,10 @@ from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.suggestions import nearest, shortened
 from asyncrl.tasks.config import ModelConfig, TaskConfig
 from asyncrl.tasks.evaluation_config import EvaluationConfig
-from asyncrl.trainer.algorithms.registry import is_own, smallest_group
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.rank_network import is_loopback
-from asyncrl.wire.paths import FOLDER
+from asyncrl.trainer.base.algorithm_registry import is_own, smallest_group
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.rank_network import is_loopback
+from asyncrl.wire.transport.paths import FOLDER
 
 
 class RunConfig(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.trainer.checkpoint_files import newest_complete
+from asyncrl.trainer.checkpoint.format.files import newest_complete
 from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritten
 
 

@@ -71,8 +71,8 @@ from asyncrl.steering.replies import status_reply, view_reply
 from asyncrl.tasks.prompts import Task
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire import Hub
-from asyncrl.wire.evaluations import EvaluationRecord
 from asyncrl.wire.messages import control, from_trainer
+from asyncrl.wire.records.evaluations import EvaluationRecord
 
 WATCH_SECONDS = 0.2
 SHOW_SECONDS = 0.25

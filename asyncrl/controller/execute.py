@@ -37,13 +37,13 @@ from asyncrl.health import Health, beat_of
 from asyncrl.launch.child_spec import ChildSpec, is_relay
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.launch.shared_memory import local_run_id, owned, remove_stale_files
-from asyncrl.monitoring.discovery import Targets, targets_file
 from asyncrl.monitoring.errors import MonitoringError, ReportError
-from asyncrl.monitoring.exporter import exporter_for
-from asyncrl.monitoring.live import LiveView
-from asyncrl.monitoring.metrics import ControllerMetrics, new_registry
-from asyncrl.monitoring.metrics_log import MetricsLog, read_metrics
+from asyncrl.monitoring.metrics.discovery import Targets, targets_file
+from asyncrl.monitoring.metrics.exporter import exporter_for
+from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry
+from asyncrl.monitoring.records.metrics_log import MetricsLog, read_metrics
 from asyncrl.monitoring.report.write import write_report
+from asyncrl.monitoring.terminal.live import LiveView
 from asyncrl.reward_server.keeping import open_reward_servers
 from asyncrl.runs.directory import Ending, RunDirectory, read_state
 from asyncrl.runs.folder_lock import UnlockableError
@@ -66,9 +66,9 @@ from asyncrl.tasks.model_tokenizer import tokenizer_digest
 from asyncrl.wire import Hub, RunKey, RuntimeDirectory
 from asyncrl.wire.errors import AddressTooLong
 from asyncrl.wire.messages import control
-from asyncrl.wire.records import RunResult
-from asyncrl.wire.refusals import Refusals
-from asyncrl.wire.wrong_policy import TokenizerDigest, compare_tokenizers
+from asyncrl.wire.records.step import RunResult
+from asyncrl.wire.records.wrong_policy import TokenizerDigest, compare_tokenizers
+from asyncrl.wire.transport.refusals import Refusals
 
 TARGETS_SECONDS = 0.5
 """Time between two looks at which processes Prometheus should be told of."""

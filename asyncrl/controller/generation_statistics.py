@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asyncrl.wire.records import EngineStats, TokenCounts
+from asyncrl.wire.records.step import EngineStats, TokenCounts
 
 RATE_SECONDS = 3.0
 """Shortest time over which rates are taken: generators report twice a second, and a step may take

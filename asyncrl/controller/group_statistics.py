@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.monitoring.group_account import totals_of
+from asyncrl.monitoring.records.group_account import totals_of
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.view import SchedulerView
-from asyncrl.wire.records import GroupTotals, StepGroups, StepMetrics
+from asyncrl.wire.records.step import GroupTotals, StepGroups, StepMetrics
 
 
 def too_few_groups(step: StepMetrics, settings: SchedulerConfig) -> str | None:
@@ -68,7 +68,7 @@ class RunGroups:
         `end` is the first group of the next step, if steps do not have equally many.
 
         Nothing is inferred, so a group that neither names shows as lost in
-        `asyncrl.monitoring.group_account`, and one that the trainer accumulated twice as such.
+        `monitoring.records.group_account`, and one that the trainer accumulated twice as such.
         """
         below = (step + 1) * self._per_step if end is None else end
         failed = {group for group in self._failed if group < below}

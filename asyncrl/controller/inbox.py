@@ -27,8 +27,8 @@ from asyncrl.runs.directory import RunDirectory
 from asyncrl.scheduler import events
 from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from asyncrl.steering.write_throttle import PacedWrites
-from asyncrl.wire.decoding import Reason
 from asyncrl.wire.messages import from_generator, from_relay, from_trainer
+from asyncrl.wire.transport.decoding import Reason
 
 logger = logging.getLogger(__name__)
 

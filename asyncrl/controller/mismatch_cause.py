@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 
 from asyncrl.rollout.trajectory import BoolArray, FloatArray
-from asyncrl.wire.frames import decode_floats, decode_tokens
+from asyncrl.wire.messages.frames import decode_floats, decode_tokens
 from asyncrl.wire.messages.from_generator import Rescored
 from asyncrl.wire.messages.from_trainer import SuspectSample, WrongPolicyFound
-from asyncrl.wire.wrong_policy import Cause, WrongPolicy
+from asyncrl.wire.records.wrong_policy import Cause, WrongPolicy
 
 
 def conclusion(asked: WrongPolicyFound, answer: Rescored) -> WrongPolicy:

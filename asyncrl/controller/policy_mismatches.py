@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from asyncrl.monitoring.metrics import ControllerMetrics
-from asyncrl.wire.records import StepMetrics
-from asyncrl.wire.wrong_policy import Cause, WrongPolicy
+from asyncrl.monitoring.metrics.metrics import ControllerMetrics
+from asyncrl.wire.records.step import StepMetrics
+from asyncrl.wire.records.wrong_policy import Cause, WrongPolicy
 
 _LASTING: tuple[Cause, ...] = ("weights", "tokenizer")
 _IN_STEP = 16

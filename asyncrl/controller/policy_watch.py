@@ -19,8 +19,8 @@ from asyncrl.fleet.process_state import Worker
 from asyncrl.wire.messages.from_generator import Rescored
 from asyncrl.wire.messages.from_trainer import WrongPolicyFound
 from asyncrl.wire.messages.to_generator import Rescore, ToRescore
+from asyncrl.wire.records.wrong_policy import WrongPolicy, compare_weights, listed, not_compared
 from asyncrl.wire.weights.layout import ADAPTER_ENDINGS, Fingerprint
-from asyncrl.wire.wrong_policy import WrongPolicy, compare_weights, listed, not_compared
 
 RESCORE_SECONDS = 30.0
 """Longest wait for a generator that scores tokens again."""

@@ -18,22 +18,22 @@ from asyncrl.controller.staleness_statistics import StalenessTotals
 from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
 from asyncrl.fleet.process_fleet import Fleet
-from asyncrl.monitoring.controller_metrics import GENERATOR_STATES
-from asyncrl.monitoring.evaluation_text import evaluation_lines
-from asyncrl.monitoring.live import LiveView
-from asyncrl.monitoring.metrics import ControllerMetrics
-from asyncrl.monitoring.metrics_log import MetricsLog
-from asyncrl.monitoring.run_view import RunView
+from asyncrl.monitoring.metrics.controller_metrics import GENERATOR_STATES
+from asyncrl.monitoring.metrics.metrics import ControllerMetrics
+from asyncrl.monitoring.records.metrics_log import MetricsLog
+from asyncrl.monitoring.terminal.evaluation_text import evaluation_lines
+from asyncrl.monitoring.terminal.live import LiveView
+from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.scheduler.scheduler import Scheduler
 from asyncrl.scheduler.view import SchedulerView
-from asyncrl.wire.environments import EnvironmentCounts
-from asyncrl.wire.evaluations import EvaluationRecord, accuracy_of
 from asyncrl.wire.messages.from_trainer import StepFinished
-from asyncrl.wire.noise_floor import NoiseFloor
-from asyncrl.wire.on_policy import OnPolicySteps
-from asyncrl.wire.records import IdleShares, RunResult, StepMetrics, TokenCounts
-from asyncrl.wire.reward_counts import RewardCounts
-from asyncrl.wire.wrong_policy import WrongPolicy
+from asyncrl.wire.records.environment_counts import EnvironmentCounts
+from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of
+from asyncrl.wire.records.noise_floor import NoiseFloor
+from asyncrl.wire.records.on_policy import OnPolicySteps
+from asyncrl.wire.records.reward_counts import RewardCounts
+from asyncrl.wire.records.step import IdleShares, RunResult, StepMetrics, TokenCounts
+from asyncrl.wire.records.wrong_policy import WrongPolicy
 
 
 class _StepWarnings:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.environments.protocol import LABEL
-from asyncrl.wire.reward_counts import RewardCounts
+from asyncrl.wire.records.reward_counts import RewardCounts
 
 
 class RewardTotals:

@@ -24,7 +24,7 @@ from asyncrl.scheduler.commands import ReleaseSamples
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages.from_generator import Released
 from asyncrl.wire.messages.to_generator import Release
-from asyncrl.wire.unfinished import UnfinishedRefused
+from asyncrl.wire.messages.unfinished_samples import UnfinishedRefused
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecords
-from asyncrl.monitoring.jsonl import read_tail
+from asyncrl.monitoring.records.jsonl import read_tail
 from asyncrl.monitoring.sinks.config import SinkKind
 from asyncrl.monitoring.sinks.follow import read_state
-from asyncrl.wire.records import StepMetrics
+from asyncrl.wire.records.step import StepMetrics
 
 _CHECK_SECONDS = 1.0
 BEHIND_SECONDS = 120.0

@@ -6,8 +6,8 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable
 
-from asyncrl.wire.on_policy import OnPolicySteps, is_on_policy
-from asyncrl.wire.records import StalenessMetrics, StepMetrics
+from asyncrl.wire.records.on_policy import OnPolicySteps, is_on_policy
+from asyncrl.wire.records.step import StalenessMetrics, StepMetrics
 
 
 class StalenessTotals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.wire.records import EngineStats
+from asyncrl.wire.records.step import EngineStats
 
 ROW_SECONDS = 40.0
 """Row-seconds over which a speed is averaged: 5 s of 8 running samples (of as many as there are

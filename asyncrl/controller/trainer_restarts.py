@@ -22,13 +22,13 @@ from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.fleet.process_state import Worker
 from asyncrl.launch.shared_memory import remove_weights
 from asyncrl.monitoring.errors import RecordError
-from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.runs.resuming import rewind
-from asyncrl.trainer.checkpoint_files import ResumePoint, choose
-from asyncrl.trainer.errors import CheckpointError
-from asyncrl.trainer.fence import raise_fence
-from asyncrl.wire.records import StepMetrics
+from asyncrl.trainer.base.errors import CheckpointError
+from asyncrl.trainer.checkpoint.format.files import ResumePoint, choose
+from asyncrl.trainer.checkpoint.trainer_lease import raise_fence
+from asyncrl.wire.records.step import StepMetrics
 
 MAX_TRIES = 3
 """Trainers that may be lost in a row without finishing a step, or at the same step."""

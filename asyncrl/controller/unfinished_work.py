@@ -20,9 +20,9 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.runs.unfinished_folders import remove_unfinished, unfinished_folder
 from asyncrl.tasks.sample_requests import SampleRequests
-from asyncrl.trainer.checkpoint_files import path_of
+from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.wire.messages.to_generator import SaveUnfinished
-from asyncrl.wire.unfinished import Index, UnfinishedRefused, read_index
+from asyncrl.wire.messages.unfinished_samples import Index, UnfinishedRefused, read_index
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.engine.config import MAX_TOP_K_LOGPROBS
 from asyncrl.generator.deadlines import deadline_warning
 from asyncrl.generator.lenient_reuse import lenient_warning
-from asyncrl.wire.noise_floor import NoiseFloor
-from asyncrl.wire.records import TokenCounts
+from asyncrl.wire.records.noise_floor import NoiseFloor
+from asyncrl.wire.records.step import TokenCounts
 
 MIN_OUTSIDE_SHARE = 0.01
 """Share of tokens outside the stored top-K above which a larger K is worth suggesting. By the model

@@ -37,7 +37,7 @@ from asyncrl.errors import RewardError
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.process import WorkerLost, refused
 from asyncrl.user_code.streams import pack
-from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.transport.decoding import FrameRefused, Reason
 
 log = logging.getLogger(__name__)
 

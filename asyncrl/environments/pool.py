@@ -46,7 +46,7 @@ from asyncrl.environments.protocol import (
 from asyncrl.environments.registry import check_name
 from asyncrl.errors import RewardError, RewardFailed
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.wire.environments import EnvironmentCounts
+from asyncrl.wire.records.environment_counts import EnvironmentCounts
 
 log = logging.getLogger(__name__)
 

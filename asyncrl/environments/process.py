@@ -12,7 +12,7 @@ from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.process import Program, UserProcess, WorkerLost
 from asyncrl.rewards.protocol import Refused
 from asyncrl.user_code.streams import MAX_FRAME, pack
-from asyncrl.wire.decoding import FrameDecoder
+from asyncrl.wire.transport.decoding import FrameDecoder
 
 _DECODER: FrameDecoder[FromWorker] = FrameDecoder(FromWorker, max_bytes=MAX_FRAME)
 

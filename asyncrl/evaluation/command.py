@@ -24,7 +24,7 @@ from asyncrl.generator.environment_setup import episodes_with, start_environment
 from asyncrl.generator.sample_rewards import SampleRewards
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import SampleGeneration
-from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics, new_registry
 from asyncrl.reward_server.keeping import served
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rollout.trajectory import SampleId
@@ -40,9 +40,9 @@ from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.tasks.sample_requests import payload_of, sample_seed
 from asyncrl.tasks.token_bytes import stop_rule
-from asyncrl.trainer.checkpoint_files import choose
-from asyncrl.trainer.errors import CheckpointError
-from asyncrl.wire.evaluations import EvaluationRecord
+from asyncrl.trainer.base.errors import CheckpointError
+from asyncrl.trainer.checkpoint.format.files import choose
+from asyncrl.wire.records.evaluations import EvaluationRecord
 
 
 def resolve_target(

@@ -21,9 +21,9 @@ from asyncrl.evaluation.round import EvaluationRound
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.fleet.process_state import Worker
 from asyncrl.tasks.sample_requests import SampleRequests
-from asyncrl.wire.evaluations import EvaluationRecord
 from asyncrl.wire.messages import from_generator, to_generator
 from asyncrl.wire.messages.to_generator import FixedVersion
+from asyncrl.wire.records.evaluations import EvaluationRecord
 
 Say = Callable[[str], None]
 

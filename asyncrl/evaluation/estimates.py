@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from asyncrl.wire.evaluations import SetEvaluation, Verdict
+from asyncrl.wire.records.evaluations import SetEvaluation, Verdict
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:

@@ -12,8 +12,8 @@ from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.fleet.process_state import Worker
 from asyncrl.tasks.evaluation_config import EvaluationConfig
 from asyncrl.tasks.sample_requests import SampleRequests
-from asyncrl.wire.evaluations import EvaluationRecord
 from asyncrl.wire.messages.from_generator import EvaluationMissed, EvaluationSample
+from asyncrl.wire.records.evaluations import EvaluationRecord
 
 
 class FleetEvaluation:

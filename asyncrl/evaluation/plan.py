@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncrl.tasks.evaluation_config import EvaluationConfig
-from asyncrl.wire.evaluations import HELD_OUT
+from asyncrl.wire.records.evaluations import HELD_OUT
 
 SHOWN = 4
 """Prompts of each set of which a sample is recorded for people to read: the first ones, so that the

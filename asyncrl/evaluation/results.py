@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.monitoring.evaluations_log import EvaluationsLog, read_evaluations
+from asyncrl.monitoring.records.evaluations_log import EvaluationsLog, read_evaluations
 from asyncrl.tasks.evaluation_config import EvaluationConfig
-from asyncrl.trainer.best_checkpoint import BestCheckpoint, write_best
-from asyncrl.wire.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation
+from asyncrl.trainer.checkpoint.format.best_checkpoint import BestCheckpoint, write_best
+from asyncrl.wire.records.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation
 
 logger = logging.getLogger(__name__)
 

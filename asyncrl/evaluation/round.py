@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from asyncrl.evaluation.estimates import estimate
 from asyncrl.evaluation.plan import EvaluationPlan
-from asyncrl.wire.evaluations import EvaluationRecord, SetEvaluation, Verdict, When
+from asyncrl.wire.records.evaluations import EvaluationRecord, SetEvaluation, Verdict, When
 
 T = TypeVar("T")
 

@@ -18,11 +18,11 @@ from asyncrl.fleet.relays import Relays
 from asyncrl.fleet.shutdown import attended, end_all, raise_if_late
 from asyncrl.launch.child_spec import ChildSpec, Role, keys_of
 from asyncrl.launch.interface import Launcher
-from asyncrl.monitoring.discovery import Target
+from asyncrl.monitoring.metrics.discovery import Target
 from asyncrl.rank_names import trainer_name
 from asyncrl.wire import Hub, RunKey
-from asyncrl.wire.decoding import FrameRefused, Reason
 from asyncrl.wire.messages import to_generator, to_relay, to_trainer
+from asyncrl.wire.transport.decoding import FrameRefused, Reason
 from asyncrl.wire.weights.layout import WeightManifest
 
 logger = logging.getLogger(__name__)
@@ -356,7 +356,7 @@ class Fleet:
         Args:
             lost: the trainer that it replaces, or one of its ranks.
             resume_from: the step of the checkpoint that it continues from; None: from the model.
-            fence: its word (`asyncrl.trainer.fence`).
+            fence: its word (`asyncrl.trainer.checkpoint.trainer_lease`).
         """
         if not self._may_replace(lost):
             return None

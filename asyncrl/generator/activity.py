@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.monitoring.metrics import GeneratorMetrics
-from asyncrl.monitoring.occupancy import SlotLog, SlotUse
-from asyncrl.monitoring.spans import SpanKind
-from asyncrl.monitoring.timeline import Timeline
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
+from asyncrl.monitoring.metrics.occupancy import SlotLog, SlotUse
+from asyncrl.monitoring.records.spans import SpanKind
+from asyncrl.monitoring.records.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from asyncrl.generator.reports import GeneratorRecords
 from asyncrl.generator.trainer_lines import TrainerLines
 from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.wire.frames import encode_trajectory
 from asyncrl.wire.messages import data, from_generator, to_generator
+from asyncrl.wire.messages.frames import encode_trajectory
 
 logger = logging.getLogger("asyncrl.generator")
 

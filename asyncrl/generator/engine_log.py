@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.monitoring.jsonl import RetryingJsonlWriter
+from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter
 from asyncrl.wire.messages.from_generator import GeneratorReport
-from asyncrl.wire.records import EngineStats
+from asyncrl.wire.records.step import EngineStats
 
 
 class EngineRecord(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from asyncrl.environments.tool_calls import parse_turn
 from asyncrl.environments.tool_formats import format_of_template
 from asyncrl.environments.translation import Tools, Translation
 from asyncrl.generator.environment_turns import Episodes
-from asyncrl.monitoring.metrics import GeneratorMetrics
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
 from asyncrl.tasks.template_variables import template_variables
 
 CLOSE_SECONDS = 6.0

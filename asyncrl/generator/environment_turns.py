@@ -31,8 +31,8 @@ from asyncrl.environments.translation import Translation, is_ids
 from asyncrl.generator.conversation import Episode, Turn, common
 from asyncrl.generator.next_context import answered
 from asyncrl.rollout.trajectory import FinishReason, IntArray
-from asyncrl.wire.environments import EnvironmentCounts
-from asyncrl.wire.frames import decode_tokens
+from asyncrl.wire.messages.frames import decode_tokens
+from asyncrl.wire.records.environment_counts import EnvironmentCounts
 
 if TYPE_CHECKING:
     from asyncrl.generator.sample_state import SampleGeneration

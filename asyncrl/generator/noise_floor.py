@@ -28,7 +28,7 @@ import numpy as np
 from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.generator.background import BackgroundTasks
 from asyncrl.rollout.trajectory import KeptTokens, Provenance, SampleId, VerifiableTrajectory
-from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.records.noise_floor import NoiseFloor
 
 logger = logging.getLogger("asyncrl.generator")
 

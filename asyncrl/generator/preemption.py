@@ -8,7 +8,7 @@ from asyncrl.engine.protocol import Engine
 from asyncrl.generator.evaluation import Evaluation
 from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.generator.sample_table import Samples
-from asyncrl.monitoring.metrics import GeneratorMetrics
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
 
 _MIN_VERIFICATION_SLOTS = 8
 """Held samples can be verified in at least this many slots. About one group: the trainer waits for

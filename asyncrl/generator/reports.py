@@ -12,7 +12,7 @@ from asyncrl.generator.engine_log import EngineLog
 from asyncrl.generator.sample_recorder import SampleRecorder
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_traces import SampleTraces
-from asyncrl.monitoring.metrics import GeneratorMetrics
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.wire.messages.from_generator import GeneratorReport
 

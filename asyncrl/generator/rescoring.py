@@ -5,8 +5,8 @@ from __future__ import annotations
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import Engine, SamplingParams, ScoreRequest
 from asyncrl.generator.controller_line import ControllerLine
-from asyncrl.wire.frames import decode_tokens, encode_floats
 from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.messages.frames import decode_tokens, encode_floats
 
 
 class Rescoring:

@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.generator.finished_sample import HeldSample
-from asyncrl.monitoring.samples import SampleLog, SampleRecord, SampleSegment
+from asyncrl.monitoring.records.samples import SampleLog, SampleRecord, SampleSegment
 from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.trajectory import Provenance, SampleId
 

@@ -10,13 +10,13 @@ from asyncrl.environments.pool import EnvironmentFailed, EnvironmentPool
 from asyncrl.environments.protocol import LABEL
 from asyncrl.generator.conversation import Episode
 from asyncrl.generator.reward_inputs import exchange_of
-from asyncrl.monitoring.metrics import GeneratorMetrics
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
 from asyncrl.rewards.calls import Reward
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.values import MAX_FLOAT32
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.wire.messages.to_generator import PromptPayload
-from asyncrl.wire.reward_counts import RewardCounts
+from asyncrl.wire.records.reward_counts import RewardCounts
 
 
 class SampleRewards:

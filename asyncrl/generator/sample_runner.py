@@ -15,8 +15,8 @@ from asyncrl.generator.sample_rewards import SampleRewards
 from asyncrl.generator.sample_state import SampleGeneration, session_of
 from asyncrl.generator.sample_traces import SampleTraces
 from asyncrl.rollout.trajectory import FinishReason
-from asyncrl.wire.environments import EnvironmentCounts
-from asyncrl.wire.records import TokenCounts
+from asyncrl.wire.records.environment_counts import EnvironmentCounts
+from asyncrl.wire.records.step import TokenCounts
 
 _MAX_ENGINE_ABORTS = 8
 """How often an engine may end a sample without being asked to before that is an error."""

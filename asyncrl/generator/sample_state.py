@@ -39,9 +39,9 @@ from asyncrl.rollout.trajectory import (
     Trajectory,
     TrajectoryBuilder,
 )
-from asyncrl.wire.frames import decode_tokens
+from asyncrl.wire.messages.frames import decode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
-from asyncrl.wire.records import TokenCounts
+from asyncrl.wire.records.step import TokenCounts
 
 
 class PendingVerification(NamedTuple):

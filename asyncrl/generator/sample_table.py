@@ -16,8 +16,8 @@ from asyncrl.generator.reports import GeneratorReports
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.rollout.trajectory import KeptTokens, SampleId
-from asyncrl.wire.frames import digest_of, encode_trajectory
 from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.messages.frames import digest_of, encode_trajectory
 
 
 class Samples:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cache.place import CachePlace
+from asyncrl.cache.sharing.cache_setup import CachePlace
 from asyncrl.config.by_step import ConfigByStep
 from asyncrl.config.run_config import RunConfig
 from asyncrl.engine.config import EngineConfig
@@ -37,8 +37,8 @@ from asyncrl.launch.process_startup import (
 from asyncrl.launch.shared_memory import exchange_directory
 from asyncrl.monitoring.errors import MonitoringError
 from asyncrl.monitoring.log_level import set_log_level
-from asyncrl.monitoring.metrics import GeneratorMetrics
-from asyncrl.monitoring.spans import SpanKind
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
+from asyncrl.monitoring.records.spans import SpanKind
 from asyncrl.rewards.addresses import with_servers
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.tasks.model_files import only_what_counts
@@ -46,8 +46,8 @@ from asyncrl.tasks.token_bytes import stop_rule
 from asyncrl.wire import Line
 from asyncrl.wire.errors import WireError
 from asyncrl.wire.messages import data, from_generator, to_generator
-from asyncrl.wire.outbox import ONE_PART
-from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.transport.outbox import ONE_PART
+from asyncrl.wire.transport.refusals import Refusals
 
 
 async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:

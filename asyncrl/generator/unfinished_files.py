@@ -13,7 +13,7 @@ from asyncrl.generator.controller_line import ControllerLine
 from asyncrl.generator.weight_installs import WeightInstalls
 from asyncrl.rollout.trajectory import KeptTokens, SampleId
 from asyncrl.wire.messages import from_generator, to_generator
-from asyncrl.wire.unfinished import (
+from asyncrl.wire.messages.unfinished_samples import (
     UnfinishedRefused,
     UnfinishedSample,
     read_sample,

@@ -12,11 +12,11 @@ from asyncrl.engine.protocol import Engine
 from asyncrl.errors import WrongPolicyError
 from asyncrl.generator.controller_line import ControllerLine
 from asyncrl.generator.sample_table import Samples
-from asyncrl.monitoring.metrics import GeneratorMetrics
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
 from asyncrl.rollout.trajectory import KeptTokens, SampleId
 from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.records.wrong_policy import WrongPolicy, compare_weights
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
-from asyncrl.wire.wrong_policy import WrongPolicy, compare_weights
 
 logger = logging.getLogger("asyncrl.generator")
 

@@ -1,6 +1,6 @@
 """Parts about drawing: the kernels against tensor operations, and draws against the distribution.
 
-On a GPU these are the compiled kernels of `asyncrl.engine.logits_triton`. Without one, `kernels`
+On a GPU these are the compiled kernels of `engine.sampling.logits_triton`. Without one, `kernels`
 runs them in Triton's interpreter, and `draws` tests the compiled code that a CPU draws with.
 """
 
@@ -17,7 +17,7 @@ from asyncrl.gpu_check.parts import Context, PartFailed, Said
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.engine.sampling import SamplingColumns
+    from asyncrl.engine.sampling.truncation import SamplingColumns
 
 FALSE_ALARM = 1e-6
 """How often each chi-square test says that right draws are wrong."""
@@ -71,7 +71,7 @@ def kernels(context: Context) -> Said:
 
 def _sampling(rows: int, **ways: float) -> SamplingColumns:
     from asyncrl.engine.protocol import SamplingParams
-    from asyncrl.engine.sampling import SamplingColumns
+    from asyncrl.engine.sampling.truncation import SamplingColumns
 
     return SamplingColumns.of([SamplingParams(1, **ways)] * rows)  # type: ignore[arg-type]
 
@@ -85,10 +85,10 @@ def _compare(logits: torch.Tensor, k: int, sampling: SamplingColumns) -> tuple[f
     import numpy as np
     import torch
 
-    from asyncrl.engine.drawing import Streams, draw, draw_by_tensors, noise_seeds
-    from asyncrl.engine.logits import FusedRows, ProcessedRows
-    from asyncrl.engine.sampling import processed_logprobs
-    from asyncrl.engine.verification import KeptColumns
+    from asyncrl.engine.sampling.drawing import Streams, draw, draw_by_tensors, noise_seeds
+    from asyncrl.engine.sampling.logits import FusedRows, ProcessedRows
+    from asyncrl.engine.sampling.truncation import processed_logprobs
+    from asyncrl.engine.sampling.verification import KeptColumns
 
     rows, wrong = len(logits), []
     seeds = np.arange(rows, dtype=np.uint64)
@@ -132,9 +132,9 @@ def _timed(logits: torch.Tensor, k: int) -> dict[str, float]:
     """Milliseconds of a draw and a look-up, and the share that reading the logits once takes."""
     import numpy as np
 
-    from asyncrl.engine.drawing import Streams, noise_seeds
-    from asyncrl.engine.logits import FusedRows
-    from asyncrl.engine.verification import KeptColumns
+    from asyncrl.engine.sampling.drawing import Streams, noise_seeds
+    from asyncrl.engine.sampling.logits import FusedRows
+    from asyncrl.engine.sampling.verification import KeptColumns
 
     rows = len(logits)
     seeds = np.arange(rows, dtype=np.uint64)
@@ -222,9 +222,9 @@ def _counted(
     import numpy as np
     import torch
 
-    from asyncrl.engine.drawing import Streams, noise_seeds
-    from asyncrl.engine.logits import distributions_of
-    from asyncrl.engine.sampling import processed_logprobs
+    from asyncrl.engine.sampling.drawing import Streams, noise_seeds
+    from asyncrl.engine.sampling.logits import distributions_of
+    from asyncrl.engine.sampling.truncation import processed_logprobs
 
     logprobs = processed_logprobs(logits.float().clone(), _sampling(1, **ways)).cpu().double()[0]
     rows = distributions_of(logits.clone(), _sampling(1, **ways), k)

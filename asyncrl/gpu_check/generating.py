@@ -30,7 +30,7 @@ from asyncrl.generator.noise_floor import NoiseFloorProbe
 from asyncrl.gpu_check.parts import Context, LeftOut, PartFailed, Said
 from asyncrl.rollout.trajectory import SampleId, TrajectoryBuilder, VerifiableTrajectory
 from asyncrl.simulation.lengths import Survival
-from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.records.noise_floor import NoiseFloor
 
 LARGE = {
     "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,

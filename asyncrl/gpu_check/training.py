@@ -15,9 +15,9 @@ from asyncrl.gpu_check.drawing import milliseconds
 from asyncrl.gpu_check.generating import LARGE, SMALL, random_model
 from asyncrl.gpu_check.parts import Context, PartFailed, Said
 from asyncrl.rollout.trajectory import Provenance, SampleId, TrajectoryBuilder, VerifiableTrajectory
-from asyncrl.trainer import varlen
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.model import varlen
 
 GROUP_SIZE = 8
 PROMPT = 16

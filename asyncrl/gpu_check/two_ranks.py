@@ -122,7 +122,7 @@ def _step(rank: int, meeting: Path, context: Context) -> dict[str, Any]:
 
     from asyncrl.gpu_check.generating import random_model
     from asyncrl.gpu_check.training import GROUP_SIZE, group_of
-    from asyncrl.trainer.config import TrainerConfig
+    from asyncrl.trainer.base.config import TrainerConfig
     from asyncrl.trainer.learner import Learner
     from asyncrl.trainer.ranks.world import join
     from asyncrl.trainer.sharding.lockstep import Act, Has, Word

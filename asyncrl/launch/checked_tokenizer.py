@@ -10,7 +10,7 @@ import msgspec
 from asyncrl.errors import WrongPolicyError
 from asyncrl.launch.process_startup import Child
 from asyncrl.tasks.model_tokenizer import load_tokenizer, tokenizer_digest
-from asyncrl.wire.wrong_policy import WrongPolicy, compare_tokenizers
+from asyncrl.wire.records.wrong_policy import WrongPolicy, compare_tokenizers
 
 
 async def load_checked_tokenizer(

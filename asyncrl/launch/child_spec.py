@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry
 from asyncrl.config.run_config import RunConfig, load_config, parse_config
 from asyncrl.launch.rank_rendezvous import MEETINGS
 from asyncrl.monitoring.config import MonitoringConfig
-from asyncrl.monitoring.exporter import Exporter, exporter_for
-from asyncrl.wire.keys import HubKeys, LineKeys, RunKey
+from asyncrl.monitoring.metrics.exporter import Exporter, exporter_for
+from asyncrl.wire.records.wrong_policy import TokenizerDigest
+from asyncrl.wire.transport.keys import HubKeys, LineKeys, RunKey
 from asyncrl.wire.weights.layout import SHARED_MEMORY
-from asyncrl.wire.wrong_policy import TokenizerDigest
 
 Role = Literal["generator", "trainer", "relay"]
 
@@ -50,7 +50,7 @@ class ChildSpec(msgspec.Struct, frozen=True):
     """Where the generators run, which a trainer with other GPUs cannot see; None: as torch decides
     in any process."""
     fence: str = ""
-    """The word of this trainer (`asyncrl.trainer.fence`)."""
+    """The word of this trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
     ports: tuple[int, ...] = ()
     """That it listens at, in this order, where the user has fixed them: of the trainer for
     trajectories; of a relay for its trainer's weights, its node's weights and files."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from asyncrl.trainer.rank_network import apart, is_loopback
+from asyncrl.trainer.base.rank_network import apart, is_loopback
 
 
 class NodeInfo(msgspec.Struct, frozen=True):

@@ -23,13 +23,13 @@ import msgspec
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import first_error
 from asyncrl.launch.child_spec import ChildKeys, ChildSpec
-from asyncrl.monitoring.exporter import Exporter
-from asyncrl.monitoring.metrics import ProcessMetrics, new_registry
-from asyncrl.monitoring.timeline import Timeline
+from asyncrl.monitoring.metrics.exporter import Exporter
+from asyncrl.monitoring.metrics.metrics import ProcessMetrics, new_registry
+from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.monitoring.tracing.tracer import Tracer
 from asyncrl.wire import Line
-from asyncrl.wire.addresses import MeetingPlace
 from asyncrl.wire.sessions.line import SessionLine
+from asyncrl.wire.transport.addresses import MeetingPlace
 
 MetricsT = TypeVar("MetricsT", bound=ProcessMetrics)
 

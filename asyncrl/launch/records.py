@@ -34,7 +34,7 @@ from asyncrl.launch.identity import (
     with_variable,
 )
 from asyncrl.monitoring.errors import RecordError
-from asyncrl.monitoring.jsonl import RetryingJsonlWriter, read_jsonl
+from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter, read_jsonl
 
 MARK_VARIABLE = "ASYNCRL_CONTROLLER_MARK"
 """The environment variable that every process of a run inherits."""

@@ -26,16 +26,16 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from asyncrl.monitoring.relay_metrics import RelayMetrics
-from asyncrl.wire.decoding import FrameRefused
+from asyncrl.monitoring.metrics.relay_metrics import RelayMetrics
 from asyncrl.wire.errors import KeyUnusable, NoReply
-from asyncrl.wire.keys import LineKeys
-from asyncrl.wire.parts import join, split
-from asyncrl.wire.refusals import Refusals
 from asyncrl.wire.sessions.bundles import EXTRA_BYTES, Gatherer, bundles_of, entries_of
 from asyncrl.wire.sessions.end import SessionEnd
 from asyncrl.wire.sessions.frames import is_urgent
 from asyncrl.wire.sockets import HUB_BYTES, LINE_BYTES, error_of, identify
+from asyncrl.wire.transport.decoding import FrameRefused
+from asyncrl.wire.transport.keys import LineKeys
+from asyncrl.wire.transport.message_chunks import join, split
+from asyncrl.wire.transport.refusals import Refusals
 
 In = TypeVar("In")
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from asyncrl.relay.file_rules import UNFINISHED, PathRefused, files_of, open_below
 from asyncrl.wire import Hub
-from asyncrl.wire.keys import HubKeys
 from asyncrl.wire.messages import files
-from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.transport.keys import HubKeys
+from asyncrl.wire.transport.refusals import Refusals
 
 QUEUED = 8
 _REQUEST_BYTES = 4096

@@ -27,10 +27,10 @@ from asyncrl.relay.file_rules import PathRefused, open_below
 from asyncrl.relay.file_server import FileServer
 from asyncrl.relay.mirror import Mirror
 from asyncrl.relay.pull import BYTES_PER_SECOND, Pace, Puller, fetch_whole
-from asyncrl.wire.atomic_files import write_atomically
 from asyncrl.wire.errors import WireError
-from asyncrl.wire.keys import HubKeys
 from asyncrl.wire.messages import from_relay, to_relay
+from asyncrl.wire.transport.atomic_files import write_atomically
+from asyncrl.wire.transport.keys import HubKeys
 
 logger = logging.getLogger("asyncrl.relay")
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.relay.file_rules import SAMPLES, folder_below, open_below, rule_of
-from asyncrl.wire.atomic_files import write_atomically
 from asyncrl.wire.messages.files import FileInfo
+from asyncrl.wire.transport.atomic_files import write_atomically
 
 PULLED = ".pulled"
 _TAIL_BYTES = 1 << 20

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from asyncrl.monitoring.relay_metrics import RelayMetrics
+from asyncrl.monitoring.metrics.relay_metrics import RelayMetrics
 from asyncrl.relay.control import ControlRelay, RelayLine
 from asyncrl.relay.files import RelayFiles
 from asyncrl.relay.weights import RelayWeights

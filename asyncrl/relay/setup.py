@@ -10,15 +10,15 @@ from asyncrl.errors import first_error
 from asyncrl.launch.child_spec import ChildSpec, RelayKeys
 from asyncrl.launch.shared_memory import weights_id
 from asyncrl.monitoring.errors import MonitoringError
-from asyncrl.monitoring.instruments import new_registry
-from asyncrl.monitoring.relay_metrics import RelayMetrics
+from asyncrl.monitoring.metrics.instruments import new_registry
+from asyncrl.monitoring.metrics.relay_metrics import RelayMetrics
 from asyncrl.relay.control import ControlRelay, RelayLine
 from asyncrl.relay.files import RelayFiles
 from asyncrl.relay.process import RelayProcess
 from asyncrl.relay.weights import RelayWeights
-from asyncrl.wire.addresses import MeetingPlace
 from asyncrl.wire.errors import WireError
 from asyncrl.wire.messages import from_relay, to_relay
+from asyncrl.wire.transport.addresses import MeetingPlace
 
 
 async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.monitoring.relay_metrics import RelayMetrics
+from asyncrl.monitoring.metrics.relay_metrics import RelayMetrics
 from asyncrl.wire.errors import WeightsSupersededError, WireError
-from asyncrl.wire.keys import HubKeys
 from asyncrl.wire.messages import from_relay, to_relay
+from asyncrl.wire.transport.keys import HubKeys
 from asyncrl.wire.weights.chain.node import Received, WeightNode
 from asyncrl.wire.weights.chain.receiving import Timing
 from asyncrl.wire.weights.chain.source import WeightSource

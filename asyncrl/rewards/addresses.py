@@ -10,7 +10,7 @@ import msgspec
 from asyncrl.errors import UserError
 from asyncrl.rewards import reward_model
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.wire.atomic_files import write_atomically
+from asyncrl.wire.transport.atomic_files import write_atomically
 
 _FILE = "reward-servers.json"
 

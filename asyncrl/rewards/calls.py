@@ -12,8 +12,8 @@ from typing import NamedTuple
 from asyncrl.errors import RewardError, RewardFailed, RewardTimeout
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.protocol import UNSCORED, WHOLE_SUM, Failed, ServiceUse
-from asyncrl.wire.evaluations import Verdict
-from asyncrl.wire.reward_counts import ServiceCounts
+from asyncrl.wire.records.evaluations import Verdict
+from asyncrl.wire.records.reward_counts import ServiceCounts
 
 _SHOWN_CHARACTERS = 80
 """Of a response that an error message quotes."""

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from asyncrl.plain_values import Arguments
 from asyncrl.rewards.code import TOTAL_SECONDS as CODE_SECONDS
-from asyncrl.wire.limits import WEEK_SECONDS
-from asyncrl.wire.paths import FunctionName
+from asyncrl.wire.transport.limits import WEEK_SECONDS
+from asyncrl.wire.transport.paths import FunctionName
 
 
 class RewardFunctionConfig(BaseModel):

@@ -23,7 +23,7 @@ from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.process import WorkerLost, WorkerProcess, refused
 from asyncrl.rewards.protocol import WHOLE_SUM, Began, Failed, FromWorker, Scored
 from asyncrl.rewards.values import BadValueError, as_float32
-from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.transport.decoding import FrameRefused, Reason
 
 log = logging.getLogger(__name__)
 

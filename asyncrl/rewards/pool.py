@@ -23,7 +23,7 @@ from asyncrl.rewards.loading import check_name
 from asyncrl.rewards.protocol import Call
 from asyncrl.rewards.values import ABSURD
 from asyncrl.user_code.streams import MAX_FRAME, pack
-from asyncrl.wire.reward_counts import RewardCounts
+from asyncrl.wire.records.reward_counts import RewardCounts
 
 log = logging.getLogger(__name__)
 

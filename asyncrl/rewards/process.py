@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from asyncrl.errors import RewardError
-from asyncrl.monitoring.wording import without_controls
+from asyncrl.monitoring.terminal.formatting import without_controls
 from asyncrl.rewards import protocol
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.protocol import FromWorker
@@ -26,7 +26,7 @@ from asyncrl.user_code.control_group import ControlGroup
 from asyncrl.user_code.exit_status import how_it_ended, how_it_exited, read_ending
 from asyncrl.user_code.streams import MAX_FRAME, pack, take_frame
 from asyncrl.user_code.supervisor import KILL_SECONDS
-from asyncrl.wire.decoding import FrameDecoder, FrameRefused, Reason
+from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused, Reason
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ import msgspec
 from asyncrl.config.run_config import RunConfig, dump_config, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.identity import status_of
-from asyncrl.monitoring.jsonl import read_undamaged
+from asyncrl.monitoring.records.jsonl import read_undamaged
 from asyncrl.runs import failed_starts, folder_lock
 from asyncrl.runs.command_lines import command_for
 from asyncrl.runs.input_files import RunInputs
@@ -46,11 +46,11 @@ from asyncrl.runs.resuming import find_resume_point
 from asyncrl.runs.runtime_folders import Folder
 from asyncrl.runs.stale_processes import clear_leftovers
 from asyncrl.runs.template_date import forget_unnamed
-from asyncrl.trainer.checkpoint_files import ResumePoint
-from asyncrl.trainer.fence import fenced, raise_fence
-from asyncrl.wire.atomic_files import write_atomically
-from asyncrl.wire.records import RunResult, StepMetrics
-from asyncrl.wire.wrong_policy import TokenizerDigest
+from asyncrl.trainer.checkpoint.format.files import ResumePoint
+from asyncrl.trainer.checkpoint.trainer_lease import fenced, raise_fence
+from asyncrl.wire.records.step import RunResult, StepMetrics
+from asyncrl.wire.records.wrong_policy import TokenizerDigest
+from asyncrl.wire.transport.atomic_files import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ _UNCHANGEABLE = (
     ("sampling", "stop"),
 )
 """Settings that a resumed run may not change: its data order, its model or what a response is
-depends on them. A checkpoint has others (`asyncrl.trainer.checkpoint_manifest.settings_of`)."""
+depends on them. A checkpoint has others (`trainer.checkpoint.format.manifest.settings_of`)."""
 
 
 Ending = Literal["done", "stopped", "failed"]
@@ -122,7 +122,7 @@ class RunDirectory:
         self.folder = Folder.at(path)
         """What the path led to when the run began."""
         self.fence = fence
-        """The word of its next trainer (`asyncrl.trainer.fence`)."""
+        """The word of its next trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
         self.resume_point = resume_point
         """Where the run continues; a new run starts at step 0 without a checkpoint."""
         self.state = state

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncrl.errors import UserError
-from asyncrl.monitoring.wording import without_controls
+from asyncrl.monitoring.terminal.formatting import without_controls
 from asyncrl.suggestions import nearest
 
 _TAIL_BYTES = 1 << 18

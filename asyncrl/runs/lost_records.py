@@ -2,7 +2,7 @@
 
 The trainer saves a step before the controller has recorded it if the controller is killed in
 between. So a checkpoint holds what the trainer knows of its steps
-(`asyncrl.wire.records.TrainedStep`).
+(`asyncrl.wire.records.step.TrainedStep`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from asyncrl.wire.environments import EnvironmentCounts
-from asyncrl.wire.noise_floor import NoiseFloor
-from asyncrl.wire.records import (
+from asyncrl.wire.records.environment_counts import EnvironmentCounts
+from asyncrl.wire.records.noise_floor import NoiseFloor
+from asyncrl.wire.records.step import (
     IdleShares,
     StepGroups,
     StepMetrics,

@@ -17,18 +17,18 @@ import msgspec
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.monitoring.errors import RecordError
-from asyncrl.monitoring.jsonl import read_undamaged
-from asyncrl.monitoring.metrics_log import drop_superseded
-from asyncrl.monitoring.samples import SampleRecord
-from asyncrl.monitoring.trained_samples import copy_later
+from asyncrl.monitoring.records.jsonl import read_undamaged
+from asyncrl.monitoring.records.metrics_log import drop_superseded
+from asyncrl.monitoring.records.samples import SampleRecord
+from asyncrl.monitoring.records.trained_samples import copy_later
 from asyncrl.runs.lost_records import add_lost
 from asyncrl.runs.unfinished_folders import remove_moved, remove_unfinished
-from asyncrl.trainer.checkpoint_files import ResumePoint, choose, set_aside, steps_of, up_to
-from asyncrl.trainer.checkpoint_manifest import check_settings, settings_of
-from asyncrl.trainer.errors import CheckpointError
-from asyncrl.wire.atomic_files import write_atomically
-from asyncrl.wire.evaluations import EvaluationRecord
-from asyncrl.wire.records import StepMetrics, TrainedStep
+from asyncrl.trainer.base.errors import CheckpointError
+from asyncrl.trainer.checkpoint.format.files import ResumePoint, choose, set_aside, steps_of, up_to
+from asyncrl.trainer.checkpoint.format.manifest import check_settings, settings_of
+from asyncrl.wire.records.evaluations import EvaluationRecord
+from asyncrl.wire.records.step import StepMetrics, TrainedStep
+from asyncrl.wire.transport.atomic_files import write_atomically
 
 
 def find_resume_point(path: Path, config: RunConfig, step: int | None) -> ResumePoint:

@@ -9,10 +9,10 @@ import msgspec
 
 from asyncrl.config.yaml_text import read_yaml
 from asyncrl.errors import ConfigError
-from asyncrl.monitoring.jsonl import read_tail, read_undamaged
+from asyncrl.monitoring.records.jsonl import read_tail, read_undamaged
 from asyncrl.runs import failed_starts
 from asyncrl.runs.directory import is_alive, read_state
-from asyncrl.wire.records import StepMetrics
+from asyncrl.wire.records.step import StepMetrics
 
 _TAIL_BYTES = 1 << 18
 """Of metrics.jsonl, in which the last step is looked for."""

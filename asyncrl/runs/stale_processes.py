@@ -12,7 +12,7 @@ from pathlib import Path
 
 from asyncrl.launch.records import end_leftovers
 from asyncrl.launch.shared_memory import remove_files_of
-from asyncrl.wire.addresses import remove_stale_directories, runtime_directory_of
+from asyncrl.wire.transport.addresses import remove_stale_directories, runtime_directory_of
 
 
 def clear_leftovers(

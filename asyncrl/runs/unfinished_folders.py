@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.trainer.checkpoint_files import by_step, path_of
+from asyncrl.trainer.checkpoint.format.files import by_step, path_of
 
 
 def unfinished_folder(run: Path, step: int) -> Path:

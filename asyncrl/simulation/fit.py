@@ -21,13 +21,13 @@ from asyncrl.config.run_config import RunConfig, load_config
 from asyncrl.engine.drafting.calibration import rising
 from asyncrl.errors import UserError
 from asyncrl.generator.engine_log import EngineRecord
-from asyncrl.monitoring.jsonl import read_jsonl
-from asyncrl.monitoring.metrics_log import read_metrics
-from asyncrl.monitoring.spans import Span, SpanKind, read_spans
+from asyncrl.monitoring.records.jsonl import read_jsonl
+from asyncrl.monitoring.records.metrics_log import read_metrics
+from asyncrl.monitoring.records.spans import Span, SpanKind, read_spans
 from asyncrl.rank_names import rank_of
 from asyncrl.simulation.cost import MeasuredCost
 from asyncrl.simulation.lengths import Survival
-from asyncrl.wire.records import StepMetrics, TokenCounts
+from asyncrl.wire.records.step import StepMetrics, TokenCounts
 
 WARM_UP = 3
 """First steps of a run, which are left out: caches are empty and kernels are not chosen yet."""

@@ -8,7 +8,7 @@ import sys
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
-from asyncrl.trainer.algorithms.registry import is_own
+from asyncrl.trainer.base.algorithm_registry import is_own
 
 _SECONDS = 120.0
 """Longest wait for it; it imports torch."""

@@ -18,7 +18,7 @@ from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.startup.startup_summary import turns_line
 from asyncrl.tasks.prompts import Task
-from asyncrl.wire.frames import encode_tokens
+from asyncrl.wire.messages.frames import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
 
 _TRIAL_SECONDS = 30.0

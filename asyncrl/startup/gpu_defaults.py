@@ -13,8 +13,8 @@ from asyncrl.cache.config import DRAFT_TOKENS
 from asyncrl.config.run_config import RunConfig
 from asyncrl.launch.gpus import torch_build
 from asyncrl.launch.placement import GpuPlan
-from asyncrl.trainer.checkpoint_files import dtype_of_run
-from asyncrl.trainer.config import BFLOAT16_CAPABILITY
+from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
+from asyncrl.trainer.checkpoint.format.files import dtype_of_run
 
 _VISITS = 2
 """How often a run's steps must see each prompt for drafts to pay: in the last pass all samples can

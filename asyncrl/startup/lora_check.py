@@ -11,7 +11,7 @@ from asyncrl.errors import ModelError, UserError
 from asyncrl.launch.gpus import torch_build
 from asyncrl.startup.model_check import why_not_whole
 from asyncrl.tasks.model_files import header_of, weight_files
-from asyncrl.trainer.lora.config import FINER_ENGINES, LoraConfig
+from asyncrl.trainer.base.lora_config import FINER_ENGINES, LoraConfig
 from asyncrl.trainer.lora.files import PREFIX, TENSORS, why_not_started_from
 
 MAX_SERVED_RANK = 512

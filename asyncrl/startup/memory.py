@@ -17,10 +17,17 @@ from asyncrl.launch.gpus import torch_build
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.tasks import hub
 from asyncrl.tasks.model_files import parameters
-from asyncrl.trainer.algorithms.registry import has_critic
-from asyncrl.trainer.config import BFLOAT16_CAPABILITY
-from asyncrl.trainer.host_memory import host_bytes
-from asyncrl.trainer.memory import FULL, ModelShape, Samples, StepMemory, remedies, step_memory
+from asyncrl.trainer.base.algorithm_registry import has_critic
+from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
+from asyncrl.trainer.model.host_memory import host_bytes
+from asyncrl.trainer.model.memory_estimate import (
+    FULL,
+    ModelShape,
+    Samples,
+    StepMemory,
+    remedies,
+    step_memory,
+)
 
 _MIB = 2**20
 

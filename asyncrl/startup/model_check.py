@@ -35,7 +35,7 @@ from asyncrl.tasks.model_files import (
 )
 from asyncrl.tasks.model_tokenizer import POINTER_ADVICE, is_pointer
 from asyncrl.tasks.prompts import Task, held_out_sets
-from asyncrl.wire.atomic_files import write_atomically
+from asyncrl.wire.transport.atomic_files import write_atomically
 
 _ADAPTER = "adapter_config.json"
 _AGAIN = "; download or save the model again"

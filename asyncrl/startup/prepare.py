@@ -37,7 +37,7 @@ from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.model_files import parameters
 from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.tasks.template_variables import names_the_date
-from asyncrl.trainer.memory import ModelShape, StepMemory
+from asyncrl.trainer.model.memory_estimate import ModelShape, StepMemory
 
 
 @dataclass(frozen=True, slots=True)

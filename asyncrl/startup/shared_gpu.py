@@ -3,10 +3,10 @@
     |<---------------------------------- 98% of the GPU ---------------------------------->|
     | trainer: its step, as 92% of this part | weights | KV | the engine's process | left  |
 
-The trainer gets what its step needs (`asyncrl.trainer.memory`), and the engine the rest, but no
-more KV than its slots can fill. vLLM and SGLang are told the size of their KV, so neither measures
-what is free, and both may start before, after or while the trainer does. They go on generating
-while the trainer computes: no memory is handed to and fro.
+The trainer gets what its step needs (`trainer.model.memory_estimate`), and the engine the rest, but
+no more KV than its slots can fill. vLLM and SGLang are told the size of their KV, so neither
+measures what is free, and both may start before, after or while the trainer does. They go on
+generating while the trainer computes: no memory is handed to and fro.
 
 The share that they are told besides is checked against free memory at their start:
 
@@ -28,8 +28,8 @@ from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.startup.memory import Device, device_of, memory_of, memory_text, samples_of, size
-from asyncrl.trainer.config import BFLOAT16_CAPABILITY
-from asyncrl.trainer.memory import FULL, GIB, ModelShape, StepMemory, remedies
+from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
+from asyncrl.trainer.model.memory_estimate import FULL, GIB, ModelShape, StepMemory, remedies
 
 USABLE = 0.98
 """Of what nvidia-smi gives; the driver keeps the rest to itself."""

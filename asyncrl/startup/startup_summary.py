@@ -25,8 +25,8 @@ from asyncrl.startup.memory import Device, critic_parameters, memory_text, size
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.model_files import parameters
 from asyncrl.tasks.prompts import Task
-from asyncrl.trainer.estimates import estimate_of
-from asyncrl.trainer.memory import StepMemory
+from asyncrl.trainer.model.memory_estimate import StepMemory
+from asyncrl.trainer.objective.bias_analysis import estimate_of
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 
 _PROCESS = 0.6 * 2**30

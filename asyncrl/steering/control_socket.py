@@ -17,10 +17,10 @@ from asyncrl.runs.command_lines import command_for, resume_command
 from asyncrl.runs.directory import is_alive, read_state
 from asyncrl.steering.status_stream import Audience
 from asyncrl.wire import Hub, Line, RunKey, Unreachable
-from asyncrl.wire.addresses import is_private
 from asyncrl.wire.errors import KeyUnusable, NoReply
 from asyncrl.wire.messages import control
-from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.transport.addresses import is_private
+from asyncrl.wire.transport.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 

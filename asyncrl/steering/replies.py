@@ -9,7 +9,7 @@ import msgspec
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.fleet.process_fleet import Fleet
-from asyncrl.monitoring.run_view import RunView
+from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.wire.messages import control
 
 

@@ -24,9 +24,9 @@ from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.config.yaml_text import parse_yaml
 from asyncrl.errors import UserError
 from asyncrl.monitoring.errors import RecordError
-from asyncrl.monitoring.jsonl import JsonlWriter, read_undamaged
+from asyncrl.monitoring.records.jsonl import JsonlWriter, read_undamaged
 from asyncrl.wire.messages import control
-from asyncrl.wire.orders import OrderRecord, Value
+from asyncrl.wire.records.command_record import OrderRecord, Value
 
 logger = logging.getLogger(__name__)
 

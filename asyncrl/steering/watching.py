@@ -21,8 +21,8 @@ from rich.console import Console
 
 from asyncrl.config.run_config import load_config
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.monitoring.live import LiveView
-from asyncrl.monitoring.run_view import RunView
+from asyncrl.monitoring.terminal.live import LiveView
+from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.runs.command_lines import resume_command
 from asyncrl.runs.directory import is_alive, read_state
 from asyncrl.steering.control_socket import REPLY_SECONDS, open_line

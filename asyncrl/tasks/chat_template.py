@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import RenderingError
-from asyncrl.monitoring.wording import without_controls
+from asyncrl.monitoring.terminal.formatting import without_controls
 from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
 from asyncrl.tasks.template_messages import Answer, Failed, Limits, Render
 from asyncrl.user_code.streams import MAX_FRAME, pack

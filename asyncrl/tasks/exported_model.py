@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.errors import UserError
-from asyncrl.trainer.checkpoint_files import choose, path_of
-from asyncrl.trainer.checkpoint_manifest import read_manifest
-from asyncrl.trainer.errors import CheckpointError
-from asyncrl.trainer.export_files import RECORD, default_place, is_export_of
+from asyncrl.trainer.base.errors import CheckpointError
+from asyncrl.trainer.checkpoint.export_files import RECORD, default_place, is_export_of
+from asyncrl.trainer.checkpoint.format.files import choose, path_of
+from asyncrl.trainer.checkpoint.format.manifest import read_manifest
 from asyncrl.trainer.lora.files import ADAPTER
 
 
@@ -86,7 +86,7 @@ def describe(exported: Path) -> str:
     """What an export is, for the terminal."""
     import msgspec
 
-    from asyncrl.trainer.export_files import ExportRecord
+    from asyncrl.trainer.checkpoint.export_files import ExportRecord
 
     record = msgspec.json.decode((exported / RECORD).read_bytes(), type=ExportRecord)
     size = sum(one.bytes for one in record.files.values())
@@ -97,7 +97,7 @@ def _export(checkpoint: Path, place: Path, dtype: str | None, *, adapter: bool =
     read_manifest(checkpoint)  # says that it is of another format before torch is imported
     import torch
 
-    from asyncrl.trainer.export import export, export_adapter
+    from asyncrl.trainer.checkpoint.export import export, export_adapter
 
     write = export_adapter if adapter else export
     write(checkpoint, place, getattr(torch, dtype) if dtype else None)

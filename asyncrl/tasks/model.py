@@ -19,7 +19,7 @@ from asyncrl.tasks import hub
 from asyncrl.tasks.builtin_tokenizer import END, builtin_tokenizer, make_tokenizer, vocabulary_of
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.warm_start_recipe import AGENT_RECIPE, RECIPE, WarmStart, recipe_fields
-from asyncrl.trainer.export_files import is_checkpoint
+from asyncrl.trainer.checkpoint.export_files import is_checkpoint
 
 if TYPE_CHECKING:
     from rich.progress import Progress

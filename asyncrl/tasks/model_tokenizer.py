@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ModelError
-from asyncrl.wire.wrong_policy import TokenizerDigest
+from asyncrl.wire.records.wrong_policy import TokenizerDigest
 
 _QWEN = {"Qwen2Tokenizer": "Qwen2Tokenizer", "Qwen2TokenizerFast": "Qwen2Tokenizer"}
 _GENERAL = {

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.rollout.trajectory import IntArray
-from asyncrl.wire.evaluations import HELD_OUT
+from asyncrl.wire.records.evaluations import HELD_OUT
 
 
 @dataclass(frozen=True, slots=True)

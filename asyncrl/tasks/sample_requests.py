@@ -10,7 +10,7 @@ import msgspec
 
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.tasks.prompts import Prompt, Task, held_out_sets, prompt_order
-from asyncrl.wire.frames import encode_tokens
+from asyncrl.wire.messages.frames import encode_tokens
 from asyncrl.wire.messages.to_generator import (
     Evaluate,
     FixedVersion,
@@ -19,7 +19,7 @@ from asyncrl.wire.messages.to_generator import (
     Unfinished,
     Verify,
 )
-from asyncrl.wire.unfinished import Place
+from asyncrl.wire.messages.unfinished_samples import Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncrl.engine.stopping import StopRule
+from asyncrl.engine.sampling.stopping import StopRule
 from asyncrl.errors import ModelError
 from asyncrl.tasks.model_tokenizer import special_ids
 

@@ -6,8 +6,8 @@
                       thread removes what it has written. Until then no other checkpoint is begun.
 
 Without a copy of the state, the thread reads the weights that training changes afterwards. So a
-checkpoint that was given up never gets its name: `asyncrl.trainer.checkpoint` looks at `given_up`
-when all bytes are on the disk.
+checkpoint that was given up never gets its name: `trainer.checkpoint.checkpoint` looks at
+`given_up` when all bytes are on the disk.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.trainer.checkpoint import Pending
-from asyncrl.trainer.errors import CheckpointUnwritable
+from asyncrl.trainer.base.errors import CheckpointUnwritable
+from asyncrl.trainer.checkpoint.checkpoint import Pending
 from asyncrl.trainer.learner import Learner
-from asyncrl.wire.records import TrainedStep
+from asyncrl.wire.records.step import TrainedStep
 
 logger = logging.getLogger("asyncrl.trainer")
 

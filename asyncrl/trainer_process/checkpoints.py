@@ -16,15 +16,15 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from asyncrl.config.by_step import ConfigByStep
-from asyncrl.monitoring.spans import SpanKind
-from asyncrl.trainer.checkpoint import Pending
-from asyncrl.trainer.checkpoint_files import path_of
-from asyncrl.trainer.errors import CheckpointUnwritable
+from asyncrl.monitoring.records.spans import SpanKind
+from asyncrl.trainer.base.errors import CheckpointUnwritable
+from asyncrl.trainer.checkpoint.checkpoint import Pending
+from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer_process.checkpoint_writer import CheckpointWriter
 from asyncrl.trainer_process.step_trainer import TrainerRecords
 from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritten, StepFinished
-from asyncrl.wire.records import TrainedStep
+from asyncrl.wire.records.step import TrainedStep
 
 logger = logging.getLogger("asyncrl.trainer")
 

@@ -21,10 +21,10 @@ from msgspec.structs import replace
 
 from asyncrl.rewards.values import MAX_FLOAT32
 from asyncrl.rollout.trajectory import SampleId, Trajectory
-from asyncrl.trainer.errors import BatchError
+from asyncrl.trainer.base.errors import BatchError
 from asyncrl.trainer_process.group_queue import GroupQueue
-from asyncrl.wire.frames import decode_trajectory, digest_of
 from asyncrl.wire.messages.data import TrajectoryDelivery
+from asyncrl.wire.messages.frames import decode_trajectory, digest_of
 from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 
 EARLY_BYTES = 64 << 20

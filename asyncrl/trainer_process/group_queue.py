@@ -73,7 +73,7 @@ class GroupQueue:
 
         Args:
             delivery: the message.
-            trajectory: what `asyncrl.wire.frames.decode_trajectory` gave of it.
+            trajectory: what `asyncrl.wire.messages.frames.decode_trajectory` gave of it.
             generator: who sent it.
             next_step: the step that is trained next.
 

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from asyncrl.rollout.contexts import contexts_of
 from asyncrl.rollout.trajectory import FloatArray, Trajectory
-from asyncrl.trainer.diagnosis import explain, logprobs_of
-from asyncrl.trainer.disagreement import MIN_TOKENS, Disagreement, Limits
-from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.model.policy import Policy
+from asyncrl.trainer.objective.logprob_mismatch import MIN_TOKENS, Disagreement, Limits
+from asyncrl.trainer.objective.policy_candidates import explain, logprobs_of
 from asyncrl.trainer_process.group_queue import WholeGroup
-from asyncrl.wire.frames import encode_floats, encode_tokens
+from asyncrl.wire.messages.frames import encode_floats, encode_tokens
 from asyncrl.wire.messages.from_trainer import SuspectSample, WrongPolicyFound
+from asyncrl.wire.records.wrong_policy import WrongPolicy
 from asyncrl.wire.weights.writer import WeightPublisher
-from asyncrl.wire.wrong_policy import WrongPolicy
 
 _SUSPECTS = 4
 """Trajectories of a generator that are kept for an explanation."""

@@ -41,9 +41,9 @@ from asyncrl.trainer_process.group_queue import GroupQueue
 from asyncrl.trainer_process.rank_decision import word_of
 from asyncrl.trainer_process.step_trainer import StepTrainer, TrainerRecords
 from asyncrl.wire import Hub, Line
-from asyncrl.wire.decoding import FrameRefused, Reason
 from asyncrl.wire.errors import WireError
 from asyncrl.wire.messages import data, from_trainer, to_trainer
+from asyncrl.wire.transport.decoding import FrameRefused, Reason
 
 REPORT_SECONDS = 0.5
 

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.run_section import RunSection
-from asyncrl.monitoring.metrics import TrainerMetrics
-from asyncrl.monitoring.samples import SampleSegment
-from asyncrl.monitoring.trained_samples import SampleFiles, TrainedSample, truncate
+from asyncrl.monitoring.metrics.metrics import TrainerMetrics
+from asyncrl.monitoring.records.samples import SampleSegment
+from asyncrl.monitoring.records.trained_samples import SampleFiles, TrainedSample, truncate
 from asyncrl.rollout.trajectory import BoolArray, IntArray, Provenance, Trajectory
-from asyncrl.trainer.errors import Superseded
-from asyncrl.trainer.fence import UNFENCED, Fence
+from asyncrl.trainer.base.errors import Superseded
+from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, Fence
 from asyncrl.trainer_process.group_queue import WholeGroup
 
 logger = logging.getLogger("asyncrl.trainer")

@@ -17,22 +17,33 @@ from asyncrl.launch.process_startup import Child, bring_up, without_collecting_t
 from asyncrl.launch.rank_rendezvous import make_place
 from asyncrl.launch.shared_memory import weights_id
 from asyncrl.monitoring.errors import MonitoringError
-from asyncrl.monitoring.metrics import TrainerMetrics
-from asyncrl.monitoring.spans import SpanKind
-from asyncrl.monitoring.trained_samples import folder_of_rank
+from asyncrl.monitoring.metrics.metrics import TrainerMetrics
+from asyncrl.monitoring.records.spans import SpanKind
+from asyncrl.monitoring.records.trained_samples import folder_of_rank
 from asyncrl.startup.memory import Device, local_model, refuse_too_large, shape_of
 from asyncrl.tasks.model_files import parameters
-from asyncrl.trainer.checkpoint_files import dtype_of, path_of
-from asyncrl.trainer.cpu_memory import keep_freed_memory
-from asyncrl.trainer.disagreement import FLOAT32_CPU, ROUTED_TENSOR_CORES, TENSOR_CORES, Limits
-from asyncrl.trainer.errors import BatchError, NonFiniteError, RankLost, Superseded, TrainerError
-from asyncrl.trainer.fence import Fence
-from asyncrl.trainer.host_memory import host_bytes
+from asyncrl.trainer.base.errors import (
+    BatchError,
+    NonFiniteError,
+    RankLost,
+    Superseded,
+    TrainerError,
+)
+from asyncrl.trainer.base.lora_config import FINER_ENGINES
+from asyncrl.trainer.base.rank_network import is_loopback
+from asyncrl.trainer.checkpoint.format.files import dtype_of, path_of
+from asyncrl.trainer.checkpoint.trainer_lease import Fence
+from asyncrl.trainer.cpu.memory import keep_freed_memory
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.lora.config import FINER_ENGINES
-from asyncrl.trainer.rank_network import is_loopback
+from asyncrl.trainer.model.host_memory import host_bytes
+from asyncrl.trainer.model.router import has_experts
+from asyncrl.trainer.objective.logprob_mismatch import (
+    FLOAT32_CPU,
+    ROUTED_TENSOR_CORES,
+    TENSOR_CORES,
+    Limits,
+)
 from asyncrl.trainer.ranks.world import join
-from asyncrl.trainer.router import has_experts
 from asyncrl.trainer.scoring import for_own_device, resolve_device
 from asyncrl.trainer_process.checkpoints import Checkpoints
 from asyncrl.trainer_process.custom_algorithm import load_own_algorithm
@@ -44,10 +55,10 @@ from asyncrl.trainer_process.sample_log import TrainedSampleLog, drop_repeated
 from asyncrl.trainer_process.step_trainer import StepTrainer, TrainerRecords
 from asyncrl.wire import Hub
 from asyncrl.wire.errors import PublishError, WireError
-from asyncrl.wire.frames import max_delivery_bytes
 from asyncrl.wire.messages import data, from_trainer, to_trainer
-from asyncrl.wire.parts import PART_BYTES
-from asyncrl.wire.refusals import Limit, Refusals
+from asyncrl.wire.messages.frames import max_delivery_bytes
+from asyncrl.wire.transport.message_chunks import PART_BYTES
+from asyncrl.wire.transport.refusals import Limit, Refusals
 from asyncrl.wire.weights.broadcast.sending import WeightSender
 from asyncrl.wire.weights.writer import WeightPublisher
 

@@ -13,9 +13,9 @@ import msgspec
 import torch
 
 from asyncrl.config.by_step import ConfigByStep
-from asyncrl.monitoring.metrics import TrainerMetrics
-from asyncrl.monitoring.spans import SpanKind
-from asyncrl.monitoring.timeline import Timeline
+from asyncrl.monitoring.metrics.metrics import TrainerMetrics
+from asyncrl.monitoring.records.spans import SpanKind
+from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.monitoring.tracing.tracer import Tracer
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.sharding.lockstep import Act, Word
@@ -30,7 +30,7 @@ from asyncrl.trainer_process.rank_metrics import (
 )
 from asyncrl.trainer_process.sample_log import TrainedSampleLog
 from asyncrl.wire.messages.from_trainer import StepFinished, WrongPolicyFound
-from asyncrl.wire.records import TrainerTimes
+from asyncrl.wire.records.step import TrainerTimes
 from asyncrl.wire.weights.broadcast.sending import WeightSender
 from asyncrl.wire.weights.layout import WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher

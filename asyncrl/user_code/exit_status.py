@@ -8,7 +8,7 @@ import signal
 
 import msgspec
 
-from asyncrl.monitoring.wording import without_controls
+from asyncrl.monitoring.terminal.formatting import without_controls
 from asyncrl.user_code.supervisor import Ending
 
 _OUTPUT_LINES = 20

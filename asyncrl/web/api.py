@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.monitoring.jsonl import read_tail
+from asyncrl.monitoring.records.jsonl import read_tail
 from asyncrl.web import orders
 from asyncrl.web.controller_link import Source
 from asyncrl.web.events import EventStream
@@ -25,7 +25,7 @@ from asyncrl.web.reference import reference_page
 from asyncrl.web.sections import NAMES, ORDER_BYTES, newest_samples, recent_spans
 from asyncrl.web.step_file import StepFile
 from asyncrl.wire.messages import control
-from asyncrl.wire.orders import OrderRecord
+from asyncrl.wire.records.command_record import OrderRecord
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

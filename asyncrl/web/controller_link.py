@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.monitoring.report.data import RunData, load_run
-from asyncrl.monitoring.run_view import RunView
+from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.runs.directory import read_state
 from asyncrl.steering.control_socket import open_line, send_order
 from asyncrl.wire import Line
 from asyncrl.wire.errors import WireError
 from asyncrl.wire.messages import control
-from asyncrl.wire.on_policy import OnPolicySteps, is_on_policy
+from asyncrl.wire.records.on_policy import OnPolicySteps, is_on_policy
 
 ASK_SECONDS = 1.0
 """The controller is asked at most once in this time, however many watch."""

@@ -16,8 +16,10 @@ from typing import Protocol
 
 import msgspec
 
-from asyncrl.monitoring.jsonl import read_tail
-from asyncrl.monitoring.occupancy import SlotPiece
+from asyncrl.monitoring.metrics.occupancy import SlotPiece
+from asyncrl.monitoring.records.jsonl import read_tail
+from asyncrl.monitoring.records.samples import SampleRecord, trained_on
+from asyncrl.monitoring.records.spans import Span, merge
 from asyncrl.monitoring.report.data import RunData, load_config, load_state, rank_of
 from asyncrl.monitoring.report.health import health
 from asyncrl.monitoring.report.lanes import Window
@@ -26,10 +28,8 @@ from asyncrl.monitoring.report.markup import Markup
 from asyncrl.monitoring.report.sections import orders, samples, settings
 from asyncrl.monitoring.report.time_line import MAX_LANES, recent_time_line, time_line
 from asyncrl.monitoring.report.work import work
-from asyncrl.monitoring.samples import SampleRecord, trained_on
-from asyncrl.monitoring.spans import Span, merge
 from asyncrl.web.step_file import StepFile
-from asyncrl.wire.orders import OrderRecord
+from asyncrl.wire.records.command_record import OrderRecord
 
 RECENT_SECONDS = 120.0
 """The part of the time lines that the page of an active run shows."""

@@ -12,8 +12,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from asyncrl.monitoring.jsonl import whole_lines
-from asyncrl.wire.records import StepGroups, StepMetrics
+from asyncrl.monitoring.records.jsonl import whole_lines
+from asyncrl.wire.records.step import StepGroups, StepMetrics
 
 MAX_STEPS_IN_MEMORY = 2000
 """The page's curves show at most this many steps, the newest."""

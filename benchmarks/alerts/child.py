@@ -12,8 +12,8 @@ from asyncrl import child
 from asyncrl.engine.torch.weights import ModuleWeights
 from asyncrl.generator import noise_floor
 from asyncrl.trainer.learner import Learner
-from asyncrl.wire.noise_floor import NoiseFloor
-from asyncrl.wire.records import LearnerMetrics
+from asyncrl.wire.records.noise_floor import NoiseFloor
+from asyncrl.wire.records.step import LearnerMetrics
 from benchmarks.alerts.switch import present
 
 SLOW_SECONDS = 6.0

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.exchange import SharedCache
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.sharing.exchange import SharedCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.rollout.trajectory import IntArray
 from benchmarks.cache.work import GROUP, PROMPT
 

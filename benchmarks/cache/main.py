@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache, warm_up
+from asyncrl.cache.tree.rollout_tree import RolloutCache, warm_up
 from asyncrl.rollout.trajectory import IntArray
 from benchmarks.cache import exchange as cache_exchange
 from benchmarks.cache import memory as cache_memory
@@ -130,7 +130,7 @@ def load_seconds(directory: str) -> float:
     """Seconds until the kernels can be called in a new process (imports included)."""
     environment = os.environ | {"NUMBA_CACHE_DIR": directory}
     start = time.perf_counter()
-    code = "from asyncrl.cache.tree import warm_up; warm_up()"
+    code = "from asyncrl.cache.tree.rollout_tree import warm_up; warm_up()"
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=300)
     return time.perf_counter() - start
 

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache, warm_up
+from asyncrl.cache.tree.rollout_tree import RolloutCache, warm_up
 from asyncrl.rollout.trajectory import IntArray
 from benchmarks.cache.baselines import MAX_REQUESTS, VLLM_DEPTH, arctic
 from benchmarks.cache.work import GROUP, PROMPT, rollouts

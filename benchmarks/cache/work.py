@@ -18,7 +18,7 @@ GROUP, BUDGET, ACCEPTED = 8, 32, 5
 
 
 class Drafter(Protocol):
-    """The part of `asyncrl.cache.tree.RolloutCache` that engines use."""
+    """The part of `asyncrl.cache.tree.rollout_tree.RolloutCache` that engines use."""
 
     def open(self, key: str, context: IntArray) -> int:
         """As `RolloutCache.open`."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from asyncrl.launch.identity import ProcessIdentity, identity_of
 from asyncrl.monitoring.errors import RecordError
-from asyncrl.monitoring.group_account import GroupAccount, read_account
-from asyncrl.monitoring.spans import SpanKind, read_timelines
-from asyncrl.wire.records import StepMetrics
+from asyncrl.monitoring.records.group_account import GroupAccount, read_account
+from asyncrl.monitoring.records.spans import SpanKind, read_timelines
+from asyncrl.wire.records.step import StepMetrics
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
 from benchmarks.chaos.victims import Fault
 

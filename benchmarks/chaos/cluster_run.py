@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 
 from asyncrl.launch.identity import ProcessIdentity, status_of, with_variable
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecord
-from asyncrl.monitoring.jsonl import read_jsonl
+from asyncrl.monitoring.records.jsonl import read_jsonl
 from benchmarks.chaos.agents_run import CHILD, words
 from benchmarks.chaos.live_run import LiveRun
 from benchmarks.machines.namespaces import Machine

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from asyncrl.wire.records import StepMetrics
+from asyncrl.wire.records.step import StepMetrics
 from benchmarks.chaos.campaign import STEPS_AFTER, Outcome
 from benchmarks.chaos.lengths import FALSE_ALARM, lengths_of, p_value
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from asyncrl.wire.records import StepMetrics
+from asyncrl.wire.records.step import StepMetrics
 
 FALSE_ALARM = 0.001
 """Probability, at most, of calling two equal distributions different. The test is conservative

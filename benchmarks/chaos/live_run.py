@@ -14,10 +14,10 @@ import msgspec
 
 from asyncrl.launch.identity import ProcessIdentity, send, with_variable
 from asyncrl.launch.records import MARK_VARIABLE, ProcessRecord
-from asyncrl.monitoring.jsonl import read_jsonl
-from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.monitoring.records.jsonl import read_jsonl
+from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.runs.directory import read_state
-from asyncrl.wire.records import StepMetrics
+from asyncrl.wire.records.step import StepMetrics
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 from benchmarks.run_command import run_command
 

@@ -9,7 +9,7 @@ finish three more steps before the next kill. The controller is killed too; then
 --resume` follows at once. At the end the run is stopped in order. A further run with the same seed
 is left alone. Then, from the files of the runs alone:
 
-groups lost, twice    by `asyncrl.monitoring.group_account`, over all steps, resumes included
+groups lost, twice    by `monitoring.records.group_account`, over all steps, resumes included
 seconds to next step  longest time without a finished step, among the three that follow a kill;
                       also how much of it processes took to start
 same ids              each step trained on the same groups as in the run left alone

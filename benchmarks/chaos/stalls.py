@@ -24,7 +24,7 @@ from rich.table import Table
 from asyncrl.config.run_config import load_config
 from asyncrl.launch.identity import ProcessIdentity, identity_of, is_running, send
 from asyncrl.monitoring.errors import RecordError
-from asyncrl.monitoring.group_account import GroupAccount, read_account
+from asyncrl.monitoring.records.group_account import GroupAccount, read_account
 from asyncrl.runs.directory import read_state
 from asyncrl.tasks.model import resolve_model
 from benchmarks.chaos.agents_run import AgentsRun

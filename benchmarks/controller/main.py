@@ -10,7 +10,7 @@ controller's process, ZeroMQ's thread with its encryption included, from the fir
 
 `--part samples`: two generators of 256 rows. `ending together` is the number of samples that end at
 one step of an engine: 1 where answers are long, whole groups where many answers are short. `alone`:
-every message in a frame of its own, as before frames could carry several (`asyncrl.wire.outbox`).
+every message in a frame of its own, as before frames could carry several (`wire.transport.outbox`).
 Both are measured in turns.
 
 `--part relays`: 64 generators of 64 rows, whose samples end one by one, connected over loopback TCP

@@ -23,7 +23,8 @@ from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.launch.child_spec import ChildSpec, is_relay
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.tasks.prompts import LoadedTask, Prompt
-from asyncrl.wire import Hub, RunKey, RuntimeDirectory, outbox
+from asyncrl.wire import Hub, RunKey, RuntimeDirectory
+from asyncrl.wire.transport import outbox
 from benchmarks.plain_sockets import without_curve
 
 GROUP_SIZE = 8

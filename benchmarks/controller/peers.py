@@ -17,9 +17,10 @@ from typing import Any
 from asyncrl.generator.controller_line import ControllerLine
 from asyncrl.relay.control import ControlRelay
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.wire import Line, RunKey, outbox
+from asyncrl.wire import Line, RunKey
 from asyncrl.wire.messages import from_generator, from_trainer, to_generator, to_trainer
-from asyncrl.wire.records import EngineStats, LearnerMetrics, TrainerTimes
+from asyncrl.wire.records.step import EngineStats, LearnerMetrics, TrainerTimes
+from asyncrl.wire.transport import outbox
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 from benchmarks.plain_sockets import without_curve
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from asyncrl.trainer.group_check import check_trajectory
+from asyncrl.trainer.objective.group_check import check_trajectory
 from asyncrl.trainer_process.delivery_check import Intake
 from asyncrl.trainer_process.group_queue import GroupQueue
-from asyncrl.wire.frames import digest_of, encode_trajectory
 from asyncrl.wire.messages.data import TrajectoryDelivery
+from asyncrl.wire.messages.frames import digest_of, encode_trajectory
 from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 
 VOCAB = 151_936

@@ -15,11 +15,11 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.trainer.group_check import check_trajectory
+from asyncrl.trainer.objective.group_check import check_trajectory
 from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
-from asyncrl.wire.frames import decode_trajectory, digest_of, encode_trajectory
 from asyncrl.wire.messages.data import Received, TrajectoryDelivery
-from asyncrl.wire.parts import join, split
+from asyncrl.wire.messages.frames import decode_trajectory, digest_of, encode_trajectory
+from asyncrl.wire.transport.message_chunks import join, split
 from benchmarks.delivery.ends import MAX_BYTES, NAME, VOCAB, TrainerEnd, delivery_of
 
 PATHS = ("bare", "digest", "checks", "ipc", "curve", "whole")

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
-from asyncrl.wire.keys import LineKeys
 from asyncrl.wire.messages.data import Received, TrajectoryDelivery
-from asyncrl.wire.outbox import ONE_PART
+from asyncrl.wire.transport.keys import LineKeys
+from asyncrl.wire.transport.outbox import ONE_PART
 from benchmarks.delivery.ends import (
     MAX_BYTES,
     NAME,

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import Engine, GenerateRequest, TokenChunk
 from asyncrl.rollout.trajectory import Provenance
-from asyncrl.wire.records import EngineStats
+from asyncrl.wire.records.step import EngineStats
 from asyncrl.wire.weights.writer import published
 from benchmarks.exactness.model import Codes
 from benchmarks.exactness.responses import (

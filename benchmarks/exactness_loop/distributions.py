@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.engine.stopping import StopRule
+from asyncrl.engine.sampling.stopping import StopRule
 
 Text = tuple[int, ...]
 """Response tokens."""

@@ -16,11 +16,11 @@ from asyncrl.generator.process import GeneratorProcess
 from asyncrl.generator.reports import GeneratorRecords
 from asyncrl.generator.sample_rewards import SampleRewards
 from asyncrl.generator.sample_runner import SampleGenerator
-from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
-from asyncrl.monitoring.timeline import Timeline
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics, new_registry
+from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.trajectory import SampleId, Trajectory, VerifiableTrajectory
-from asyncrl.wire.reward_counts import RewardCounts
+from asyncrl.wire.records.reward_counts import RewardCounts
 from benchmarks.exactness_loop.outcome import reward_of
 
 

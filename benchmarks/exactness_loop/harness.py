@@ -34,10 +34,10 @@ from asyncrl.scheduler import commands, events
 from asyncrl.scheduler.scheduler import Scheduler
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 from asyncrl.tasks.sample_requests import SampleRequests
-from asyncrl.wire.frames import decode_trajectory
 from asyncrl.wire.messages import data
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.messages.frames import decode_trajectory
 from asyncrl.wire.weights.layout import WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.exactness_loop.faults import Faults

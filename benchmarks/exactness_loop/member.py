@@ -11,7 +11,7 @@ from asyncrl.engine.protocol import Engine
 from asyncrl.wire.messages import data
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
-from asyncrl.wire.records import TokenCounts
+from asyncrl.wire.records.step import TokenCounts
 from benchmarks.exactness_loop.generator import EngineClock, FakeLine, generator_process
 from benchmarks.exactness_loop.outcome import LoopSettings
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from asyncrl.engine.protocol import SamplingParams
-from asyncrl.engine.stopping import StopRule
+from asyncrl.engine.sampling.stopping import StopRule
 from asyncrl.scheduler.config import SchedulerConfig
 from benchmarks.exactness_loop.distributions import ResponseSpace
 from benchmarks.exactness_loop.outcome import LoopSettings

@@ -12,8 +12,8 @@ from asyncrl.engine.protocol import SamplingParams
 from asyncrl.rollout.trajectory import IntArray, Provenance, SampleId, VerifiableTrajectory
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.wire.messages.to_generator import Generate
-from asyncrl.wire.records import TokenCounts
-from asyncrl.wire.unfinished import read_sample
+from asyncrl.wire.messages.unfinished_samples import read_sample
+from asyncrl.wire.records.step import TokenCounts
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ import zmq
 
 from asyncrl.steering.control_socket import control_key_file
 from asyncrl.wire import RunKey
-from asyncrl.wire.keys import LineKeys
 from asyncrl.wire.sockets import identify
+from asyncrl.wire.transport.keys import LineKeys
 from benchmarks.hostile.frames import Frames
 from benchmarks.hostile.run import Run
 from benchmarks.hostile.victim import CONTROLLER

@@ -15,7 +15,7 @@ from asyncrl.wire.messages import (
     to_generator,
     to_trainer,
 )
-from asyncrl.wire.records import LearnerMetrics, TrainerTimes
+from asyncrl.wire.records.step import LearnerMetrics, TrainerTimes
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 

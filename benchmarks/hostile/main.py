@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.monitoring.same_training import difference
+from asyncrl.monitoring.records.same_training import difference
 from benchmarks.hostile.attack import Attack
 from benchmarks.hostile.run import ROOT, START_SECONDS, Run, RunError
 from benchmarks.report import add_smoke, write_json

@@ -18,8 +18,8 @@ from typing import Self
 
 import msgspec
 
-from asyncrl.monitoring.discovery import targets_file
-from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.monitoring.metrics.discovery import targets_file
+from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.runs.directory import read_state
 from asyncrl.steering.control_socket import ask
 from asyncrl.user_code.process_tree import descendants

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.run_config import RunConfig, load_config
-from asyncrl.monitoring.trained_samples import TrainedSample, read_trained_samples
+from asyncrl.monitoring.records.trained_samples import TrainedSample, read_trained_samples
 from asyncrl.rewards.functions import arithmetic
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task
-from asyncrl.trainer.checkpoint_files import path_of
-from asyncrl.trainer.export import export
+from asyncrl.trainer.checkpoint.export import export
+from asyncrl.trainer.checkpoint.format.files import path_of
 from benchmarks.live_audit import independence, observations, reference, statements, structure
 from benchmarks.live_audit.statements import Statement
 from benchmarks.live_audit.tokens import Tokens, tokens_of

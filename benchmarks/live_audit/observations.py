@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.monitoring.trained_samples import TrainedSample
+from asyncrl.monitoring.records.trained_samples import TrainedSample
 from asyncrl.rollout.trajectory import Provenance
 from asyncrl.tasks.prompts import Task
 from benchmarks.live_audit.games import LIES, NUMBER

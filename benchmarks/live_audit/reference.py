@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.monitoring.trained_samples import TrainedSample
+from asyncrl.monitoring.records.trained_samples import TrainedSample
 from benchmarks.live_audit.statements import Statement, two_sided
 from benchmarks.live_audit.tokens import load, policy_of
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.monitoring.trained_samples import TrainedSample
+from asyncrl.monitoring.records.trained_samples import TrainedSample
 from asyncrl.rollout.trajectory import Provenance
 from benchmarks.live_audit.tokens import Tokens
 

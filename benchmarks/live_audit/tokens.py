@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.monitoring.trained_samples import TrainedSample
+from asyncrl.monitoring.records.trained_samples import TrainedSample
 from asyncrl.rollout.trajectory import Provenance
 
 Doubles = NDArray[np.float64]

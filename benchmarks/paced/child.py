@@ -23,7 +23,7 @@ from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.launch.child_spec import ChildSpec
 from asyncrl.simulation.cost import Cost
 from asyncrl.trainer.learner import Group, Learner
-from asyncrl.wire.records import LearnerMetrics
+from asyncrl.wire.records.step import LearnerMetrics
 from asyncrl.wire.weights.layout import WeightManifest
 from benchmarks.paced.pace import PacedDevice, cost_of_environment
 

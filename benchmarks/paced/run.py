@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.run_config import load_config
-from asyncrl.monitoring.jsonl import read_jsonl
-from asyncrl.monitoring.metrics_log import read_metrics
-from asyncrl.monitoring.spans import clip, idle_by_cause, read_timelines
+from asyncrl.monitoring.records.jsonl import read_jsonl
+from asyncrl.monitoring.records.metrics_log import read_metrics
+from asyncrl.monitoring.records.spans import clip, idle_by_cause, read_timelines
 from benchmarks.paced.child import RECORDS
 from benchmarks.paced.pace import Work, pace_variable
 from benchmarks.paced.setting import CONFIG, Paced

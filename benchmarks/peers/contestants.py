@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.monitoring.records.metrics_log import read_metrics
 from benchmarks.peers.shared_data import Step, read_steps
 from benchmarks.peers.trl_environment import ensure_trl
 from benchmarks.peers.workloads import EXAMPLES

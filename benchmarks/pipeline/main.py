@@ -13,7 +13,7 @@ those of generation and training.
 
 The first and last steps are not timed (the table names the timed ones): the pipeline has to fill,
 and near the end there is nothing left to run ahead for. Idle shares come from the processes' time
-lines (`asyncrl.monitoring.spans`). Accuracy is that of the last checkpoint on held-out problems,
+lines (`monitoring.records.spans`). Accuracy is that of the last checkpoint on held-out problems,
 sampled as in training, with the same random numbers for all modes.
 
 --quick: one seed, 50 steps, about 9 minutes on two quiet cores; the interval of its
@@ -33,8 +33,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.trainer.checkpoint_files import path_of
-from asyncrl.wire.evaluations import accuracy_of
+from asyncrl.trainer.checkpoint.format.files import path_of
+from asyncrl.wire.records.evaluations import accuracy_of
 from benchmarks.pipeline.costs import measure_costs
 from benchmarks.pipeline.findings import Findings
 from benchmarks.pipeline.model import SMOKE_MODEL, ModelRecipe, ensure_model

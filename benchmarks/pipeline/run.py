@@ -8,8 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.monitoring.metrics_log import read_metrics
-from asyncrl.monitoring.spans import Span, SpanKind, clip, flatten, idle_by_cause, read_timelines
+from asyncrl.monitoring.records.metrics_log import read_metrics
+from asyncrl.monitoring.records.spans import (
+    Span,
+    SpanKind,
+    clip,
+    flatten,
+    idle_by_cause,
+    read_timelines,
+)
 from benchmarks.pipeline.modes import CONFIG, Effort, Mode
 from benchmarks.run_command import run_command
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.config.run_config import load_config
-from asyncrl.monitoring.trained_samples import TrainedSample, read_trained_samples
+from asyncrl.monitoring.records.trained_samples import TrainedSample, read_trained_samples
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from benchmarks.report import add_smoke, write_json

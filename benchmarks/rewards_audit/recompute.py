@@ -31,7 +31,7 @@ from asyncrl.environments.translation import Translation
 from asyncrl.generator.conversation import Episode, Turn
 from asyncrl.generator.environment_setup import translation_of
 from asyncrl.generator.next_context import answered
-from asyncrl.monitoring.trained_samples import TrainedSample
+from asyncrl.monitoring.records.trained_samples import TrainedSample
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.tasks.prompts import Task
 

@@ -23,7 +23,7 @@ from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk
 from asyncrl.engine.sglang.interpreter import path_of
-from asyncrl.wire.records import EngineStats, TokenCounts
+from asyncrl.wire.records.step import EngineStats, TokenCounts
 from asyncrl.wire.weights.layout import WeightManifest
 
 _ASK = """

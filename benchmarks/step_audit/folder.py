@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from asyncrl.monitoring.trained_samples import TrainedSample, read_trained_samples
+from asyncrl.monitoring.records.trained_samples import TrainedSample, read_trained_samples
 
 
 @dataclass(frozen=True, slots=True)

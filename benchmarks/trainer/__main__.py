@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from asyncrl.trainer.cpu_layers import onednn_is_faster, product
+from asyncrl.trainer.cpu.layers import onednn_is_faster, product
 from benchmarks.peers.trl_environment import TrlMissingError, ensure_trl
 from benchmarks.report import add_smoke, write_json
 from benchmarks.targets import targets_table

@@ -54,8 +54,8 @@ def _peak() -> int:
 
 def _asyncrl(path: str, groups: list[dict[str, Any]], **settings: Any) -> Callable[[], float]:
     from asyncrl.rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
-    from asyncrl.trainer.config import TrainerConfig
-    from asyncrl.trainer.cpu_memory import keep_freed_memory
+    from asyncrl.trainer.base.config import TrainerConfig
+    from asyncrl.trainer.cpu.memory import keep_freed_memory
     from asyncrl.trainer.learner import Learner
 
     keep_freed_memory()  # as a run's trainer does on a CPU

@@ -4,9 +4,9 @@
 
 Each in a process of its own, forward and backward pass, float32, the same tensors:
 
-    block-K                `asyncrl.trainer.head` with blocks of 2^K logits (its own is BLOCK)
+    block-K                `asyncrl.trainer.model.head` with blocks of 2^K logits (its own is BLOCK)
     linear_cross_entropy   torch.nn.functional.linear_cross_entropy, reduction "none", chunks of its
-                           own choice; it gives no entropy, which `asyncrl.trainer.head` does
+                           own choice; it gives no entropy, which `asyncrl.trainer.model.head` does
     all                    all logits at once, log_softmax, gather
 
 CPU seconds say more than seconds where other work runs on the machine. Memory is the most that the
@@ -84,8 +84,8 @@ def run_child(way: str) -> dict[str, Any] | None:
 
 def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
     """The second and third of three passes, the faster one; and bytes beyond the start's."""
-    from asyncrl.trainer.cpu_layers import speed_up
-    from asyncrl.trainer.cpu_memory import keep_freed_memory
+    from asyncrl.trainer.cpu.layers import speed_up
+    from asyncrl.trainer.cpu.memory import keep_freed_memory
 
     keep_freed_memory()  # as a run's trainer does on a CPU
     torch.set_num_threads(options.threads)
@@ -107,7 +107,7 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _way(way: str, layer: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], Tensor]:
-    from asyncrl.trainer import head
+    from asyncrl.trainer.model import head
 
     plain = head.Processing(head.LogitMap())
     if way == "all":

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.place import CachePlace
+from asyncrl.cache.sharing.cache_setup import CachePlace
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.vllm.client.engine import VllmEngine
@@ -24,7 +24,7 @@ from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.wire.frames import encode_tokens
+from asyncrl.wire.messages.frames import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
 from benchmarks.vllm_host.clocks import OURS, PLAIN
 

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.engine.drawing import Streams, draw, identify, top_k, warm_up
-from asyncrl.engine.sampling import uniforms
+from asyncrl.engine.sampling.drawing import Streams, draw, identify, top_k, warm_up
+from asyncrl.engine.sampling.truncation import uniforms
 from asyncrl.rollout.acceptance import symbols_of, verify_kept
 
 VOCABULARIES = (32_000, 151_936)

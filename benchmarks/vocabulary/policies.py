@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.tasks.model import default_cache_dir
-from asyncrl.trainer.checkpoint_files import path_of
-from asyncrl.trainer.export import export
+from asyncrl.trainer.checkpoint.export import export
+from asyncrl.trainer.checkpoint.format.files import path_of
 from benchmarks.run_command import run_command
 from benchmarks.vocabulary.language_model import PROMPTS, LanguageModel, ensure_language_model
 from benchmarks.vocabulary.training import TrainingRecipe

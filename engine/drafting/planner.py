@@ -161,7 +161,7 @@ class DraftPlanner:
         """Decide how many of each row's proposed nodes to feed: the first `keep[i]` of row i.
 
         Args:
-            path_probabilities: `[N]` as in `asyncrl.cache.tree.Drafts`, falling within a row.
+            path_probabilities: `[N]` as in `cache.tree.rollout_tree.Drafts`, falling within a row.
             offsets: `[n+1]`
             rows: n, the decoding rows; each feeds one ordinary token besides its drafts.
             other_tokens: as in `ask`.

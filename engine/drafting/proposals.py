@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.cache.tree import Drafts
+from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.continuation import Continuations, path_probabilities
 from asyncrl.engine.drafting.source import NO_HANDLE, DraftSource
 from asyncrl.engine.jit import kernel

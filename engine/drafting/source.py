@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from asyncrl.cache.tree import Drafts
+from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.rollout.trajectory import IntArray
 
 NO_HANDLE = -1
@@ -12,7 +12,7 @@ NO_HANDLE = -1
 
 
 class DraftSource(Protocol):
-    """Proposes how responses may continue. `asyncrl.cache.tree.RolloutCache` is the real one.
+    """Proposes how responses may continue. `cache.tree.rollout_tree.RolloutCache` is the real one.
 
     A response is known by the handle that `open` returns.
     """

@@ -25,7 +25,7 @@ class DrafterSettings(msgspec.Struct, frozen=True):
     cache: dict[str, Any]
     """A `CacheConfig` as JSON."""
     place: str
-    """A `CachePlace` as `asyncrl.cache.place.to_json` gives it."""
+    """A `CachePlace` as `asyncrl.cache.sharing.cache_setup.to_json` gives it."""
     fixed_step_tokens: int | None
     """The engine's `max_step_tokens`: fill steps with drafts to this many tokens. None: draft what
     pays."""

@@ -25,10 +25,10 @@ from asyncrl.engine.config import WeightStaging
 from asyncrl.engine.drafting.planner import DraftPlanner, Planner
 from asyncrl.engine.drafting.source import DraftSource
 from asyncrl.engine.drafting.trees import TokenTrees
-from asyncrl.engine.drawing import UNREPORTED_K
 from asyncrl.engine.errors import RequestError
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from asyncrl.engine.requests import Limits, SeedStream
+from asyncrl.engine.sampling.drawing import UNREPORTED_K
 from asyncrl.engine.torch.admission import Admission
 from asyncrl.engine.torch.drafting import Drafter
 from asyncrl.engine.torch.draws import Draws, draw_step
@@ -42,7 +42,7 @@ from asyncrl.engine.torch.verification import judge_rows
 from asyncrl.engine.torch.waiting import Waiting
 from asyncrl.engine.torch.weights import ModuleWeights
 from asyncrl.rollout.trajectory import FinishReason
-from asyncrl.wire.records import EngineStats, TokenCounts
+from asyncrl.wire.records.step import EngineStats, TokenCounts
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 _STEP_TOKENS = 4096

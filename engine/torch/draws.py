@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.engine.drafting.trees import TokenTrees
-from asyncrl.engine.drawing import Drawn, Streams
 from asyncrl.engine.errors import EngineError
-from asyncrl.engine.logits import Distributions, distributions_of
+from asyncrl.engine.sampling.drawing import Drawn, Streams
+from asyncrl.engine.sampling.logits import Distributions, distributions_of
 from asyncrl.engine.torch.rows import NewRows, Rows
 from asyncrl.engine.torch.step_kernels import place_draws
 from asyncrl.rollout.trajectory import FloatArray, IntArray, SeedArray

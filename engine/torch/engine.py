@@ -29,7 +29,7 @@ from asyncrl.engine.torch.core import CoreSettings, DecodeCore
 from asyncrl.engine.torch.decode_thread import DecodeThread
 from asyncrl.engine.torch.kernels import warm_up
 from asyncrl.engine.torch.model import load_model
-from asyncrl.wire.records import EngineStats
+from asyncrl.wire.records.step import EngineStats
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 

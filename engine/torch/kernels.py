@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncrl.cache import tree
+from asyncrl.cache.tree import rollout_tree as tree
 from asyncrl.engine.drafting.proposals import warm_up as warm_up_proposals
 from asyncrl.engine.drafting.step_times import warm_up as warm_up_step_times
 from asyncrl.engine.drafting.trees import plant
-from asyncrl.engine.logits import warm_up as warm_up_drawing
+from asyncrl.engine.sampling.logits import warm_up as warm_up_drawing
 from asyncrl.engine.torch.model import SlotModel
 from asyncrl.engine.torch.step_kernels import (
     GeneratedTokens,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engine.stopping import cut_rows
+from asyncrl.engine.sampling.stopping import cut_rows
 from asyncrl.engine.torch.draws import Draws
 from asyncrl.engine.torch.rows import Rows
 from asyncrl.engine.torch.step_kernels import choose_draws

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engine.drawing import noise_seeds
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import GenerateRequest
-from asyncrl.engine.sampling import SamplingColumns
+from asyncrl.engine.sampling.drawing import noise_seeds
+from asyncrl.engine.sampling.truncation import SamplingColumns
 from asyncrl.rollout.trajectory import IntArray
 
 _NO_TOKENS: IntArray = np.empty(0, np.int32)
@@ -43,7 +43,7 @@ class Rows:
         """`[S]` installation of weights under which the slot's KV was begun."""
         self.seed = np.zeros(slots, np.uint64)
         self.noise_seed = np.zeros(slots, np.uint64)
-        """`[S]` of what the row draws outside its lists (`asyncrl.engine.drawing.noise_seeds`)."""
+        """`[S]` of what the row draws outside its lists (`engine.sampling.drawing.noise_seeds`)."""
         self._policy_version = 0
         self.sampling = SamplingColumns.unset(slots)
         self.stops = np.full((slots, 1), -1, np.int64)

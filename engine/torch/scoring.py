@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrl.engine.logits import distributions_of
 from asyncrl.engine.protocol import Score, ScoreRequest
-from asyncrl.engine.sampling import SamplingColumns
+from asyncrl.engine.sampling.logits import distributions_of
+from asyncrl.engine.sampling.truncation import SamplingColumns
+from asyncrl.engine.sampling.verification import KeptColumns
 from asyncrl.engine.torch.model import SlotModel
-from asyncrl.engine.verification import KeptColumns
 
 
 def score_all(

@@ -2,7 +2,7 @@
 
 The request's context goes through the model with the kept tokens after it, so that one pass gives
 the current policy at each of them and the KV of all. What is accepted
-(`asyncrl.engine.verification`) stays in the slot; decoding continues after it.
+(`asyncrl.engine.sampling.verification`) stays in the slot; decoding continues after it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engine.drawing import Streams, noise_seeds
 from asyncrl.engine.errors import EngineError
-from asyncrl.engine.logits import Distributions
+from asyncrl.engine.sampling.drawing import Streams, noise_seeds
+from asyncrl.engine.sampling.logits import Distributions
+from asyncrl.engine.sampling.verification import KeptBatch, judge
 from asyncrl.engine.torch.draws import Draws, arrays_of, not_finite
 from asyncrl.engine.torch.rows import Rows
 from asyncrl.engine.turns import turn_start
-from asyncrl.engine.verification import KeptBatch, judge
 from asyncrl.rollout.trajectory import FloatArray, IntArray, SeedArray
 
 

@@ -1,4 +1,4 @@
-"""The Grafana dashboard, made from the declarations in `asyncrl.monitoring.metrics`.
+"""The Grafana dashboard, made from the declarations in `asyncrl.monitoring.metrics.metrics`.
 
     python -m asyncrl.monitoring.dashboards            write monitoring/dashboards/asyncrl.json
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.monitoring.instruments import MetricSpec, specs_of
-from asyncrl.monitoring.process_metrics import ProcessMetrics
+from asyncrl.monitoring.metrics.instruments import MetricSpec, specs_of
+from asyncrl.monitoring.metrics.process_metrics import ProcessMetrics
 
 RUN = 'run=~"$run"'
 """Selects the runs that are chosen at the top of the dashboard."""

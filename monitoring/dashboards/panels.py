@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.monitoring.controller_metrics import ControllerMetrics
 from asyncrl.monitoring.dashboards.naming import RUN, Metrics, Series
-from asyncrl.monitoring.metrics import GeneratorMetrics, TrainerMetrics
+from asyncrl.monitoring.metrics.controller_metrics import ControllerMetrics
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics, TrainerMetrics
 
 C, G, T = Metrics(ControllerMetrics), Metrics(GeneratorMetrics), Metrics(TrainerMetrics)
 

@@ -11,8 +11,15 @@ from asyncrl.monitoring.report.page import page
 from asyncrl.monitoring.report.plots import Series, line_plot
 from asyncrl.monitoring.report.sections import section
 from asyncrl.monitoring.report.series import Values, smooth
-from asyncrl.monitoring.wording import ON_POLICY, UNKNOWN, count, duration, number, percent
-from asyncrl.wire.records import Measured, StepMetrics
+from asyncrl.monitoring.terminal.formatting import (
+    ON_POLICY,
+    UNKNOWN,
+    count,
+    duration,
+    number,
+    percent,
+)
+from asyncrl.wire.records.step import Measured, StepMetrics
 
 _LAST = 10
 """Steps that "reward, last steps" is the mean of."""

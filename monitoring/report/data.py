@@ -14,16 +14,16 @@ import yaml
 
 from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.errors import RecordError, ReportError
-from asyncrl.monitoring.evaluations_log import read_evaluations
-from asyncrl.monitoring.jsonl import read_jsonl
-from asyncrl.monitoring.metrics_log import read_metrics
-from asyncrl.monitoring.occupancy import SlotPiece, read_slots
+from asyncrl.monitoring.metrics.occupancy import SlotPiece, read_slots
+from asyncrl.monitoring.records.evaluations_log import read_evaluations
+from asyncrl.monitoring.records.jsonl import read_jsonl
+from asyncrl.monitoring.records.metrics_log import read_metrics
+from asyncrl.monitoring.records.samples import SampleRecord, read_samples, trained_on
+from asyncrl.monitoring.records.spans import Span, read_spans
 from asyncrl.monitoring.report.series import finite, independent_trials
-from asyncrl.monitoring.samples import SampleRecord, read_samples, trained_on
-from asyncrl.monitoring.spans import Span, read_spans
-from asyncrl.wire.evaluations import EvaluationRecord
-from asyncrl.wire.orders import OrderRecord
-from asyncrl.wire.records import Measured, RunResult, StepMetrics, TokenCounts
+from asyncrl.wire.records.command_record import OrderRecord
+from asyncrl.wire.records.evaluations import EvaluationRecord
+from asyncrl.wire.records.step import Measured, RunResult, StepMetrics, TokenCounts
 
 T = TypeVar("T")
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from asyncrl.monitoring.evaluation_text import incomplete
-from asyncrl.monitoring.group_account import account_of
-from asyncrl.monitoring.occupancy import EMPTY, slot_shares
+from asyncrl.monitoring.metrics.occupancy import EMPTY, slot_shares
+from asyncrl.monitoring.records.group_account import account_of
+from asyncrl.monitoring.records.spans import absent_seconds, idle_by_cause
 from asyncrl.monitoring.report.data import RunData
 from asyncrl.monitoring.report.markup import Child, Markup, element
 from asyncrl.monitoring.report.series import difference_interval, mean
 from asyncrl.monitoring.report.windows import training_window, whole_window
-from asyncrl.monitoring.spans import absent_seconds, idle_by_cause
-from asyncrl.monitoring.wording import UNKNOWN, count, duration, number, percent
-from asyncrl.wire.noise_floor import NoiseFloor
-from asyncrl.wire.on_policy import OnPolicySteps, is_on_policy
-from asyncrl.wire.records import Measured, StepMetrics
+from asyncrl.monitoring.terminal.evaluation_text import incomplete
+from asyncrl.monitoring.terminal.formatting import UNKNOWN, count, duration, number, percent
+from asyncrl.wire.records.noise_floor import NoiseFloor
+from asyncrl.wire.records.on_policy import OnPolicySteps, is_on_policy
+from asyncrl.wire.records.step import Measured, StepMetrics
 
 LENIENT = (
     "Lenient reuse (cache.reuse: lenient): samples began with tokens of earlier epochs, which were "

@@ -9,7 +9,7 @@ from asyncrl.monitoring.report.data import RunData
 from asyncrl.monitoring.report.markup import Markup, element
 from asyncrl.monitoring.report.plots import Series, line_plot
 from asyncrl.monitoring.report.sections import section
-from asyncrl.wire.records import Measured, StepMetrics
+from asyncrl.wire.records.step import Measured, StepMetrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from asyncrl.monitoring.occupancy import EMPTY, SlotPiece, SlotUse, slot_shares
+from asyncrl.monitoring.metrics.occupancy import EMPTY, SlotPiece, SlotUse, slot_shares
+from asyncrl.monitoring.records.spans import UNACCOUNTED, Span, absent_seconds, idle_by_cause
 from asyncrl.monitoring.report.lanes import Window
 from asyncrl.monitoring.report.markup import Child, Markup, element
 from asyncrl.monitoring.report.slot_strip import NAMES, STYLES
-from asyncrl.monitoring.spans import UNACCOUNTED, Span, absent_seconds, idle_by_cause
-from asyncrl.monitoring.wording import duration, percent
+from asyncrl.monitoring.terminal.formatting import duration, percent
 
 _CAUSE_STYLES = ("c2", "c4", "c5", "c3", "k-rewarding", "k-evaluating", "k-saving")
 _BUSY = "c1"

@@ -10,12 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.monitoring.occupancy import SlotPiece, SlotUse
+from asyncrl.monitoring.metrics.occupancy import SlotPiece, SlotUse
+from asyncrl.monitoring.records.spans import Span, SpanKind, clip, flatten
 from asyncrl.monitoring.report.markup import Child, Markup, element
 from asyncrl.monitoring.report.slot_strip import NAMES, STYLES, slot_strip
 from asyncrl.monitoring.report.stacks import SLICES, Box, stacked_slices
-from asyncrl.monitoring.spans import Span, SpanKind, clip, flatten
-from asyncrl.monitoring.wording import duration, percent
+from asyncrl.monitoring.terminal.formatting import duration, percent
 
 WIDTH = 1080
 LABELS = 124

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from asyncrl.monitoring.evaluation_text import incomplete
 from asyncrl.monitoring.report.data import RunData
 from asyncrl.monitoring.report.markup import Child, Markup, element
 from asyncrl.monitoring.report.plots import (
@@ -21,11 +20,12 @@ from asyncrl.monitoring.report.plots import (
 )
 from asyncrl.monitoring.report.sections import section
 from asyncrl.monitoring.report.series import smooth, ticks, wilson
-from asyncrl.monitoring.wording import brief, counted, percent
-from asyncrl.wire.environments import EnvironmentCounts
-from asyncrl.wire.evaluations import SetEvaluation
-from asyncrl.wire.records import Measured, StepMetrics
-from asyncrl.wire.reward_counts import RewardCounts
+from asyncrl.monitoring.terminal.evaluation_text import incomplete
+from asyncrl.monitoring.terminal.formatting import brief, counted, percent
+from asyncrl.wire.records.environment_counts import EnvironmentCounts
+from asyncrl.wire.records.evaluations import SetEvaluation
+from asyncrl.wire.records.reward_counts import RewardCounts
+from asyncrl.wire.records.step import Measured, StepMetrics
 
 _RIGHT = 28
 _NAMED = 3

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from asyncrl.monitoring.records.samples import SampleRecord
 from asyncrl.monitoring.report.markup import Child, Markup, element
-from asyncrl.monitoring.samples import SampleRecord
-from asyncrl.monitoring.wording import counted, ended, number
+from asyncrl.monitoring.terminal.formatting import counted, ended, number
 
 PROVENANCE_WORDS = {
     "sampled": "sampled by the engine",

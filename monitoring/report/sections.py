@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from asyncrl.monitoring.records.samples import choose_samples
 from asyncrl.monitoring.report.data import RunData
 from asyncrl.monitoring.report.markup import Child, Markup, element
 from asyncrl.monitoring.report.samples import sample_card, samples_legend
-from asyncrl.monitoring.samples import choose_samples
 
 OPEN_SAMPLES = 4
 """This many sample trajectories are shown at once. The others unfold."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from asyncrl.monitoring.occupancy import SlotPiece, SlotUse
+from asyncrl.monitoring.metrics.occupancy import SlotPiece, SlotUse
 from asyncrl.monitoring.report.markup import Markup
 from asyncrl.monitoring.report.stacks import SLICES, Box, stacked_slices
-from asyncrl.monitoring.wording import duration, number, percent
+from asyncrl.monitoring.terminal.formatting import duration, number, percent
 
 STYLES = {
     SlotUse.PRIMARY.value: "k-generating",

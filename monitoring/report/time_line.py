@@ -8,7 +8,7 @@ from asyncrl.monitoring.report.lanes import Window, kinds_legend, lanes_drawing
 from asyncrl.monitoring.report.markup import Child, Markup, element
 from asyncrl.monitoring.report.sections import section
 from asyncrl.monitoring.report.windows import middle_window, training_window, whole_window
-from asyncrl.monitoring.wording import duration
+from asyncrl.monitoring.terminal.formatting import duration
 
 MAX_LANES = 24
 """Most processes that are drawn. The table of idle shares lists all of them."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from asyncrl.monitoring.records.spans import Span
 from asyncrl.monitoring.report.data import RunData
 from asyncrl.monitoring.report.lanes import Window
-from asyncrl.monitoring.spans import Span
 
 ZOOM_STEPS = 3
 """Number of steps in the enlarged window from the middle of the run."""

@@ -20,7 +20,7 @@ from asyncrl.monitoring.report.page import page
 from asyncrl.monitoring.report.sections import orders, samples, settings
 from asyncrl.monitoring.report.time_line import time_line
 from asyncrl.monitoring.report.work import work
-from asyncrl.wire.atomic_files import write_atomically
+from asyncrl.wire.transport.atomic_files import write_atomically
 
 FILE_NAME = "report.html"
 

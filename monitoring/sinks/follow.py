@@ -13,10 +13,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from asyncrl.monitoring.samples import SampleRecord
-from asyncrl.wire.atomic_files import write_atomically
-from asyncrl.wire.evaluations import EvaluationRecord
-from asyncrl.wire.records import StepMetrics
+from asyncrl.monitoring.records.samples import SampleRecord
+from asyncrl.wire.records.evaluations import EvaluationRecord
+from asyncrl.wire.records.step import StepMetrics
+from asyncrl.wire.transport.atomic_files import write_atomically
 
 _OUT_OF_ORDER = 16
 """Steps by which samples that were trained on may come after those of a later one."""

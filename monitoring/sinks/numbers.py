@@ -1,6 +1,6 @@
 """The numbers of a record under the names of metrics.jsonl, sections joined by slashes.
 
->>> from asyncrl.wire.records import LearningMetrics, StepMetrics
+>>> from asyncrl.wire.records.step import LearningMetrics, StepMetrics
 >>> step = StepMetrics(step=3, time=1.0, learning=LearningMetrics(reward_mean=0.5))
 >>> numbers_of_step(step)["learning/reward_mean"]
 0.5
@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.wire.evaluations import EvaluationRecord
-from asyncrl.wire.records import StepMetrics
+from asyncrl.wire.records.evaluations import EvaluationRecord
+from asyncrl.wire.records.step import StepMetrics
 
 _LEFT_OUT = ("step", "time", "groups", "batch/response_lengths")
 """Identity, and what is not one number per step."""

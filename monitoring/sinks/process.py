@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import yaml
 
-from asyncrl.monitoring.samples import SampleRecord
+from asyncrl.monitoring.records.samples import SampleRecord
 from asyncrl.monitoring.sinks.config import SinkConfig
 from asyncrl.monitoring.sinks.follow import Follower, News, read_state, shown_as
 from asyncrl.monitoring.sinks.kinds import open_sink

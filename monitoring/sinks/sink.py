@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncrl.monitoring.samples import SampleRecord
+from asyncrl.monitoring.records.samples import SampleRecord
 
 COLUMNS = ("step", "sample", "prompt", "response", "reward", "answer", "finish_reason")
 """Of the table of samples."""

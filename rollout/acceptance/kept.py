@@ -48,7 +48,7 @@ def verify_kept(
     distribution of the symbol that the token was drawn from and p that of the current policy, both
     given the tokens before it; q and p of the tail are what their lists leave. Within the tail, the
     identity of a token is a function of the distribution and of noise that belongs to the position
-    (`asyncrl.engine.drawing`). Where the current policy makes another token of the same noise, the
+    (`engine.sampling.drawing`). Where the current policy makes another token of the same noise, the
     token is *renamed*: the row ends with the new token, and what followed the old one is not
     judged.
 

@@ -52,7 +52,7 @@ def accept_tree(
     Args:
         samples: `[N+B]` draws, row after row: the root's, then those of its nodes in their order.
             Row i's begin at offsets[i] + i.
-        tokens: `[N]` drafted tokens, as in `asyncrl.cache.tree.Drafts`.
+        tokens: `[N]` drafted tokens, as in `asyncrl.cache.tree.rollout_tree.Drafts`.
         parents: `[N]` index of the parent node within its row; -1: the row's last token. A parent
             precedes its children; a node that violates this is never accepted.
         offsets: `[B+1]` row i's nodes are offsets[i] .. offsets[i+1] - 1.

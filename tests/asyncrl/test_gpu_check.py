@@ -24,7 +24,7 @@ from asyncrl.gpu_check import child, command, machine
 from asyncrl.gpu_check.parts import PARTS, Context, Part, PartFailed, Verdict
 from asyncrl.gpu_check.runner import LIMIT_FACTOR, ROOT, run_part, run_parts
 from asyncrl.launch.gpus import Gpu
-from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.records.noise_floor import NoiseFloor
 
 SUPPORT = Path(stand_in_parts.__file__).parent
 
@@ -246,7 +246,7 @@ def test_chi_square_finds_what_is_wrong_and_nothing_else() -> None:
 def test_draws_of_another_distribution_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from asyncrl.engine import logits
+    from asyncrl.engine.sampling import logits
     from asyncrl.gpu_check.drawing import draws
 
     right = logits.distributions_of

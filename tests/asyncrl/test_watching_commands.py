@@ -15,7 +15,7 @@ from asyncrl.cli.app import app
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.monitoring.report.compare import comparison_page, differences, table
 from asyncrl.monitoring.report.data import load_run
-from asyncrl.monitoring.run_view import RunView
+from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.runs.log_reading import LogReader, find_logs, follow
 from asyncrl.steering import watching
 from asyncrl.wire.errors import NoReply

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from benchmarks.cache import baselines, exchange, memory
 from benchmarks.cache import main as bench
 from benchmarks.cache.baselines import ArcticDrafter, NaiveDrafter

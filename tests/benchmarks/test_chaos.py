@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from asyncrl.monitoring.group_account import account_of
-from asyncrl.wire.records import BatchMetrics, StalenessMetrics, StepGroups, StepMetrics
+from asyncrl.monitoring.records.group_account import account_of
+from asyncrl.wire.records.step import BatchMetrics, StalenessMetrics, StepGroups, StepMetrics
 from benchmarks.chaos.campaign import Kill, Outcome
 from benchmarks.chaos.findings import Findings, compare
 from benchmarks.chaos.lengths import p_value

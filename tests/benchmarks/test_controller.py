@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.wire import outbox
+from asyncrl.wire.transport import outbox
 from benchmarks.controller.measured import Load, measure
 
 

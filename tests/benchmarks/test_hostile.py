@@ -7,7 +7,6 @@ from collections import Counter
 import msgspec
 import pytest
 
-from asyncrl.wire.decoding import FrameDecoder, FrameRefused
 from asyncrl.wire.messages import (
     control,
     data,
@@ -16,6 +15,7 @@ from asyncrl.wire.messages import (
     to_generator,
     to_trainer,
 )
+from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused
 from benchmarks.hostile.frames import Frames
 
 

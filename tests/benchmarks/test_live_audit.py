@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from asyncrl.config.run_config import load_config
-from asyncrl.monitoring.samples import SampleSegment
-from asyncrl.monitoring.trained_samples import TrainedSample
+from asyncrl.monitoring.records.samples import SampleSegment
+from asyncrl.monitoring.records.trained_samples import TrainedSample
 from benchmarks.live_audit.audit import refusal
 from benchmarks.live_audit.independence import correlations, repetitions, shared_numbers
 from benchmarks.live_audit.main import MUTATED

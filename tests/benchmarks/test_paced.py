@@ -18,11 +18,11 @@ from asyncrl.config.run_config import load_config
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.engine.torch.core import CoreSettings
 from asyncrl.engine.torch.model import load_model
-from asyncrl.monitoring.jsonl import read_jsonl
+from asyncrl.monitoring.records.jsonl import read_jsonl
 from asyncrl.simulation.cost import DEVICES, MODELS, roofline
 from asyncrl.simulation.world import Outcome
 from asyncrl.tasks.loading import load_task
-from asyncrl.wire.records import BatchMetrics, StalenessMetrics, StepMetrics, TokenCounts
+from asyncrl.wire.records.step import BatchMetrics, StalenessMetrics, StepMetrics, TokenCounts
 from benchmarks.paced import main as paced_main
 from benchmarks.paced import pace as paced_pace
 from benchmarks.paced.child import RECORDS, PacedCore

@@ -20,7 +20,7 @@ from asyncrl.rewards.functions import arithmetic
 from asyncrl.tasks.arithmetic import draw_problems
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import ensure_builtin_model
-from asyncrl.wire.records import (
+from asyncrl.wire.records.step import (
     BatchMetrics,
     LearningMetrics,
     StalenessMetrics,

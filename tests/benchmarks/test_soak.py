@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.launch.identity import ProcessIdentity
-from asyncrl.monitoring.group_account import GroupAccount
+from asyncrl.monitoring.records.group_account import GroupAccount
 from benchmarks.soak import Grown, Outcome, Sample, holds
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from asyncrl_runs import until
 
-from asyncrl.monitoring.group_account import GroupAccount
+from asyncrl.monitoring.records.group_account import GroupAccount
 from benchmarks.chaos.live_run import ChaosError
 from benchmarks.chaos.stalls import Proxy, Stall, Stalled
 

@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from asyncrl.cache.arena import SPAN
 from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.tree.arena import SPAN
 
 
 @pytest.mark.parametrize(

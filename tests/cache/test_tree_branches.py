@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import Drafts, RolloutCache
+from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
 
 PROMPT = np.array([101, 102, 103, 104], np.int32)
 

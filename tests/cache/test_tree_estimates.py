@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from asyncrl.cache import estimate
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import Drafts, RolloutCache
+from asyncrl.cache.tree import estimate
+from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
 
 PROMPT = np.array([101, 102, 103, 104], np.int32)
 LENGTH = 48

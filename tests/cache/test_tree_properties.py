@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.cache import arena
-from asyncrl.cache.arena import SPAN
-from asyncrl.cache.branch import BLEND
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import Drafts, RolloutCache
+from asyncrl.cache.tree import arena
+from asyncrl.cache.tree.arena import SPAN
+from asyncrl.cache.tree.branch import BLEND
+from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
 
 MAX_DRAFT_TOKENS = 12
 # How far the cache's float32 numbers may be from those of the model, as a relative error. Each

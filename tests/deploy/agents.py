@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 from agents import Agents  # noqa: E402
 from asyncrl_runs import CommandLine, until, worst_mismatch  # noqa: E402
 
-from asyncrl.monitoring.group_account import read_account  # noqa: E402
+from asyncrl.monitoring.records.group_account import read_account  # noqa: E402
 
 SETTINGS = {
     "run__steps": 1_000_000,

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from asyncrl.trainer.algorithms.registry import known_algorithms
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.algorithm_registry import known_algorithms
+from asyncrl.trainer.base.config import TrainerConfig
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.monitoring.metrics import all_specs
-from asyncrl.trainer import value_loss
-from asyncrl.trainer.algorithms.factory import make
-from asyncrl.trainer.algorithms.registry import known_algorithms
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.wire.records import RunResult, StepMetrics
+from asyncrl.monitoring.metrics.metrics import all_specs
+from asyncrl.trainer.base.algorithm_registry import known_algorithms
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.objective import value_loss
+from asyncrl.trainer.objective.algorithm_factory import make
+from asyncrl.wire.records.step import RunResult, StepMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "monitoring.md").read_text()
@@ -36,7 +36,7 @@ def test_each_metric_that_a_page_names_exists(page: Path) -> None:
         if name in SPECS:
             assert label in ("", SPECS[name].label)
     unknown = {name for name, _ in named} - SPECS.keys()
-    assert unknown <= {"asyncrl_cpu_sampling"}, "not a metric of monitoring/metrics.py"
+    assert unknown <= {"asyncrl_cpu_sampling"}, "not a metric of monitoring/metrics/metrics.py"
 
 
 def fields_of(kind: type[msgspec.Struct], *whole: str) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from shown_commands import PAGES, ROOT, blocks
 
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 
 Names = dict[str, Any]
 

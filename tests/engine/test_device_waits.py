@@ -20,7 +20,7 @@ from torch import nn
 from tree_sources import RandomTrees
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.place import CachePlace, to_json
+from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.remote.extras import DrafterSettings, RequestExtra
@@ -40,7 +40,7 @@ from asyncrl.engine.vllm.worker.drafter import CacheDrafter
 from asyncrl.engine.vllm.worker.sampling import CoreSampler
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
 from asyncrl.trainer import scoring
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.learner import Learner
 from asyncrl.wire.weights.fingerprint import fingerprint
 

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from step_records import full_step
 
 from asyncrl.monitoring.errors import RecordError
-from asyncrl.monitoring.jsonl import JsonlWriter, read_jsonl, read_tail
-from asyncrl.monitoring.metrics_log import MetricsLog, drop_superseded, read_metrics
-from asyncrl.monitoring.sample_text import sample_text
-from asyncrl.monitoring.samples import (
+from asyncrl.monitoring.records.jsonl import JsonlWriter, read_jsonl, read_tail
+from asyncrl.monitoring.records.metrics_log import MetricsLog, drop_superseded, read_metrics
+from asyncrl.monitoring.records.sample_text import sample_text
+from asyncrl.monitoring.records.samples import (
     SampleLog,
     SampleRecord,
     SampleSegment,
     choose_samples,
     read_samples,
 )
-from asyncrl.wire.records import LearningMetrics, MismatchMetrics, StepMetrics, TokenCounts
+from asyncrl.wire.records.step import LearningMetrics, MismatchMetrics, StepMetrics, TokenCounts
 
 
 def a_step(step, time=0.0):
@@ -105,8 +105,8 @@ def test_sigkill_leaves_whole_lines(tmp_path):
     path = tmp_path / "m.jsonl"
     code = (
         "import sys; from pathlib import Path\n"
-        "from asyncrl.monitoring.metrics_log import MetricsLog\n"
-        "from asyncrl.wire.records import StepMetrics\n"
+        "from asyncrl.monitoring.records.metrics_log import MetricsLog\n"
+        "from asyncrl.wire.records.step import StepMetrics\n"
         "log = MetricsLog(Path(sys.argv[1]))\n"
         "for step in range(10**9):\n"
         "    log.append(StepMetrics(step=step, time=1 / (step + 1)))\n"

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from trace_collector import Collector, collecting
 
 from asyncrl.monitoring.config import TracingConfig
-from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics, new_registry
 from asyncrl.monitoring.tracing import export
 from asyncrl.monitoring.tracing.ids import TraceIds
 from asyncrl.monitoring.tracing.opening import open_tracer

@@ -23,8 +23,8 @@ import msgspec
 import pytest
 
 from asyncrl.cli.entry import main
-from asyncrl.monitoring.metrics_log import read_metrics
-from asyncrl.wire.records import RunResult, StepMetrics
+from asyncrl.monitoring.records.metrics_log import read_metrics
+from asyncrl.wire.records.step import RunResult, StepMetrics
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "your_own"

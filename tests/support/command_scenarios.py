@@ -91,7 +91,7 @@ RUN_BY: dict[str, str] = {
         asyncrl export RUN
         asyncrl export NAME
         asyncrl export runs/arithmetic --step 50 --dtype bfloat16
-        python -m asyncrl.monitoring.group_account runs/NAME
+        python -m asyncrl.monitoring.records.group_account runs/NAME
     """,
     f"{HERE}::test_the_hunt_of_the_page": """
         python -c "for n in range(620): print('{\\"prompt\\": \\"hunt %d\\", \\"number\\": %d}' % (n, n % 31))" > rows.jsonl
@@ -176,8 +176,8 @@ RUN_BY: dict[str, str] = {
     "tests/docker/test_kuberay.py::test_its_pods_are_valid_and_restricted": """
         python tests/deploy/kuberay.py ray.io_rayjobs.yaml
     """,
-    "tests/engine/test_logits_triton.py": """
-        pytest tests/engine/test_logits_triton.py
+    "tests/engine/sampling/test_logits_triton.py": """
+        pytest tests/engine/sampling/test_logits_triton.py
     """,
 }
 """Commands by the test that runs them."""

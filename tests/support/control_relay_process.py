@@ -8,8 +8,8 @@ import sys
 import msgspec
 
 from asyncrl.relay.control import ControlRelay
-from asyncrl.wire.keys import LineKeys
 from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.transport.keys import LineKeys
 
 
 class Options(msgspec.Struct):

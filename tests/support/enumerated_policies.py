@@ -23,7 +23,7 @@ from torch_cores import run, tokens_of
 
 from asyncrl.engine.drafting.source import DraftSource
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from asyncrl.engine.stopping import StopRule
+from asyncrl.engine.sampling.stopping import StopRule
 from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.engine.torch.model import SlotModel
 from asyncrl.rollout.trajectory import IntArray

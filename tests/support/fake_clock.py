@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.monitoring.timeline import Clock
+from asyncrl.monitoring.records.timeline import Clock
 
 
 class FakeClock:

@@ -203,8 +203,8 @@ class _Launches:
 
 @contextmanager
 def fake_kernels() -> Iterator[None]:
-    """Inside, the kernels of `asyncrl.engine.logits_triton` do nothing."""
-    from asyncrl.engine import logits_triton
+    """Inside, the kernels of `asyncrl.engine.sampling.logits_triton` do nothing."""
+    from asyncrl.engine.sampling import logits_triton
 
     with ExitStack() as stack:
         for name in ("draw_kernel", "summarise_kernel", "cut_kernel", "look_up_kernel"):

@@ -19,7 +19,7 @@ from asyncrl.launch.shared_memory import local_run_id
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 from asyncrl.wire import RunKey, Unreachable
 from asyncrl.wire.messages.from_trainer import TrainerReport
-from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.transport.refusals import Refusals
 from asyncrl.wire.weights.layout import WeightManifest
 
 

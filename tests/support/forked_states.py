@@ -26,12 +26,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from asyncrl.trainer.checkpoint import Contents, Pending, Place, read
-from asyncrl.trainer.checkpoint_files import choose, path_of
-from asyncrl.trainer.checkpoint_tensors import held_by
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.snapshot import Snapshot
-from asyncrl.trainer.training_state import TrainingState
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.checkpoint.checkpoint import Contents, Pending, Place, read
+from asyncrl.trainer.checkpoint.format.files import choose, path_of
+from asyncrl.trainer.checkpoint.format.tensors import held_by
+from asyncrl.trainer.checkpoint.snapshot import Snapshot
+from asyncrl.trainer.optimizer.training_state import TrainingState
 
 _OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link")
 SECONDS = 120

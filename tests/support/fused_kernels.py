@@ -1,4 +1,4 @@
-"""Runs the kernels of `asyncrl.engine.logits_triton`.
+"""Runs the kernels of `asyncrl.engine.sampling.logits_triton`.
 
 python fused_kernels.py compile SM:K ...        compiles them for GPUs of these compute
                                                 capabilities (90 is 9.0) and these K: prints JSON,
@@ -30,19 +30,24 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl.engine import logits as engine_logits
-from asyncrl.engine import logits_triton
-from asyncrl.engine.drawing import (
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.sampling import logits as engine_logits
+from asyncrl.engine.sampling import logits_triton
+from asyncrl.engine.sampling.drawing import (
     Streams,
     draw,
     draw_by_tensors,
     identify_by_tensors,
     top_k,
 )
-from asyncrl.engine.logits import FusedRows, ProcessedRows, draw_from_logits, read_from_logits
-from asyncrl.engine.protocol import SamplingParams
-from asyncrl.engine.sampling import SamplingColumns, processed_logprobs, stream_bits
-from asyncrl.engine.verification import KeptColumns, read
+from asyncrl.engine.sampling.logits import (
+    FusedRows,
+    ProcessedRows,
+    draw_from_logits,
+    read_from_logits,
+)
+from asyncrl.engine.sampling.truncation import SamplingColumns, processed_logprobs, stream_bits
+from asyncrl.engine.sampling.verification import KeptColumns, read
 from asyncrl.rollout.trajectory import Provenance
 
 if TYPE_CHECKING:

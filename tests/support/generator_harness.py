@@ -34,14 +34,14 @@ from asyncrl.generator.reports import GeneratorRecords
 from asyncrl.generator.sample_rewards import SampleRewards
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_traces import SampleTraces
-from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
-from asyncrl.monitoring.timeline import Timeline
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics, new_registry
+from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.trajectory import Provenance, SampleId
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
-from asyncrl.wire.records import EngineStats
-from asyncrl.wire.reward_counts import RewardCounts
+from asyncrl.wire.records.reward_counts import RewardCounts
+from asyncrl.wire.records.step import EngineStats
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 SAMPLE = SampleId(group=5, sample=1)

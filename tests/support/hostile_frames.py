@@ -14,8 +14,8 @@ import zmq.asyncio
 from deliveries_of import delivery_of
 
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.wire.keys import LineKeys, RunKey
 from asyncrl.wire.sockets import identify
+from asyncrl.wire.transport.keys import LineKeys, RunKey
 from benchmarks.hostile.frames import CORPUS as CORPUS
 from benchmarks.hostile.frames import DEEP as DEEP
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.learner import Learner
 
 Group = tuple[list[Trajectory], np.ndarray]

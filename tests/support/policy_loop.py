@@ -19,18 +19,18 @@ from asyncrl.controller.mismatch_cause import conclusion
 from asyncrl.engine.protocol import SamplingParams, ScoreRequest
 from asyncrl.engine.torch.model import load_model
 from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.disagreement import FLOAT32_CPU, TENSOR_CORES
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.lora_config import LoraConfig
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.lora.config import LoraConfig
+from asyncrl.trainer.objective.logprob_mismatch import FLOAT32_CPU, TENSOR_CORES
 from asyncrl.trainer_process.group_queue import WholeGroup
 from asyncrl.trainer_process.policy_check import PolicyCheck
-from asyncrl.wire.frames import decode_tokens, encode_floats
+from asyncrl.wire.messages.frames import decode_tokens, encode_floats
 from asyncrl.wire.messages.from_generator import Rescored
 from asyncrl.wire.messages.from_trainer import WrongPolicyFound
+from asyncrl.wire.records.wrong_policy import WrongPolicy, compare_weights, not_compared
 from asyncrl.wire.weights.layout import Fingerprint
 from asyncrl.wire.weights.writer import WeightPublisher
-from asyncrl.wire.wrong_policy import WrongPolicy, compare_weights, not_compared
 
 GENERATOR = "generator-0"
 

@@ -24,11 +24,11 @@ import torch
 from safetensors.torch import save_file
 
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
-from asyncrl.trainer.checkpoint_files import path_of
-from asyncrl.trainer.checkpoint_index import read_index
-from asyncrl.trainer.checkpoint_tensors import Box, load_tensors
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import RankLost, TrainerError
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import RankLost, TrainerError
+from asyncrl.trainer.checkpoint.format.files import path_of
+from asyncrl.trainer.checkpoint.format.index import read_index
+from asyncrl.trainer.checkpoint.format.tensors import Box, load_tensors
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.ranks import World, shards
 from asyncrl.trainer.ranks.world import join

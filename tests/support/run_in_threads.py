@@ -23,10 +23,10 @@ from asyncrl.config.run_config import load_config
 from asyncrl.controller.execute import execute
 from asyncrl.generator.setup import run_generator
 from asyncrl.launch.child_spec import ChildKeys, ChildSpec, GeneratorKeys
-from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.startup.prepare import prepare
 from asyncrl.trainer_process.setup import run_trainer
-from asyncrl.wire.records import RunResult, StepMetrics
+from asyncrl.wire.records.step import RunResult, StepMetrics
 
 
 class ThreadHandle:

@@ -24,7 +24,7 @@ from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import from_trainer as ft
 from asyncrl.wire.messages import to_trainer as tt
-from asyncrl.wire.records import EngineStats
+from asyncrl.wire.records.step import EngineStats
 
 G = "generator-0"
 DIGEST = b"d" * 16

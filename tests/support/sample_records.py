@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.monitoring.samples import SampleSegment
-from asyncrl.monitoring.trained_samples import SampleFiles, TrainedSample
+from asyncrl.monitoring.records.samples import SampleSegment
+from asyncrl.monitoring.records.trained_samples import SampleFiles, TrainedSample
 
 
 def record(step: int, sample: int = 0, *, response: str = "é\n") -> TrainedSample:

@@ -17,8 +17,8 @@ from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.vllm.client.engine import VllmEngine
 from asyncrl.engine.vllm.config import VllmConfig
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.export import export
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.learner import Learner
 
 REAL_VLLM = [

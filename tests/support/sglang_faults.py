@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.cache.tree import Drafts
+from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.trees import TokenTrees
-from asyncrl.engine.drawing import Streams
-from asyncrl.engine.logits import LogitDraws
+from asyncrl.engine.sampling.drawing import Streams
+from asyncrl.engine.sampling.logits import LogitDraws
 from asyncrl.engine.sglang.worker import drafting, drawing, scheduler, speculation, tree_drawing
 from asyncrl.engine.sglang.worker.calls import WorkerCalls
 from asyncrl.engine.sglang.worker.tree_drawing import Accepted, TreeDrawing

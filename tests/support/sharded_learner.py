@@ -23,9 +23,9 @@ import torch
 from ranked_learner import DEALS, fork_ranks, groups_of, load_libraries, moments
 from safetensors.torch import save_file
 
-from asyncrl.trainer.checkpoint_files import path_of
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import RankLost
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import RankLost
+from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.sharding.lockstep import Act, Has, Word

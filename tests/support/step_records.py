@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.wire.records import StepMetrics
+from asyncrl.wire.records.step import StepMetrics
 
 _DECODER = msgspec.json.Decoder(StepMetrics)
 """msgspec learns a type when it is first used, and crashes if two threads do that at once."""

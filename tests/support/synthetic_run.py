@@ -14,13 +14,13 @@ from pathlib import Path
 import msgspec
 from fake_clock import FakeClock
 
-from asyncrl.monitoring.metrics_log import MetricsLog
-from asyncrl.monitoring.occupancy import SlotLog
+from asyncrl.monitoring.metrics.occupancy import SlotLog
+from asyncrl.monitoring.records.metrics_log import MetricsLog
+from asyncrl.monitoring.records.samples import SampleLog, SampleRecord, SampleSegment
+from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.monitoring.report.write import write_report
-from asyncrl.monitoring.samples import SampleLog, SampleRecord, SampleSegment
-from asyncrl.monitoring.timeline import Timeline
-from asyncrl.wire.noise_floor import NoiseFloor
-from asyncrl.wire.records import (
+from asyncrl.wire.records.noise_floor import NoiseFloor
+from asyncrl.wire.records.step import (
     BatchMetrics,
     IdleShares,
     LearningMetrics,

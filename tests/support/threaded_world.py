@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from asyncrl.trainer.errors import RankLost
+from asyncrl.trainer.base.errors import RankLost
 from asyncrl.trainer.ranks import World
 
 SECONDS = 60.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trace_collector import Span
 
-from asyncrl.monitoring.spans import read_timelines
+from asyncrl.monitoring.records.spans import read_timelines
 from asyncrl.monitoring.tracing.ids import TraceIds
 from asyncrl.runs.directory import read_state
 

@@ -16,13 +16,13 @@ from generator_harness import FakeLine
 from step_records import full_step
 
 from asyncrl.config.run_section import RunSection
-from asyncrl.monitoring.metrics import TrainerMetrics, new_registry
-from asyncrl.monitoring.timeline import Timeline
-from asyncrl.monitoring.trained_samples import read_trained_samples
+from asyncrl.monitoring.metrics.metrics import TrainerMetrics, new_registry
+from asyncrl.monitoring.records.timeline import Timeline
+from asyncrl.monitoring.records.trained_samples import read_trained_samples
 from asyncrl.rollout.trajectory import SampleId, Trajectory
-from asyncrl.trainer.disagreement import SUMS
-from asyncrl.trainer.errors import CheckpointUnwritable
-from asyncrl.trainer.group_check import check_trajectory
+from asyncrl.trainer.base.errors import CheckpointUnwritable
+from asyncrl.trainer.objective.group_check import check_trajectory
+from asyncrl.trainer.objective.logprob_mismatch import SUMS
 from asyncrl.trainer.ranks import ALONE
 from asyncrl.trainer.sharding.lockstep import Lockstep
 from asyncrl.trainer_process.checkpoints import Checkpoints
@@ -32,8 +32,8 @@ from asyncrl.trainer_process.process import TrainerProcess
 from asyncrl.trainer_process.sample_log import TrainedSampleLog
 from asyncrl.trainer_process.step_trainer import StepTrainer, TrainerRecords
 from asyncrl.wire.messages import data, to_trainer
-from asyncrl.wire.records import StalenessMetrics, TrainedStep
-from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.records.step import StalenessMetrics, TrainedStep
+from asyncrl.wire.transport.refusals import Refusals
 from asyncrl.wire.weights.fingerprint import fingerprint
 from asyncrl.wire.weights.layout import Fingerprint
 from asyncrl.wire.weights.writer import WeightPublisher

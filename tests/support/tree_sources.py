@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.cache.tree import Drafts
+from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.rollout.trajectory import IntArray
 
 

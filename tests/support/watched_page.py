@@ -19,7 +19,7 @@ import pytest
 from asyncrl_runs import CommandLine, until
 
 from asyncrl.errors import UserError
-from asyncrl.monitoring.wording import count, number, percent
+from asyncrl.monitoring.terminal.formatting import count, number, percent
 from asyncrl.runs.directory import read_state
 from asyncrl.web.command import show_page
 

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from asyncrl.trainer.checkpoint_files import path_of
-from asyncrl.trainer.checkpoint_manifest import write_manifest
+from asyncrl.trainer.checkpoint.format.files import path_of
+from asyncrl.trainer.checkpoint.format.manifest import write_manifest
 
 WEIGHTS = "state/weights-00000-00001.safetensors"
 TRAINING = "state/training-00000-00001.safetensors"

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from asyncrl.trainer.algorithms import registry
 from asyncrl.trainer.algorithms.base import LossSums, TokenBatch, finisher
-from asyncrl.trainer.algorithms.factory import make
-from asyncrl.trainer.algorithms.registry import known_algorithms, register
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import TrainerError
-from asyncrl.trainer.optimizer import learning_rate
+from asyncrl.trainer.base import algorithm_registry as registry
+from asyncrl.trainer.base.algorithm_registry import known_algorithms, register
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import TrainerError
+from asyncrl.trainer.objective.algorithm_factory import make
+from asyncrl.trainer.optimizer.optimizer import learning_rate
 
 
 def needs_all(name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.learner import Learner
 from asyncrl.wire.weights.fingerprint import fingerprint
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from forked_runs import forking
 
-from asyncrl.trainer.checkpoint_index import Chunk, Part, SavedTensor, merge
-from asyncrl.trainer.errors import CheckpointError
+from asyncrl.trainer.base.errors import CheckpointError
+from asyncrl.trainer.checkpoint.format.index import Chunk, Part, SavedTensor, merge
 
 
 def test_a_checkpoint_is_whole_or_absent_and_read_by_any_number_of_ranks(tmp_path: Path) -> None:

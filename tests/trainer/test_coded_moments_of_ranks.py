@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from asyncrl.trainer.adamw import SmallAdamW
-from asyncrl.trainer.checkpoint_index import STATE, merge
-from asyncrl.trainer.checkpoint_tensors import held_by, load_tensors, write_tensors
-from asyncrl.trainer.coded_moments import CODES, SCALE
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.checkpoint.format.index import STATE, merge
+from asyncrl.trainer.checkpoint.format.tensors import held_by, load_tensors, write_tensors
+from asyncrl.trainer.optimizer.adamw import SmallAdamW
+from asyncrl.trainer.optimizer.coded_moments import CODES, SCALE
+from asyncrl.trainer.optimizer.training_state import TrainingState
+from asyncrl.trainer.optimizer.update import Update
 from asyncrl.trainer.ranks import World
-from asyncrl.trainer.ranks.update import Update
-from asyncrl.trainer.training_state import TrainingState
 
 ROWS, COLUMNS = 5, 700
 """Three ranks have 2, 2 and 1 rows; four have 2, 2, 1 and none. Three scales a row."""

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.trainer.algorithms.base import TokenBatch
-from asyncrl.trainer.algorithms.factory import make
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.estimates import estimate_of
-from asyncrl.trainer.gae import advantages_of, token_rewards
-from asyncrl.trainer.normalization import denominator, token_weights
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.model.normalization import denominator, token_weights
+from asyncrl.trainer.objective.algorithm_factory import make
+from asyncrl.trainer.objective.bias_analysis import estimate_of
+from asyncrl.trainer.objective.gae import advantages_of, token_rewards
 
 END, LONGEST = 2, 3
 PREFIXES = [p for n in range(LONGEST) for p in itertools.product((0, 1), repeat=n)]

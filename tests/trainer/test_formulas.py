@@ -17,13 +17,13 @@ import torch
 
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.trainer.algorithms.base import Finish, StepSums, TokenBatch, finisher
-from asyncrl.trainer.algorithms.factory import make
 from asyncrl.trainer.algorithms.overlong import overlong_penalties
-from asyncrl.trainer.algorithms.registry import known_algorithms
 from asyncrl.trainer.algorithms.sequences import sums_to_go
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import TrainerError
-from asyncrl.trainer.objective import Objective
+from asyncrl.trainer.base.algorithm_registry import known_algorithms
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import TrainerError
+from asyncrl.trainer.loss import Objective
+from asyncrl.trainer.objective.algorithm_factory import make
 
 Array = np.ndarray
 

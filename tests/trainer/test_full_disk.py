@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from small_disks import SmallDisk, small_disk
 
-from asyncrl.trainer import checkpoint
-from asyncrl.trainer.checkpoint_files import choose, path_of
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import CheckpointUnwritable
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import CheckpointUnwritable
+from asyncrl.trainer.checkpoint import checkpoint
+from asyncrl.trainer.checkpoint.format.files import choose, path_of
 from asyncrl.trainer.learner import Learner
 
 ModelPath = Callable[[str], str]

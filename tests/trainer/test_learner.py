@@ -14,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import BatchError
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import BatchError
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.optimizer import scale_and_clip
-from asyncrl.trainer.totals import rounded_length
+from asyncrl.trainer.objective.step_statistics import rounded_length
+from asyncrl.trainer.optimizer.optimizer import scale_and_clip
 
 Group = tuple[list[Trajectory], np.ndarray]
 GroupOf = Callable[..., list[Trajectory]]

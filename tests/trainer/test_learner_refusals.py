@@ -12,8 +12,8 @@ import torch
 from pydantic import ValidationError
 
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import BatchError, NonFiniteError, TrainerError
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import BatchError, NonFiniteError, TrainerError
 from asyncrl.trainer.learner import Learner
 
 GroupOf = Callable[..., list[Trajectory]]

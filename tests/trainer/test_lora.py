@@ -28,13 +28,13 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import UserError
 from asyncrl.tasks.exported_model import export_run, model_of
-from asyncrl.trainer.checkpoint_files import path_of
-from asyncrl.trainer.diagnosis import logprobs_of
-from asyncrl.trainer.errors import CheckpointError
-from asyncrl.trainer.export import export, export_adapter
+from asyncrl.trainer.base.errors import CheckpointError
+from asyncrl.trainer.base.lora_config import LoraConfig
+from asyncrl.trainer.checkpoint.export import export, export_adapter
+from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.lora.config import LoraConfig
-from asyncrl.trainer.policy import _close
+from asyncrl.trainer.model.policy import _close
+from asyncrl.trainer.objective.policy_candidates import logprobs_of
 from asyncrl.wire.weights import adapter as arithmetic
 from asyncrl.wire.weights.adapter import Pair, merged
 from asyncrl.wire.weights.fingerprint import fingerprint

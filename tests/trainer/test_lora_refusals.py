@@ -20,12 +20,12 @@ from asyncrl.engine.torch.weights import ModuleWeights
 from asyncrl.errors import ModelError, UserError
 from asyncrl.startup.lora_check import check_serving, with_adapter
 from asyncrl.tasks.model import check_directory
-from asyncrl.trainer.checkpoint_files import path_of
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import UnsupportedModelError
-from asyncrl.trainer.export import export_adapter
-from asyncrl.trainer.lora.config import LoraConfig
-from asyncrl.trainer.memory import ModelShape, Samples, step_memory
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import UnsupportedModelError
+from asyncrl.trainer.base.lora_config import LoraConfig
+from asyncrl.trainer.checkpoint.export import export_adapter
+from asyncrl.trainer.checkpoint.format.files import path_of
+from asyncrl.trainer.model.memory_estimate import ModelShape, Samples, step_memory
 from asyncrl.wire.weights import adapter as arithmetic
 from asyncrl.wire.weights.fingerprint import fingerprint
 from asyncrl.wire.weights.layout import LoraSpec

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.learner import Learner
 
 

@@ -18,19 +18,19 @@ from rich.console import Console
 from asyncrl.config.run_config import RunConfig
 from asyncrl.controller.progress import Progress
 from asyncrl.monitoring.config import MonitoringConfig
-from asyncrl.monitoring.live import LiveView
-from asyncrl.monitoring.metrics import ControllerMetrics, TrainerMetrics, new_registry
-from asyncrl.monitoring.metrics_log import MetricsLog, read_metrics
+from asyncrl.monitoring.metrics.metrics import ControllerMetrics, TrainerMetrics, new_registry
+from asyncrl.monitoring.records.metrics_log import MetricsLog, read_metrics
 from asyncrl.monitoring.report.write import write_report
+from asyncrl.monitoring.terminal.live import LiveView
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.trainer.algorithms import registry
 from asyncrl.trainer.algorithms.base import LossSums, Signal, TokenBatch
 from asyncrl.trainer.algorithms.grpo import Grpo
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import TrainerError
+from asyncrl.trainer.base import algorithm_registry as registry
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import TrainerError
 from asyncrl.trainer.learner import Learner
 from asyncrl.wire.messages.from_trainer import StepFinished
-from asyncrl.wire.records import TrainerTimes
+from asyncrl.wire.records.step import TrainerTimes
 from asyncrl.wire.weights.layout import WeightManifest
 
 

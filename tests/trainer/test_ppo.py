@@ -27,12 +27,12 @@ from transformers import AutoModelForCausalLM
 from turns_of import Row, Rows, plain_scores, trained_of, turn_batch
 
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import UnsupportedModelError
-from asyncrl.trainer.gae import advantages_of
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import UnsupportedModelError
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.policy import Policy
-from asyncrl.trainer.value_loss import value_loss
+from asyncrl.trainer.model.policy import Policy
+from asyncrl.trainer.objective.gae import advantages_of
+from asyncrl.trainer.objective.value_loss import value_loss
 
 ModelPath = Callable[[str], str]
 

@@ -15,13 +15,13 @@ from forked_runs import forking
 from ranked_learner import RESUMED, RUNS
 from safetensors.torch import load_file
 
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import RankLost, TrainerError
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import RankLost, TrainerError
 from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.objective.step_statistics import StepTotals
+from asyncrl.trainer.rank_totals import _TOGETHER
 from asyncrl.trainer.ranks import ALONE, World
-from asyncrl.trainer.ranks.totals import _TOGETHER
 from asyncrl.trainer.ranks.world import join
-from asyncrl.trainer.totals import StepTotals
 from benchmarks.machines.namespaces import why_not
 
 SEVERAL = [one for one in RUNS if one[2] > 1]

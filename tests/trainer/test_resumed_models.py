@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import CheckpointError
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import CheckpointError
 from asyncrl.trainer.learner import Learner
 
 COMMON = {"device": "cpu", "learning_rate": 1e-2}

@@ -20,9 +20,9 @@ from sharded_learner import CASES, RESUMED, RUNS
 from threaded_world import ThreadedWorld
 from transformers import AutoModelForCausalLM
 
-from asyncrl.trainer.checkpoint_files import path_of
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.export import export
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.checkpoint.export import export
+from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.sharding.lockstep import Act, Has, Word, decided
 from asyncrl.trainer.sharding.policy import one_by_one
 

@@ -9,7 +9,7 @@ def test_nothing_that_torch_2_11_lacks_is_used() -> None:
     """By a committed list, as no test installs a second torch."""
     known = set(torch_names.KNOWN.read_text().split())
     new = {name: where for name, where in torch_names.names_used().items() if name not in known}
-    assert new.pop("torch.ops.asyncrl.linear") == "trainer/cpu_layers.py"  # our own
+    assert new.pop("torch.ops.asyncrl.linear") == "trainer/cpu/layers.py"  # our own
     assert not new, (
         f"{new}: if torch 2.11 has them, add them to {torch_names.KNOWN.name} with its Python "
         "(tests/support/torch_names.py --write); otherwise do without where they are missing"

@@ -15,14 +15,14 @@ from turns_of import Rows, plain_scores, trained_of, turn_batch
 from asyncrl.rollout.contexts import contexts_of, longest_response
 from asyncrl.rollout.trajectory import Provenance, Segment
 from asyncrl.trainer.algorithms.base import Algorithm, LossSums, StepSums, TokenBatch, finisher
-from asyncrl.trainer.algorithms.factory import make
-from asyncrl.trainer.algorithms.registry import has_critic, known_algorithms
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.errors import BatchError
-from asyncrl.trainer.group_check import check_trajectory
+from asyncrl.trainer.base.algorithm_registry import has_critic, known_algorithms
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import BatchError
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.optimizer import scale_and_clip
-from asyncrl.trainer.packed_batch import PackedBatch
+from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.objective.algorithm_factory import make
+from asyncrl.trainer.objective.group_check import check_trajectory
+from asyncrl.trainer.optimizer.optimizer import scale_and_clip
 
 ModelPath = Callable[[str], str]
 CPU = torch.device("cpu")

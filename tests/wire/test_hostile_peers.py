@@ -13,9 +13,9 @@ import zmq.asyncio
 from hostile_frames import CORPUS, raw_peer
 
 from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
-from asyncrl.wire.decoding import Reason
 from asyncrl.wire.messages import from_generator, to_generator
-from asyncrl.wire.refusals import LIMIT, Refusals
+from asyncrl.wire.transport.decoding import Reason
+from asyncrl.wire.transport.refusals import LIMIT, Refusals
 
 GOODBYE = from_generator.Goodbye("g")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.wire.addresses import MeetingPlace, is_private, remove_stale_directories
 from asyncrl.wire.errors import AddressTooLong, FolderNotPrivate
+from asyncrl.wire.transport.addresses import MeetingPlace, is_private, remove_stale_directories
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_whoever_comes_first_makes_it_and_the_last_one_removes_it(address: str) 
 
 def test_what_killed_processes_left_is_removed(address: str) -> None:
     program = (
-        "import os, sys; from asyncrl.wire.addresses import MeetingPlace; "
+        "import os, sys; from asyncrl.wire.transport.addresses import MeetingPlace; "
         "place = MeetingPlace(sys.argv[1]); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", program, address], check=False)

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.wire import RunKey
-from asyncrl.wire.decoding import FrameRefused, Reason
 from asyncrl.wire.errors import SessionFull
-from asyncrl.wire.refusals import Refusals
 from asyncrl.wire.sessions.bundles import (
     EXTRA_BYTES,
     GATHER_SECONDS,
@@ -32,6 +30,8 @@ from asyncrl.wire.sessions.session import (
     Limits,
     Session,
 )
+from asyncrl.wire.transport.decoding import FrameRefused, Reason
+from asyncrl.wire.transport.refusals import Refusals
 
 KEY = RunKey.new()
 KEYS = KEY.hub("control")

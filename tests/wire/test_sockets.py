@@ -12,10 +12,14 @@ import pytest
 
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Hub, Line, NoReply, RunKey, RuntimeDirectory, Unreachable
-from asyncrl.wire.addresses import is_private, remove_stale_directories, runtime_directory_of
 from asyncrl.wire.errors import KeyUnusable
-from asyncrl.wire.keys import HubKeys
 from asyncrl.wire.messages import from_generator, to_generator
+from asyncrl.wire.transport.addresses import (
+    is_private,
+    remove_stale_directories,
+    runtime_directory_of,
+)
+from asyncrl.wire.transport.keys import HubKeys
 from asyncrl.wire.weights.layout import Fingerprint
 
 KEY = RunKey.new()

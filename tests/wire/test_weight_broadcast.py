@@ -24,6 +24,7 @@ from broadcast_member import Command, Report
 from broadcast_trainer import CHUNK, LIMITS, SECONDS, holds, read_all, trainer, weights
 
 from asyncrl.wire.errors import WeightsReadError, WeightsSupersededError
+from asyncrl.wire.records.wrong_policy import compare_weights
 from asyncrl.wire.weights import reader
 from asyncrl.wire.weights.broadcast import sending
 from asyncrl.wire.weights.broadcast.groups import GlooGroup, Limits, backend_of
@@ -33,7 +34,6 @@ from asyncrl.wire.weights.fingerprint import fingerprint
 from asyncrl.wire.weights.layout import WeightManifest
 from asyncrl.wire.weights.reader import WeightBuffer
 from asyncrl.wire.weights.writer import WeightPublisher
-from asyncrl.wire.wrong_policy import compare_weights
 
 PATIENCE = 0.3
 """Of a sender that waits for somebody who never comes."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.wire.decoding import FrameRefused
+from asyncrl.wire.transport.decoding import FrameRefused
 from asyncrl.wire.weights.delta import apply, encode
 
 Bytes = st.binary(min_size=8, max_size=1600).map(lambda b: b[: len(b) // 8 * 8])

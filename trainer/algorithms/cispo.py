@@ -27,7 +27,7 @@ from asyncrl.trainer.algorithms.base import (
     per_group_std,
 )
 from asyncrl.trainer.algorithms.losses import kept, weighted_logprobs
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.trainer.algorithms.base import LossSums, Signal, TokenBatch
 from asyncrl.trainer.algorithms.losses import Clip, decoupled
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)

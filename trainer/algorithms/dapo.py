@@ -19,4 +19,4 @@ from asyncrl.trainer.algorithms.grpo import Grpo
 
 @dataclass(frozen=True, slots=True)
 class Dapo(Grpo):
-    """GRPO with the defaults that `asyncrl.trainer.algorithms.registry` has for `dapo`."""
+    """GRPO with the defaults that `asyncrl.trainer.base.algorithm_registry` has for `dapo`."""

@@ -18,4 +18,4 @@ from asyncrl.trainer.algorithms.grpo import Grpo
 
 @dataclass(frozen=True, slots=True)
 class DrGrpo(Grpo):
-    """GRPO, for which `asyncrl.trainer.config` refuses `advantage_normalization: std`."""
+    """GRPO, for which `asyncrl.trainer.base.config` refuses `advantage_normalization: std`."""

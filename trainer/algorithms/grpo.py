@@ -32,7 +32,7 @@ from typing import Self
 
 from asyncrl.trainer.algorithms.base import Rewards, centred, per_group_std
 from asyncrl.trainer.algorithms.clipped import Clipped
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)

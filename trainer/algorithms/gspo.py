@@ -30,7 +30,7 @@ from asyncrl.trainer.algorithms.base import (
 )
 from asyncrl.trainer.algorithms.losses import Clip
 from asyncrl.trainer.algorithms.sequences import owners_of, sample_means
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """PPO with a critic (arXiv 1707.06347), for tokens (InstructGPT, 2203.02155).
 
-A[t] is the generalised advantage estimate of token t (`asyncrl.trainer.gae`) with the values of the
-critic as it is when the step begins. With current probability p, behaviour probability b, and x the
-probability under the policy of the step's start:
+A[t] is the generalised advantage estimate of token t (`trainer.objective.gae`) with the values of
+the critic as it is when the step begins. With current probability p, behaviour probability b, and x
+the probability under the policy of the step's start:
 
     A    = (A - mean) / std over the tokens of the step     advantage_normalization: std
     u    = p / x, w = correction of x / b                   proximal_policy: current (default)
@@ -36,7 +36,7 @@ from asyncrl.trainer.algorithms.reinforce_plus_plus import (
     moments,
     normalising_factors,
 )
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)

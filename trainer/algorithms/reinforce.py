@@ -24,7 +24,7 @@ from typing import ClassVar, Self
 
 from asyncrl.trainer.algorithms.base import LossSums, Rewards, Signal, TokenBatch, leave_one_out
 from asyncrl.trainer.algorithms.losses import importance, weighted_logprobs
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from asyncrl.trainer.algorithms.base import (
     centred,
 )
 from asyncrl.trainer.algorithms.losses import score_function
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 
 UNIT = "unit"
 """The part of the loss in which every advantage is 1."""

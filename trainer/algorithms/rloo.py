@@ -17,4 +17,4 @@ from asyncrl.trainer.algorithms.reinforce import Reinforce
 
 @dataclass(frozen=True, slots=True)
 class Rloo(Reinforce):
-    """`Reinforce` with the defaults that `asyncrl.trainer.algorithms.registry` has for `rloo`."""
+    """`Reinforce` with the defaults that `trainer.base.algorithm_registry` has for `rloo`."""

@@ -20,7 +20,7 @@ not noisier. On-policy g is rounding, every weight is 1, and nothing is left out
 
 from __future__ import annotations
 
-from asyncrl.trainer.config import TrainerConfig
+from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.corrections.base import Correction, Uncorrected
 from asyncrl.trainer.corrections.sequence import SequenceMasked, SequenceRejected, SequenceTruncated
 from asyncrl.trainer.corrections.token import TokenMasked, TokenTruncated

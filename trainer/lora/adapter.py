@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.trainer.errors import UnsupportedModelError
-from asyncrl.trainer.lora.config import LoraConfig
+from asyncrl.trainer.base.errors import UnsupportedModelError
+from asyncrl.trainer.base.lora_config import LoraConfig
 from asyncrl.trainer.lora.files import adapter_settings
 from asyncrl.trainer.lora.tensors import read_adapter
 from asyncrl.wire.weights.adapter import Pair, layer_of, merged, names_of, served_apart

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from asyncrl.trainer.lora.config import LoraConfig
+from asyncrl.trainer.base.lora_config import LoraConfig
 
 
 class Shape(Protocol):
-    """What `asyncrl.trainer.memory.ModelShape` says of a model."""
+    """What `asyncrl.trainer.model.memory_estimate.ModelShape` says of a model."""
 
     @property
     def hidden(self) -> int:

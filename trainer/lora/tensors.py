@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncrl.trainer.errors import UnsupportedModelError
-from asyncrl.trainer.lora.config import LoraConfig
+from asyncrl.trainer.base.errors import UnsupportedModelError
+from asyncrl.trainer.base.lora_config import LoraConfig
 from asyncrl.trainer.lora.files import PREFIX, TENSORS, why_not_started_from, write_settings
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.trainer.errors import RankLost, TrainerError
-from asyncrl.trainer.rank_network import apart, is_loopback
+from asyncrl.trainer.base.errors import RankLost, TrainerError
+from asyncrl.trainer.base.rank_network import apart, is_loopback
 
 REACH_SECONDS = 15.0
 """Longest time for a rank to connect to another one."""

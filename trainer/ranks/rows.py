@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from asyncrl.trainer.checkpoint_tensors import Box
+from asyncrl.trainer.checkpoint.format.tensors import Box
 from asyncrl.trainer.ranks.shards import Shards
 from asyncrl.trainer.ranks.world import World
 

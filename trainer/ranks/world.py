@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.trainer.errors import RankLost, TrainerError
-from asyncrl.trainer.rank_network import LOOPBACK, is_loopback
+from asyncrl.trainer.base.errors import RankLost, TrainerError
+from asyncrl.trainer.base.rank_network import LOOPBACK, is_loopback
 from asyncrl.trainer.ranks.network import Peer, check_peers, interface_in, listen_at, this_machine
 
 _PREFIX = "rank-"

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from asyncrl.trainer.errors import UnsupportedModelError
+from asyncrl.trainer.base.errors import UnsupportedModelError
 
 _METHOD = "asyncrl_run"
 """Name of a method that FSDP takes for a forward pass."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from asyncrl.trainer.gradient_parts import GradientParts, add_up
+from asyncrl.trainer.objective.gradient_parts import GradientParts, add_up
 
 
 class ShardedParts(GradientParts):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 import torch.distributed as dist
 
-from asyncrl.trainer.errors import RankLost
+from asyncrl.trainer.base.errors import RankLost
 from asyncrl.trainer.ranks.world import World
 
 

@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
 from asyncrl.trainer.algorithms.base import LossSums, TokenBatch
-from asyncrl.trainer.micro_batches import Work
+from asyncrl.trainer.model.micro_batches import Work
 
 _TOKENS = np.zeros(2, np.int32)
 """Every vocabulary has token 0."""

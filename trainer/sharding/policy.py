@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from asyncrl.trainer.errors import TrainerError
-from asyncrl.trainer.head import TokenScores
-from asyncrl.trainer.host_memory import memory_left
-from asyncrl.trainer.packed_batch import PackedBatch
-from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.base.errors import TrainerError
+from asyncrl.trainer.model.head import TokenScores
+from asyncrl.trainer.model.host_memory import memory_left
+from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.ranks.world import World
 from asyncrl.trainer.sharding.blocks import ShardedModel
 from asyncrl.wire.weights.fingerprint import fingerprint

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from asyncrl.trainer.checkpoint_tensors import Box
+from asyncrl.trainer.checkpoint.format.tensors import Box
 from asyncrl.trainer.ranks.world import World
 
 
 class LocalRows:
     """What an optimizer of one rank has of divided parameters.
 
-    A `asyncrl.trainer.training_state.Sharding`. Attribute: `rows`, this rank's of each, in its
+    A `trainer.optimizer.training_state.Sharding`. Attribute: `rows`, this rank's of each, in its
     memory.
 
     Args:

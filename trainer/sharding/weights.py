@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.trainer.checkpoint_tensors import Box
-from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.checkpoint.format.tensors import Box
+from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.ranks.world import World
 from asyncrl.trainer.sharding.rows import local, whole
 from asyncrl.wire.weights.fingerprint import (

@@ -22,6 +22,6 @@ User:
 The control plane carries decisions and a few numbers per sample. Tokens go straight from the
 generator to the trainer, so the controller's load does not grow with the length of answers.
 Messages are msgspec structs tagged with their class name, in MessagePack. Unknown tags and wrong
-types raise `msgspec.ValidationError` at the receiver. Arrays are raw bytes; `asyncrl.wire.frames`
+types raise `msgspec.ValidationError` at the receiver. Arrays are raw bytes; `wire.messages.frames`
 encodes them and refuses wrong lengths.
 """

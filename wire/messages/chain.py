@@ -10,8 +10,8 @@ from typing import Annotated
 
 import msgspec
 
-from asyncrl.wire.decoding import Count
-from asyncrl.wire.keys import LineKeys
+from asyncrl.wire.transport.decoding import Count
+from asyncrl.wire.transport.keys import LineKeys
 
 VersionName = Annotated[str, msgspec.Meta(min_length=1, max_length=40)]
 """`asyncrl.wire.weights.chunks.name_of` a manifest: a trainer that replaces another may publish a

@@ -68,7 +68,7 @@ class ViewReply(Message, frozen=True):
     """What those who watch are shown. Newer ones follow unasked."""
 
     view: dict[str, Any]
-    """What the live view shows, as plain values (`asyncrl.monitoring.run_view`)."""
+    """What the live view shows, as plain values (`asyncrl.monitoring.terminal.run_view`)."""
 
 
 class Accepted(Message, frozen=True):
@@ -77,7 +77,7 @@ class Accepted(Message, frozen=True):
     message: str
     """What happens now."""
     step: int | None = None
-    """For an order that is recorded (`asyncrl.wire.orders.OrderRecord`): the steps that were
+    """For an order that is recorded (`records.command_record.OrderRecord`): the steps that were
     trained when it took effect."""
 
 

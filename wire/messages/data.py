@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from asyncrl.rollout.trajectory import FinishReason, SampleId, Segment
-from asyncrl.wire.decoding import Count, Finite
+from asyncrl.wire.transport.decoding import Count, Finite
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -15,7 +15,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class TrajectoryDelivery(Message, frozen=True):
     """One trajectory with its reward. Sent again until a `Received` names its sample.
 
-    `asyncrl.wire.frames` encodes and decodes it. Its arrays are bytes of a trajectory's arrays or
+    `wire.messages.frames` encodes and decodes it. Its arrays are bytes of a trajectory's arrays or
     of the received message. The stored top-K does not travel: only verification reads it, and a
     delivered trajectory is not verified any more. With L response tokens and P prompt tokens:
     """

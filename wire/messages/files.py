@@ -9,8 +9,8 @@ from typing import Annotated
 
 import msgspec
 
-from asyncrl.wire.decoding import Count
-from asyncrl.wire.keys import LineKeys
+from asyncrl.wire.transport.decoding import Count
+from asyncrl.wire.transport.keys import LineKeys
 
 PART_BYTES = 1 << 20
 """Longest part of a file in one answer."""

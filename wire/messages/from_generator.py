@@ -7,15 +7,15 @@ from typing import Annotated
 import msgspec
 
 from asyncrl.rollout.trajectory import FinishReason, SampleId
-from asyncrl.wire.decoding import Amount, Count, Finite
-from asyncrl.wire.environments import EnvironmentCounts
-from asyncrl.wire.evaluations import Verdict
-from asyncrl.wire.frames import DIGEST_BYTES
-from asyncrl.wire.noise_floor import NoiseFloor
-from asyncrl.wire.records import EngineStats
-from asyncrl.wire.reward_counts import RewardCounts
+from asyncrl.wire.messages.frames import DIGEST_BYTES
+from asyncrl.wire.records.environment_counts import EnvironmentCounts
+from asyncrl.wire.records.evaluations import Verdict
+from asyncrl.wire.records.noise_floor import NoiseFloor
+from asyncrl.wire.records.reward_counts import RewardCounts
+from asyncrl.wire.records.step import EngineStats
+from asyncrl.wire.records.wrong_policy import WrongPolicy
+from asyncrl.wire.transport.decoding import Amount, Count, Finite
 from asyncrl.wire.weights.layout import Fingerprint
-from asyncrl.wire.wrong_policy import WrongPolicy
 
 
 class Message(msgspec.Struct, frozen=True, tag=lambda name: f"generator.{name}"):
@@ -48,7 +48,7 @@ class SampleFinished(Message, frozen=True):
     """Lowest policy version among its segments."""
     finish_reason: FinishReason
     digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-    """`asyncrl.wire.frames.digest_of` its contents; the trainer accepts these contents only."""
+    """`wire.messages.frames.digest_of` its contents; the trainer accepts these contents only."""
 
 
 class SampleRewarded(Message, frozen=True):

@@ -7,10 +7,10 @@ from typing import Literal
 import msgspec
 
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.wire.decoding import Finite
-from asyncrl.wire.records import LearnerMetrics, TrainerTimes
+from asyncrl.wire.records.step import LearnerMetrics, TrainerTimes
+from asyncrl.wire.records.wrong_policy import WrongPolicy
+from asyncrl.wire.transport.decoding import Finite
 from asyncrl.wire.weights.layout import WeightManifest
-from asyncrl.wire.wrong_policy import WrongPolicy
 
 CheckpointFault = Literal["disk_full", "quota", "read_only", "io_error", "hanging"]
 """Why a disk does not take a checkpoint; the label of `asyncrl_checkpoints_failed_total`."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.wire.unfinished import Place
+from asyncrl.wire.messages.unfinished_samples import Place
 from asyncrl.wire.weights.layout import WeightManifest
 
 
@@ -20,7 +20,7 @@ class PromptPayload(msgspec.Struct, frozen=True):
 
     prompt_id: str
     tokens: bytes
-    """`[P]` int32, encoded by `asyncrl.wire.frames`"""
+    """`[P]` int32, encoded by `asyncrl.wire.messages.frames`"""
     example: dict[str, Any]
     """The dataset example, passed to the reward functions: the answer and its other fields."""
 
@@ -32,7 +32,7 @@ class Unfinished(msgspec.Struct, frozen=True):
     """
 
     file: str
-    """Absolute path, readable by every generator; see `asyncrl.wire.unfinished`."""
+    """Absolute path, readable by every generator; see `wire.messages.unfinished_samples`."""
     place: Place
     seed: int
     """In place of the sample's seed: none of its tokens was drawn or judged with this one."""
@@ -144,7 +144,7 @@ class SaveUnfinished(Message, frozen=True):
     """Write the samples of this group and later ones, finished or not, to a file."""
 
     file: str
-    """Absolute path; see `asyncrl.wire.unfinished`."""
+    """Absolute path; see `asyncrl.wire.messages.unfinished_samples`."""
     policy_version: int
     """Of the checkpoint that the file goes with."""
     settings: str
@@ -160,7 +160,7 @@ class Release(Message, frozen=True):
     """
 
     file: str
-    """Absolute path; see `asyncrl.wire.unfinished`."""
+    """Absolute path; see `asyncrl.wire.messages.unfinished_samples`."""
     policy_version: int
     """For the file's index."""
     settings: str

@@ -30,7 +30,7 @@ class ExpectedSample(msgspec.Struct, frozen=True):
     oldest_version: int
     """Lowest policy version among its segments."""
     digest: bytes
-    """`asyncrl.wire.frames.digest_of` its contents."""
+    """`asyncrl.wire.messages.frames.digest_of` its contents."""
 
 
 class Expect(Message, frozen=True):

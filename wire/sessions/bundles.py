@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.transport.decoding import FrameRefused, Reason
 
 GATHER_SECONDS = 0.05
 """Longest wait of a frame that is not urgent."""

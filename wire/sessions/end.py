@@ -9,12 +9,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from asyncrl.wire.decoding import FrameDecoder
 from asyncrl.wire.errors import SessionFull, Unreachable
-from asyncrl.wire.outbox import Outbox
 from asyncrl.wire.sessions.frames import new_session
 from asyncrl.wire.sessions.session import Session
 from asyncrl.wire.sessions.urgency import is_urgent
+from asyncrl.wire.transport.decoding import FrameDecoder
+from asyncrl.wire.transport.outbox import Outbox
 
 In = TypeVar("In")
 

@@ -5,7 +5,7 @@
     ack      uint64    the last number that its sender has, all before it included
     flags    uint8
 
-The content follows: one message or several (`asyncrl.wire.outbox`).
+The content follows: one message or several (`asyncrl.wire.transport.outbox`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import struct
 from typing import NamedTuple
 
-from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.transport.decoding import FrameRefused, Reason
 
 _HEADER = struct.Struct("<8sQQB")
 HEADER_BYTES = _HEADER.size

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from asyncrl.wire.decoding import FrameRefused
-from asyncrl.wire.keys import LineKeys
-from asyncrl.wire.parts import join, split
-from asyncrl.wire.refusals import Refusals
 from asyncrl.wire.sessions.bundles import EXTRA_BYTES
 from asyncrl.wire.sessions.end import SessionEnd
 from asyncrl.wire.sockets import LINE_BYTES, Line, error_of
+from asyncrl.wire.transport.decoding import FrameRefused
+from asyncrl.wire.transport.keys import LineKeys
+from asyncrl.wire.transport.message_chunks import join, split
+from asyncrl.wire.transport.refusals import Refusals
 
 In = TypeVar("In")
 

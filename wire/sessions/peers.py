@@ -6,7 +6,7 @@ lost relay had under way changes nothing. When it changes, both ends send again 
 
 What a relay can do: it carries the passes of its own node's children, so it can speak for these.
 It does not know the passes of others, without which no frame in a bundle is read
-(`asyncrl.wire.keys`).
+(`asyncrl.wire.transport.keys`).
 
 No sockets, no clock.
 """
@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from asyncrl.wire.decoding import FrameRefused, Reason
-from asyncrl.wire.keys import HubKeys
-from asyncrl.wire.refusals import Refusals
 from asyncrl.wire.sessions.bundles import Entry, bundles_of, entries_of
 from asyncrl.wire.sessions.frames import header_of
 from asyncrl.wire.sessions.session import Limits, Session
+from asyncrl.wire.transport.decoding import FrameRefused, Reason
+from asyncrl.wire.transport.keys import HubKeys
+from asyncrl.wire.transport.refusals import Refusals
 
 _NO_PASS = FrameRefused(Reason.UNKNOWN_PEER, "its name and its pass do not belong together")
 

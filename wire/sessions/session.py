@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from asyncrl.wire.decoding import FrameRefused, Reason
 from asyncrl.wire.errors import SessionFull
 from asyncrl.wire.sessions.frames import (
     AGAIN,
@@ -33,6 +32,7 @@ from asyncrl.wire.sessions.frames import (
     encode,
     header_of,
 )
+from asyncrl.wire.transport.decoding import FrameRefused, Reason
 
 ACK_SECONDS = 0.5
 """A frame is acknowledged after this time at the latest, with what else is sent or on its own. All

@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.wire.decoding import FrameRefused, Reason
+from asyncrl.wire.transport.decoding import FrameRefused, Reason
 from asyncrl.wire.weights.jit import kernel
 
 Buffer = bytes | bytearray | memoryview | NDArray[np.uint8]

@@ -33,8 +33,8 @@ from asyncrl.launch.agents.ports import Ports
 from asyncrl.launch.agents.secret import HUB
 from asyncrl.launch.node_child import Place, code_version, node_facts
 from asyncrl.wire import RunKey
-from asyncrl.wire.keys import LineKeys
 from asyncrl.wire.messages import from_agent, to_agent
+from asyncrl.wire.transport.keys import LineKeys
 
 logger = logging.getLogger("asyncrl.agent")
 

@@ -23,7 +23,7 @@ from asyncrl.launch.agents.secret import read_secret
 from asyncrl.launch.node_child import node_facts
 from asyncrl.launch.nodes import NodeInfo, ranks_apart
 from asyncrl.launch.records import ProcessRecords
-from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.transport.refusals import Refusals
 
 NODES_FILE = ".nodes"
 """In the run's folder. An agent that can read the token in it shares the folder."""

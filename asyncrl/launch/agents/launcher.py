@@ -28,7 +28,7 @@ from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.start_order import inline_config, random_letters
 from asyncrl.wire import Hub, RunKey
 from asyncrl.wire.messages import from_agent, to_agent
-from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.transport.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 

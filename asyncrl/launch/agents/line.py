@@ -12,8 +12,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.config.agents import host_and_port
 from asyncrl.wire import Line
-from asyncrl.wire.keys import LineKeys
 from asyncrl.wire.messages import to_agent
+from asyncrl.wire.transport.keys import LineKeys
 
 _EVENTS = (
     zmq.EVENT_CONNECTED

@@ -7,7 +7,7 @@ const LOST_MS = 120000; // without the run for so long, the token is forgotten
 const HOVER_MS = 20000; // a section that is pointed at is not replaced for so long
 const byId = (id) => document.getElementById(id);
 
-// ------------------------------------------------------------------ numbers, as in monitoring/wording.py
+// ------------------------------------------------------------------ numbers, as in monitoring/terminal/formatting.py
 
 const known = (value) => typeof value === "number" && !Number.isNaN(value);
 const number = (value, digits = 2) => (known(value) ? value.toFixed(digits) : UNKNOWN);

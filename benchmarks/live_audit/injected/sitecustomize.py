@@ -77,8 +77,8 @@ def unlikely_ones_again(module):
 
 
 MUTANTS = {
-    "accept-too-often": ("asyncrl.engine.verification", accept_too_often),
-    "accept-all": ("asyncrl.engine.verification", accept_all),
+    "accept-too-often": ("asyncrl.engine.sampling.verification", accept_too_often),
+    "accept-all": ("asyncrl.engine.sampling.verification", accept_all),
     "drafts-too-often": ("asyncrl.engine.torch.drafting", drafts_too_often),
     "shared-seeds": ("asyncrl.tasks.sample_requests", shared_seeds),
     "unlikely-ones-again": ("asyncrl.generator.sample_state", unlikely_ones_again),

@@ -41,7 +41,7 @@ from asyncrl.engine.remote.client.unreported import warm_up
 from asyncrl.engine.remote.client.weights import WeightSwap
 from asyncrl.engine.requests import Limits, SeedStream
 from asyncrl.engine.weights import ModelShapes, longest_installation
-from asyncrl.wire.records import EngineStats, TokenCounts
+from asyncrl.wire.records.step import EngineStats, TokenCounts
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engine.remote.client.tickets import NO_ROW, Index, Tickets, kernel
 from asyncrl.engine.remote.extras import NO_TICKET, StepTable
-from asyncrl.engine.stopping import StopRule, cut_rows
+from asyncrl.engine.sampling.stopping import StopRule, cut_rows
 from asyncrl.rollout.trajectory import ByteArray, FloatArray, IntArray, Provenance
 
 _DRAFTED, _SAMPLED = int(Provenance.DRAFTED), int(Provenance.SAMPLED)

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.engine.drawing import noise_seeds
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk
 from asyncrl.engine.remote.client.requests import Table
 from asyncrl.engine.remote.extras import Outcome
+from asyncrl.engine.sampling.drawing import noise_seeds
 from asyncrl.engine.turns import provenance_of, turn_end, turn_start
 from asyncrl.rollout.trajectory import FinishReason, IntArray, KeptTokens, Provenance, SeedArray
 

@@ -13,9 +13,9 @@ from collections.abc import Container
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engine.drawing import UNREPORTED_K, noise_seeds
 from asyncrl.engine.remote.worker.entries import Columns, Entry
-from asyncrl.engine.sampling import SamplingColumns
+from asyncrl.engine.sampling.drawing import UNREPORTED_K, noise_seeds
+from asyncrl.engine.sampling.truncation import SamplingColumns
 from asyncrl.rollout.trajectory import SeedArray
 
 
@@ -35,7 +35,7 @@ class Batch(ABC):
         self.seed: SeedArray = np.empty(0, np.uint64)
         """`[B]`"""
         self.noise_seed: SeedArray = np.empty(0, np.uint64)
-        """`[B]` of what rows draw outside their lists (`asyncrl.engine.drawing.noise_seeds`)."""
+        """`[B]` of what rows draw outside their lists (`engine.sampling.drawing.noise_seeds`)."""
         self.sampling = SamplingColumns.unset(0)
         """`[B]` rows."""
         self.start: NDArray[np.int64] = np.empty(0, np.int64)

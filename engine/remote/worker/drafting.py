@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.drafting.fixed_budget import FixedBudget
 from asyncrl.engine.drafting.planner import DraftPlanner, Planner
 from asyncrl.engine.drafting.proposals import warm_up as warm_up_proposals

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.remote.extras import RequestExtra
-from asyncrl.engine.sampling import SamplingColumns
+from asyncrl.engine.sampling.truncation import SamplingColumns
 from asyncrl.rollout.trajectory import IntArray, SeedArray
 
 

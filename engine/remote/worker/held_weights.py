@@ -5,7 +5,7 @@ and the gate and up projections, and pads the vocabulary. A head that is tied to
 one parameter with two uses, and both are looked at.
 
 Names that have no counterpart are left out of the fingerprint, and the run names them
-(`asyncrl.wire.wrong_policy.not_compared`): tensors that the engine renames, computes or holds in
+(`wire.records.wrong_policy.not_compared`): tensors that the engine renames, computes or holds in
 another layout or in wider layers, experts split among several ranks, and quantized layers.
 
 With tensor parallelism each rank sums its part (`asyncrl.engine.remote.worker.shards`).

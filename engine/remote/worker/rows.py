@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.cache.tree import Drafts
+from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.continuation import Continuations
 from asyncrl.engine.drafting.planner import Planner
 from asyncrl.engine.drafting.proposals import Proposer, offsets_of

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engine.remote.extras import Outcome, ScoreColumns
 from asyncrl.engine.remote.worker.entries import Entry
-from asyncrl.engine.verification import KeptBatch, KeptColumns, Reading, Verdict
+from asyncrl.engine.sampling.verification import KeptBatch, KeptColumns, Reading, Verdict
 from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens
 
 

@@ -2,7 +2,7 @@
 
 Only the positions that were asked for go through the output layer, those of all requests of a step
 together, in slabs of bounded memory, with the processed distribution. Kept tokens are judged here,
-where the whole current distribution is (`asyncrl.engine.verification`): only what becomes of them
+where the whole current distribution is (`engine.sampling.verification`): only what becomes of them
 travels.
 """
 
@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.engine.logits import (
+from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.remote.worker.scored import ScoredPart, ScoredRequest, batch_of
+from asyncrl.engine.sampling.logits import (
     LogitReading,
     distributions_of,
     read_from_logits,
     rows_at_once,
     slabs,
 )
-from asyncrl.engine.remote.worker.ranks import Ranks
-from asyncrl.engine.remote.worker.scored import ScoredPart, ScoredRequest, batch_of
-from asyncrl.engine.sampling import SamplingColumns
-from asyncrl.engine.verification import KeptBatch, KeptColumns, Reading, Verdict, judge
+from asyncrl.engine.sampling.truncation import SamplingColumns
+from asyncrl.engine.sampling.verification import KeptBatch, KeptColumns, Reading, Verdict, judge
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
@@ -36,7 +36,7 @@ class Scorer:
             take part in it.
         vocab_size: V.
         ranks: of this worker; rank 0 scores.
-        max_bytes: memory that scoring may hold at once (`asyncrl.engine.logits`).
+        max_bytes: memory that scoring may hold at once (`asyncrl.engine.sampling.logits`).
         listed: K of the engine, at least the length of the reported lists.
     """
 

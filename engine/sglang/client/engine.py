@@ -9,7 +9,7 @@ process), `core` (the calls) and `outputs` (what comes back); everything else is
 from __future__ import annotations
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.place import CachePlace
+from asyncrl.cache.sharing.cache_setup import CachePlace
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.remote.client.engine import RemoteEngine
 from asyncrl.engine.sglang.client.core import SglangCore

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.place import CachePlace, to_json
+from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.remote.extras import DrafterSettings

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.cache.tree import Drafts
+from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.planner import Planner
 from asyncrl.engine.drafting.proposals import offsets_of
 from asyncrl.engine.drafting.source import DraftSource

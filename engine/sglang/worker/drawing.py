@@ -1,7 +1,7 @@
 """Draws the tokens of a plain step, the same ones that any other engine of ours draws.
 
 A draw is a pure function of (distribution, seed of the request, policy version, position in the
-response), see `asyncrl.engine.drawing`. So neither the batch, the row, retraction, chunks of a
+response), see `engine.sampling.drawing`. So neither the batch, the row, retraction, chunks of a
 prompt nor drafts change which token a request generates. Imports no SGLang.
 """
 
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.engine.drawing import Streams
-from asyncrl.engine.logits import LogitDraws, draw_from_logits
 from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.sampling.drawing import Streams
+from asyncrl.engine.sampling.logits import LogitDraws, draw_from_logits
 from asyncrl.engine.sglang.worker.requests import SchedulerBatch
 from asyncrl.engine.sglang.worker.steps import Places, Reporting, StepOutput
 
@@ -25,7 +25,7 @@ class StepDrawing:
         batch: that is run.
         ranks: of this process; rank 0 draws.
         reporting: where tables go.
-        max_bytes: memory that drawing may hold at once (`asyncrl.engine.logits`).
+        max_bytes: memory that drawing may hold at once (`asyncrl.engine.sampling.logits`).
     """
 
     def __init__(

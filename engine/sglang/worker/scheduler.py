@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from asyncrl.engine.drawing import UNREPORTED_K
-from asyncrl.engine.logits import warm_up as warm_up_drawing
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.scoring import Scorer
+from asyncrl.engine.sampling.drawing import UNREPORTED_K
+from asyncrl.engine.sampling.logits import warm_up as warm_up_drawing
 from asyncrl.engine.sglang.messages import (
     AddRequest,
     Call,

@@ -3,7 +3,7 @@
 SGLang computes `input_token_logprobs` from raw logits, all of a chunk at once. Here the hidden
 states that go into the output layer are taken (`hidden` below), and only those positions are looked
 at that were asked for, in slabs, with the processed distribution. Kept tokens are judged here,
-where the whole current distribution is (`asyncrl.engine.verification`): only what becomes of them
+where the whole current distribution is (`engine.sampling.verification`): only what becomes of them
 travels.
 
 A prompt may come in chunks, and from the beginning again after a retraction. Positions whose KV is

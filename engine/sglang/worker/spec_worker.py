@@ -22,9 +22,9 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.exchange import SharedCache
-from asyncrl.cache.place import CachePlace, from_json, open_at, save_at
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.sharing.cache_setup import CachePlace, from_json, open_at, save_at
+from asyncrl.cache.sharing.exchange import SharedCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.drafting.trees import TokenTrees
 from asyncrl.engine.remote.extras import DrafterSettings
 from asyncrl.engine.remote.worker.drafting import planner_of, warm_up

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.engine.drafting.trees import TokenTrees
-from asyncrl.engine.drawing import Streams
-from asyncrl.engine.logits import LogitDraws, draw_from_logits
 from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.sampling.drawing import Streams
+from asyncrl.engine.sampling.logits import LogitDraws, draw_from_logits
 from asyncrl.engine.sglang.worker.drawing import output_of
 from asyncrl.engine.sglang.worker.requests import SchedulerBatch
 from asyncrl.engine.sglang.worker.steps import Reporting, StepOutput
@@ -54,7 +54,7 @@ class TreeDrawing:
         batch: that is run.
         ranks: of this process; rank 0 draws.
         reporting: where tables go.
-        max_bytes: memory that drawing may hold at once (`asyncrl.engine.logits`).
+        max_bytes: memory that drawing may hold at once (`asyncrl.engine.sampling.logits`).
     """
 
     def __init__(

@@ -6,7 +6,7 @@ runs (decision 0033). vLLM fixes that when it starts: it cannot be switched back
 
 from __future__ import annotations
 
-from asyncrl.wire.records import EngineStats
+from asyncrl.wire.records.step import EngineStats
 
 _STEPS = 2000
 """Fewer say nothing: the planner is still learning."""

@@ -11,7 +11,7 @@ import logging
 import time
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.place import CachePlace
+from asyncrl.cache.sharing.cache_setup import CachePlace
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.remote.client.engine import RemoteEngine
 from asyncrl.engine.vllm.client.advice import advice_on_drafting

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.place import CachePlace, to_json
+from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.remote.client.responses import Responses

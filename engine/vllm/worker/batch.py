@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engine.drawing import UNREPORTED_K
 from asyncrl.engine.remote.worker.batch import Batch
 from asyncrl.engine.remote.worker.entries import Entry
+from asyncrl.engine.sampling.drawing import UNREPORTED_K
 from asyncrl.engine.vllm.extras import from_extra_args
 
 

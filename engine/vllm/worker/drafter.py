@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.place import from_json, open_at, save_at
+from asyncrl.cache.sharing.cache_setup import from_json, open_at, save_at
 from asyncrl.engine.remote.worker.drafting import StepTimer, planner_of, warm_up
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.rows import NO_SLOT, RowBook

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import torch
 
-from asyncrl.engine.drawing import UNREPORTED_K
-from asyncrl.engine.logits import warm_up as warm_up_drawing
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.staging import WorkerWeights
+from asyncrl.engine.sampling.drawing import UNREPORTED_K
+from asyncrl.engine.sampling.logits import warm_up as warm_up_drawing
 from asyncrl.engine.vllm.remote import VllmWorker
 from asyncrl.engine.vllm.worker.adapter import AdapterWeights, ServedAdapter
 from asyncrl.engine.vllm.worker.api import get_tp_group

@@ -2,7 +2,7 @@
 
 vLLM draws with one random generator per request, whose numbers depend on which drafts were
 accepted. Here a draw is a pure function of (distribution, seed of the request, policy version,
-position in the response), see `asyncrl.engine.drawing`. So neither the batch, the row, preemption
+position in the response), see `engine.sampling.drawing`. So neither the batch, the row, preemption
 nor drafts change which token a request generates. The list that is reported is the one that the
 draw used. At each drafted position a token is drawn as without drafts, and the draft is accepted as
 far as it equals the draws (`asyncrl.rollout.acceptance.accept_chain`, exact for any draft). That
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.engine.drawing import Streams
-from asyncrl.engine.logits import LogitDraws, draw_from_logits
 from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.sampling.drawing import Streams
+from asyncrl.engine.sampling.logits import LogitDraws, draw_from_logits
 from asyncrl.engine.vllm.worker.batch import RunnerBatch
 from asyncrl.rollout.acceptance import accept_chain
 
@@ -37,7 +37,7 @@ class CoreSampler:
         runner: vLLM's `GPUModelRunner`.
         batch: its requests.
         ranks: of this worker; rank 0 draws.
-        max_bytes: memory that drawing may hold at once (`asyncrl.engine.logits`).
+        max_bytes: memory that drawing may hold at once (`asyncrl.engine.sampling.logits`).
     """
 
     def __init__(self, runner: Any, batch: RunnerBatch, ranks: Ranks, max_bytes: int) -> None:

@@ -28,7 +28,7 @@ class CoreScorer:
         runner: vLLM's `GPUModelRunner`.
         batch: its requests.
         ranks: of this worker; rank 0 scores, the others take part in the output layer.
-        max_bytes: memory that scoring may hold at once (`asyncrl.engine.logits`).
+        max_bytes: memory that scoring may hold at once (`asyncrl.engine.sampling.logits`).
     """
 
     def __init__(self, runner: Any, batch: RunnerBatch, ranks: Ranks, max_bytes: int) -> None:

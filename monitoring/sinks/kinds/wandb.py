@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.monitoring.samples import SampleRecord
+from asyncrl.monitoring.records.samples import SampleRecord
 from asyncrl.monitoring.sinks.config import SinkConfig
 from asyncrl.monitoring.sinks.sink import COLUMNS, SinkRun, row_of, with_new
 

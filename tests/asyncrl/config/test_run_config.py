@@ -10,7 +10,7 @@ from asyncrl.cli.app import app
 from asyncrl.config.by_step import ConfigByStep
 from asyncrl.config.run_config import dump_config, load_config, parse_config
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.algorithms.registry import known_algorithms
+from asyncrl.trainer.base.algorithm_registry import known_algorithms
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
 

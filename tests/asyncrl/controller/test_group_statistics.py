@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncrl.controller.group_statistics import RunGroups
-from asyncrl.monitoring.group_account import account_of
-from asyncrl.wire.records import StepGroups, StepMetrics
+from asyncrl.monitoring.records.group_account import account_of
+from asyncrl.wire.records.step import StepGroups, StepMetrics
 
 
 def account_after(groups: RunGroups, *trained: tuple[int, ...]) -> tuple[object, ...]:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from asyncrl.controller.mismatch_cause import conclusion
-from asyncrl.wire.frames import encode_floats, encode_tokens
+from asyncrl.wire.messages.frames import encode_floats, encode_tokens
 from asyncrl.wire.messages.from_generator import Rescored
 from asyncrl.wire.messages.from_trainer import SuspectSample, WrongPolicyFound
-from asyncrl.wire.wrong_policy import WrongPolicy
+from asyncrl.wire.records.wrong_policy import WrongPolicy
 
 TRAINER, RECORDED = [-1.0, -2.0], [-1.3, -2.3]
 OBSERVED = 1

@@ -17,13 +17,13 @@ from asyncrl.controller import policy_watch
 from asyncrl.controller.policy_mismatches import Findings
 from asyncrl.controller.policy_watch import PolicyWatch
 from asyncrl.errors import WrongPolicyError
-from asyncrl.monitoring.metrics import ControllerMetrics, new_registry
-from asyncrl.wire.frames import encode_floats, encode_tokens
+from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import from_trainer as ft
 from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.messages.frames import encode_floats, encode_tokens
+from asyncrl.wire.records.wrong_policy import WrongPolicy
 from asyncrl.wire.weights.layout import Fingerprint, TensorDigest, WeightManifest
-from asyncrl.wire.wrong_policy import WrongPolicy
 
 OURS = Fingerprint({"w": TensorDigest("float32", "1", "1")}, "")
 OTHER = Fingerprint({"w": TensorDigest("float32", "2", "2")}, "")

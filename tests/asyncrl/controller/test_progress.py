@@ -18,15 +18,16 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.controller.generation_statistics import GenerationTotals
 from asyncrl.controller.progress import Progress
 from asyncrl.monitoring.config import MonitoringConfig
-from asyncrl.monitoring.live import LiveView
-from asyncrl.monitoring.metrics import ControllerMetrics, new_registry
-from asyncrl.monitoring.metrics_log import MetricsLog, read_metrics
+from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry
+from asyncrl.monitoring.records.metrics_log import MetricsLog, read_metrics
+from asyncrl.monitoring.terminal.live import LiveView
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.steering.replies import status_reply
 from asyncrl.wire.messages.from_generator import GeneratorReport
 from asyncrl.wire.messages.from_trainer import StepFinished
-from asyncrl.wire.noise_floor import NoiseFloor
-from asyncrl.wire.records import (
+from asyncrl.wire.records.noise_floor import NoiseFloor
+from asyncrl.wire.records.reward_counts import RewardCounts
+from asyncrl.wire.records.step import (
     EngineStats,
     GroupTotals,
     LearnerMetrics,
@@ -36,9 +37,8 @@ from asyncrl.wire.records import (
     TokenCounts,
     TrainerTimes,
 )
-from asyncrl.wire.reward_counts import RewardCounts
+from asyncrl.wire.records.wrong_policy import Cause, WrongPolicy
 from asyncrl.wire.weights.layout import WeightManifest
-from asyncrl.wire.wrong_policy import Cause, WrongPolicy
 
 GROUP_SIZE = 4
 

@@ -23,7 +23,12 @@ from asyncrl.steering.user_commands import Orders, read_orders, with_orders
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
 from asyncrl.wire.messages.control import Accepted, Refused, ScaleRequest
-from asyncrl.wire.unfinished import Place, UnfinishedSample, read_index, write_unfinished
+from asyncrl.wire.messages.unfinished_samples import (
+    Place,
+    UnfinishedSample,
+    read_index,
+    write_unfinished,
+)
 from asyncrl.wire.weights.layout import Fingerprint
 
 KEPT = KeptTokens(

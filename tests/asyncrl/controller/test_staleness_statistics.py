@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.controller.staleness_statistics import StalenessTotals
-from asyncrl.monitoring.metrics_log import MetricsLog, read_metrics
+from asyncrl.monitoring.records.metrics_log import MetricsLog, read_metrics
 from asyncrl.runs.lost_records import add_lost
-from asyncrl.wire.on_policy import OnPolicySteps
-from asyncrl.wire.records import (
+from asyncrl.wire.records.on_policy import OnPolicySteps
+from asyncrl.wire.records.step import (
     LearnerMetrics,
     StalenessMetrics,
     StepMetrics,

@@ -1,7 +1,7 @@
 """Speeds of generators, from the counters that they report."""
 
 from asyncrl.controller.throughput_meter import SpeedMeter
-from asyncrl.wire.records import EngineStats, TokenCounts
+from asyncrl.wire.records.step import EngineStats, TokenCounts
 
 
 def stats(generated: int, running: int = 8) -> EngineStats:

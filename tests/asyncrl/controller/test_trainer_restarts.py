@@ -14,16 +14,16 @@ from whole_checkpoints import WEIGHTS, truncate, write_whole
 
 from asyncrl.errors import RunFailed, UserError
 from asyncrl.launch.shared_memory import weights_id
-from asyncrl.monitoring.metrics_log import MetricsLog, read_metrics
+from asyncrl.monitoring.records.metrics_log import MetricsLog, read_metrics
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.runs.resuming import rewind
 from asyncrl.scheduler.events import StopRequested
 from asyncrl.tasks.sample_requests import sample_seed
-from asyncrl.trainer.checkpoint_files import ResumePoint
+from asyncrl.trainer.checkpoint.format.files import ResumePoint
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import from_trainer as ft
 from asyncrl.wire.messages import to_generator as tg
-from asyncrl.wire.records import StepMetrics
+from asyncrl.wire.records.step import StepMetrics
 from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
 
 SAMPLES = (SampleId(0, 0), SampleId(0, 1))

@@ -18,11 +18,11 @@ from asyncrl.errors import RunFailed, UserError
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.runs.directory import read_state
 from asyncrl.scheduler.events import PauseRequested, ResumeRequested
-from asyncrl.wire.decoding import FrameDecoder, FrameRefused, Reason
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import from_trainer as ft
 from asyncrl.wire.messages import to_generator as tg
 from asyncrl.wire.messages import to_trainer as tt
+from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused, Reason
 from asyncrl.wire.weights.layout import Fingerprint
 
 IMPOSSIBLE = Reason.IMPOSSIBLE_EVENT

@@ -17,7 +17,7 @@ from asyncrl.runs.unfinished_folders import remove_unfinished, unfinished_folder
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages import from_trainer as ft
 from asyncrl.wire.messages.to_generator import SaveUnfinished
-from asyncrl.wire.unfinished import UnfinishedSample, write_unfinished
+from asyncrl.wire.messages.unfinished_samples import UnfinishedSample, write_unfinished
 
 KEPT = KeptTokens(
     np.array([3, 4], np.int32),

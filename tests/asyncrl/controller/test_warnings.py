@@ -7,8 +7,8 @@ import pytest
 
 from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.controller import warnings
-from asyncrl.wire.noise_floor import NoiseFloor
-from asyncrl.wire.records import TokenCounts
+from asyncrl.wire.records.noise_floor import NoiseFloor
+from asyncrl.wire.records.step import TokenCounts
 
 
 def config(**sections: object) -> RunConfig:

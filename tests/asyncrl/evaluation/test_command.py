@@ -16,12 +16,12 @@ from asyncrl.engine.protocol import GenerateRequest
 from asyncrl.errors import AsyncrlError, ModelError, UserError
 from asyncrl.evaluation import command
 from asyncrl.evaluation.command import evaluate_model, resolve_target
-from asyncrl.monitoring.evaluations_log import EvaluationsLog
+from asyncrl.monitoring.records.evaluations_log import EvaluationsLog
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.tasks.model import builtin_tokenizer
 from asyncrl.tasks.prompts import LoadedTask, Prompt
-from asyncrl.wire.evaluations import EvaluationRecord, SetEvaluation
-from asyncrl.wire.records import RunResult, StalenessMetrics, TokenCounts
+from asyncrl.wire.records.evaluations import EvaluationRecord, SetEvaluation
+from asyncrl.wire.records.step import RunResult, StalenessMetrics, TokenCounts
 
 
 def test_a_run_is_evaluated_with_its_own_configuration_and_overrides(

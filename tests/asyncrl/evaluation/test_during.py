@@ -10,9 +10,9 @@ from running_training import G, Run
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.evaluation.during import EvaluationDuringTraining, lead_of, next_version
-from asyncrl.wire.evaluations import EvaluationRecord
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.records.evaluations import EvaluationRecord
 
 
 class Rounds:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncrl.evaluation.estimates import estimate, ks_of, pass_at_k
-from asyncrl.wire.evaluations import Verdict
+from asyncrl.wire.records.evaluations import Verdict
 
 
 @pytest.mark.parametrize("n", [1, 4, 7])

@@ -11,11 +11,11 @@ from whole_checkpoints import write_whole
 from asyncrl.config.run_config import parse_config
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.results import EvaluationResults, best_of
-from asyncrl.monitoring.evaluations_log import read_evaluations
+from asyncrl.monitoring.records.evaluations_log import read_evaluations
 from asyncrl.runs.resuming import rewind
 from asyncrl.tasks.evaluation_config import EvaluationConfig
-from asyncrl.trainer.checkpoint_files import ResumePoint, path_of, prune
-from asyncrl.wire.evaluations import EvaluationRecord, SetEvaluation
+from asyncrl.trainer.checkpoint.format.files import ResumePoint, path_of, prune
+from asyncrl.wire.records.evaluations import EvaluationRecord, SetEvaluation
 
 
 def record(step: int, accuracy: float | None, hard: float = 0.0) -> EvaluationRecord:

@@ -12,10 +12,10 @@ from asyncrl.generator.activity import (
     kind_of,
     slots_of,
 )
-from asyncrl.monitoring.metrics import GeneratorMetrics, new_registry
-from asyncrl.monitoring.occupancy import read_slots, slot_shares
-from asyncrl.monitoring.spans import SpanKind, read_spans
-from asyncrl.monitoring.timeline import Clock, Timeline
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics, new_registry
+from asyncrl.monitoring.metrics.occupancy import read_slots, slot_shares
+from asyncrl.monitoring.records.spans import SpanKind, read_spans
+from asyncrl.monitoring.records.timeline import Clock, Timeline
 
 COUNTS = st.integers(0, 9)
 

@@ -15,7 +15,7 @@ from reward_pools import running
 
 from asyncrl.evaluation.plan import EvaluationPlan, PlannedSet
 from asyncrl.evaluation.round import EvaluationRound
-from asyncrl.monitoring.evaluation_text import evaluation_lines
+from asyncrl.monitoring.terminal.evaluation_text import evaluation_lines
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
 

@@ -12,7 +12,7 @@ from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, ve
 from tiny_models import STOP
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.engine.torch.engine import TorchEngine
@@ -21,7 +21,7 @@ from asyncrl.generator.noise_floor import EVERY, NoiseFloorProbe, _compared
 from asyncrl.rollout.trajectory import KeptTokens, Provenance, SampleId, TrajectoryBuilder
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
-from asyncrl.wire.noise_floor import NoiseFloor
+from asyncrl.wire.records.noise_floor import NoiseFloor
 from asyncrl.wire.weights.layout import WeightManifest
 
 AGAIN = "noise-floor-5.1-v0"

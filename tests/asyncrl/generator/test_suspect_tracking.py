@@ -22,7 +22,7 @@ from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.generator.suspect_tracking import MAX_UNEXPLAINED, ProcessEnds
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rollout.trajectory import Provenance, SampleId
-from asyncrl.wire.frames import encode_tokens
+from asyncrl.wire.messages.frames import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
 
 

@@ -22,9 +22,9 @@ from generator_harness import PROMPT, SAMPLE, GeneratorHarness, verify
 from local_environments import LocalPool
 
 from asyncrl.environments.protocol import Action
-from asyncrl.wire.environments import EnvironmentCounts
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.records.environment_counts import EnvironmentCounts
 
 
 def test_turns_and_answers_alternate_in_one_growing_sequence() -> None:

@@ -48,7 +48,7 @@ from two_turns import (
 )
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.environments.session_calls import Session
@@ -59,7 +59,7 @@ from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.rollout.contexts import Verification
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory
-from asyncrl.wire.frames import encode_tokens
+from asyncrl.wire.messages.frames import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]

@@ -26,9 +26,9 @@ from generator_harness import PROMPT, SAMPLE, GeneratorHarness, settle, verify
 from local_environments import LocalPool
 
 from asyncrl.rollout.trajectory import KeptTokens
-from asyncrl.wire.environments import EnvironmentCounts
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
+from asyncrl.wire.records.environment_counts import EnvironmentCounts
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
-from asyncrl.wire.unfinished import Index, read_index, read_sample
+from asyncrl.wire.messages.unfinished_samples import Index, read_index, read_sample
 from asyncrl.wire.weights.layout import WeightManifest
 
 HELD, EMPTY, DUE = SampleId(6, 0), SampleId(6, 1), SampleId(4, 0)

@@ -27,7 +27,7 @@ from suite_outcome import not_judged
 from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.engine.torch.engine import TorchEngine
 from asyncrl.rollout.trajectory import KeptTokens, Trajectory
-from asyncrl.wire.unfinished import UnfinishedSample
+from asyncrl.wire.messages.unfinished_samples import UnfinishedSample
 from benchmarks.exactness_loop import engines, statements
 from benchmarks.exactness_loop.modes import PROMPTS, SPACE, Mode, settings_of
 from benchmarks.exactness_loop.outcome import Delivered, Outcome

@@ -36,7 +36,7 @@ from asyncrl.launch.agents.secret import HUB
 from asyncrl.launch.child_spec import keys_of
 from asyncrl.launch.nodes import NodeInfo
 from asyncrl.wire import RunKey
-from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.transport.refusals import Refusals
 from benchmarks.chaos.agents_run import free_ports
 
 KEY = RunKey.new()

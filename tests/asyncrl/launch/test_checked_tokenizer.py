@@ -16,7 +16,7 @@ from asyncrl.errors import WrongPolicyError
 from asyncrl.launch.checked_tokenizer import load_checked_tokenizer
 from asyncrl.tasks.model_tokenizer import load_tokenizer, tokenizer_digest
 from asyncrl.wire.messages.from_trainer import WrongPolicyFound
-from asyncrl.wire.wrong_policy import TokenizerDigest
+from asyncrl.wire.records.wrong_policy import TokenizerDigest
 
 
 def load(

@@ -19,7 +19,7 @@ from asyncrl.config.run_config import load_config
 from asyncrl.errors import ConfigError, UserError
 from asyncrl.launch.child_spec import CONFIG_VARIABLE, ChildSpec, keys_of, read_spec
 from asyncrl.launch.process_startup import Child, bring_up, without_collecting_the_start
-from asyncrl.monitoring.metrics import TrainerMetrics
+from asyncrl.monitoring.metrics.metrics import TrainerMetrics
 from asyncrl.wire import Hub, RunKey
 from asyncrl.wire.messages import from_trainer, to_trainer
 

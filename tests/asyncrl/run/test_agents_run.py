@@ -16,7 +16,7 @@ from asyncrl_runs import UNHURRIED, CommandLine, until, worst_mismatch
 from typer.testing import CliRunner
 
 from asyncrl.cli.entry import app
-from asyncrl.monitoring.group_account import read_account
+from asyncrl.monitoring.records.group_account import read_account
 
 pytestmark = pytest.mark.slow
 

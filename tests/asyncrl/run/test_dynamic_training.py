@@ -24,7 +24,7 @@ from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import from_trainer as ft
 from asyncrl.wire.messages import to_generator as tg
 from asyncrl.wire.messages import to_trainer as tt
-from asyncrl.wire.refusals import Reason
+from asyncrl.wire.transport.refusals import Reason
 
 STEPS, PER_STEP, SIZE = 4, 2, 2
 

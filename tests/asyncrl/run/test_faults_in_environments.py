@@ -17,13 +17,13 @@ from trace_collector import Collector, collecting
 from transformers import AutoTokenizer
 from whole_checkpoints import truncate
 
-from asyncrl.monitoring.discovery import targets_file
-from asyncrl.monitoring.group_account import read_account
-from asyncrl.monitoring.trained_samples import TrainedSample, read_trained_samples
+from asyncrl.monitoring.metrics.discovery import targets_file
+from asyncrl.monitoring.records.group_account import read_account
+from asyncrl.monitoring.records.trained_samples import TrainedSample, read_trained_samples
 from asyncrl.runs.directory import read_state
 from asyncrl.steering.control_socket import ask
 from asyncrl.wire.messages import control
-from asyncrl.wire.unfinished import read_index
+from asyncrl.wire.messages.unfinished_samples import read_index
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import from_trainer as ft
 from asyncrl.wire.messages import to_generator as tg
-from asyncrl.wire.records import EngineStats
+from asyncrl.wire.records.step import EngineStats
 
 
 def the_controller_of(run: Run) -> Controller:

@@ -13,11 +13,11 @@ from running_training import DIGEST, G, Run, step_finished
 from asyncrl.errors import RunFailed
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.runs.directory import read_state
-from asyncrl.trainer.fence import FENCE_FILE
+from asyncrl.trainer.checkpoint.trainer_lease import FENCE_FILE
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import from_trainer as ft
 from asyncrl.wire.messages.to_trainer import Withdraw
-from asyncrl.wire.records import EngineStats
+from asyncrl.wire.records.step import EngineStats
 from asyncrl.wire.weights.layout import Fingerprint
 
 OURS = SampleId(0, 0)

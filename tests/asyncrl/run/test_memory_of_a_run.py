@@ -24,7 +24,7 @@ from asyncrl.startup.memory import (
     shape_of,
 )
 from asyncrl.startup.startup_summary import memory_line
-from asyncrl.trainer.memory import StepMemory
+from asyncrl.trainer.model.memory_estimate import StepMemory
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "7b-8gpus.yaml"
 GIB = 2**30

@@ -16,13 +16,13 @@ from asyncrl.evaluation.plan import EvaluationPlan, PlannedSet
 from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import EvaluationRound
 from asyncrl.monitoring.config import MonitoringConfig
-from asyncrl.monitoring.live import LiveView
-from asyncrl.monitoring.metrics import ControllerMetrics, new_registry
-from asyncrl.monitoring.metrics_log import MetricsLog
-from asyncrl.monitoring.status_text import status_lines
+from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry
+from asyncrl.monitoring.records.metrics_log import MetricsLog
+from asyncrl.monitoring.terminal.live import LiveView
+from asyncrl.monitoring.terminal.status_text import status_lines
 from asyncrl.steering.replies import status_reply
 from asyncrl.tasks.evaluation_config import EvaluationConfig
-from asyncrl.wire.evaluations import EvaluationRecord, SetEvaluation
+from asyncrl.wire.records.evaluations import EvaluationRecord, SetEvaluation
 
 
 def test_evaluations_are_shown_everywhere(tmp_path: Path) -> None:

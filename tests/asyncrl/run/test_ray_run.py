@@ -17,9 +17,9 @@ from asyncrl_runs import UNHURRIED, CommandLine, call_here, until, worst_mismatc
 from ray_nodes import RayNodes, ray_nodes
 
 from asyncrl.launch.identity import status_of
-from asyncrl.monitoring.discovery import targets_file
-from asyncrl.monitoring.group_account import read_account
-from asyncrl.wire.on_policy import is_on_policy
+from asyncrl.monitoring.metrics.discovery import targets_file
+from asyncrl.monitoring.records.group_account import read_account
+from asyncrl.wire.records.on_policy import is_on_policy
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -24,14 +24,14 @@ from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.torch.weights import ModuleWeights
 from asyncrl.errors import RunFailed, UserError, WrongPolicyError
 from asyncrl.generator.sample_runner import SampleGenerator
-from asyncrl.monitoring.trained_samples import read_trained_samples
+from asyncrl.monitoring.records.trained_samples import read_trained_samples
 from asyncrl.runs.directory import read_state
 from asyncrl.steering.control_socket import ask
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import ensure_builtin_model
 from asyncrl.tasks.model_tokenizer import load_tokenizer
 from asyncrl.wire.messages import control
-from asyncrl.wire.records import RunResult
+from asyncrl.wire.records.step import RunResult
 from benchmarks.rewards_audit.recompute import Auditor
 from benchmarks.tiny_models import SMOKE_START
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from asyncrl_runs import OWN, worst_mismatch
 
-from asyncrl.monitoring.discovery import targets_file
-from asyncrl.monitoring.group_account import read_account
-from asyncrl.monitoring.metrics_log import read_metrics
-from asyncrl.monitoring.samples import read_samples
-from asyncrl.monitoring.spans import read_spans
+from asyncrl.monitoring.metrics.discovery import targets_file
+from asyncrl.monitoring.records.group_account import read_account
+from asyncrl.monitoring.records.metrics_log import read_metrics
+from asyncrl.monitoring.records.samples import read_samples
+from asyncrl.monitoring.records.spans import read_spans
 from benchmarks.chaos.cluster_run import ClusterRun
 from benchmarks.chaos.live_run import Setup
 from benchmarks.machines.namespaces import why_not

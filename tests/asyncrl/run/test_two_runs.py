@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 from asyncrl.tasks.sample_requests import SampleRequests
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.export import export
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.learner import Learner
-from asyncrl.wire.frames import decode_tokens
+from asyncrl.wire.messages.frames import decode_tokens
 
 PROMPTS, GROUP_SIZE, LENGTH = 96, 4, 2
 CLAIMS = Claims(__file__)

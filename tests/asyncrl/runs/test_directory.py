@@ -25,9 +25,9 @@ from asyncrl.runs.resuming import checkpoint_settings
 from asyncrl.startup.prepare import Prepared
 from asyncrl.steering.control_socket import ask
 from asyncrl.tasks.prompts import LoadedTask
-from asyncrl.trainer.checkpoint_files import ResumePoint
-from asyncrl.trainer.errors import Superseded
-from asyncrl.trainer.fence import Fence
+from asyncrl.trainer.base.errors import Superseded
+from asyncrl.trainer.checkpoint.format.files import ResumePoint
+from asyncrl.trainer.checkpoint.trainer_lease import Fence
 from asyncrl.wire.messages.control import StatusRequest
 
 

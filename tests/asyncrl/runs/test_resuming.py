@@ -13,18 +13,18 @@ from whole_checkpoints import WEIGHTS, truncate, write_whole
 
 from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.errors import UserError
-from asyncrl.monitoring.evaluations_log import read_evaluations
-from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.monitoring.records.evaluations_log import read_evaluations
+from asyncrl.monitoring.records.metrics_log import read_metrics
+from asyncrl.monitoring.records.samples import SampleLog, SampleRecord, read_samples
+from asyncrl.monitoring.records.trained_samples import read_trained_samples
+from asyncrl.monitoring.records.trained_samples import truncate as truncate_samples
 from asyncrl.monitoring.report.write import write_report
-from asyncrl.monitoring.samples import SampleLog, SampleRecord, read_samples
-from asyncrl.monitoring.trained_samples import read_trained_samples
-from asyncrl.monitoring.trained_samples import truncate as truncate_samples
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.runs.resuming import checkpoint_settings, rewind
-from asyncrl.trainer.checkpoint_files import path_of
-from asyncrl.trainer.checkpoint_manifest import write_manifest
-from asyncrl.wire.evaluations import EvaluationRecord
-from asyncrl.wire.records import (
+from asyncrl.trainer.checkpoint.format.files import path_of
+from asyncrl.trainer.checkpoint.format.manifest import write_manifest
+from asyncrl.wire.records.evaluations import EvaluationRecord
+from asyncrl.wire.records.step import (
     IdleShares,
     LearnerMetrics,
     StepGroups,

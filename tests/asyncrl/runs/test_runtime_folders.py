@@ -16,8 +16,8 @@ from asyncrl.runs.directory import RunState
 from asyncrl.runs.runtime_folders import LOOK_SECONDS, Folder, Surroundings
 from asyncrl.steering.control_socket import _door
 from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
-from asyncrl.wire.addresses import remove_stale_directories
 from asyncrl.wire.messages import control
+from asyncrl.wire.transport.addresses import remove_stale_directories
 
 KEY = RunKey.new()
 

@@ -12,9 +12,9 @@ from hostile_frames import CORPUS, raw_peer
 from asyncrl.steering.control_socket import send_request, serve_control, user_hub
 from asyncrl.steering.status_stream import VIEW_SECONDS
 from asyncrl.wire import Line, RunKey, RuntimeDirectory
-from asyncrl.wire.decoding import Reason
 from asyncrl.wire.messages import control
-from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.transport.decoding import Reason
+from asyncrl.wire.transport.refusals import Refusals
 
 KEY = RunKey.new()
 

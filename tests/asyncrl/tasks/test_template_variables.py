@@ -26,7 +26,7 @@ from asyncrl.runs.template_date import with_date, with_recorded_date
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.encoding import PromptEncoder, Question
 from asyncrl.tasks.template_variables import names_the_date
-from asyncrl.wire.frames import encode_tokens
+from asyncrl.wire.messages.frames import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
 
 USER = {"role": "user", "content": "go"}

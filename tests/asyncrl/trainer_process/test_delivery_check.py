@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.rollout.trajectory import SampleId, Segment
-from asyncrl.trainer.group_check import check_trajectory
+from asyncrl.trainer.objective.group_check import check_trajectory
 from asyncrl.trainer_process.delivery_check import EARLY_BYTES, DeliveryNotKept, Intake, _bytes_of
 from asyncrl.trainer_process.group_queue import GroupQueue
 from asyncrl.wire.messages.data import TrajectoryDelivery

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.trainer_process.group_queue import GroupQueue
-from asyncrl.wire.frames import decode_trajectory
 from asyncrl.wire.messages.data import TrajectoryDelivery
+from asyncrl.wire.messages.frames import decode_trajectory
 
 
 def delivery(group: int, sample: int, *, step: int = 0, reward: float = 0.0) -> TrajectoryDelivery:

@@ -17,17 +17,17 @@ from turns_of import Row, trajectory_of
 
 from asyncrl.config.run_section import RunSection
 from asyncrl.errors import AsyncrlError, first_error
-from asyncrl.monitoring.metrics import TrainerMetrics, new_registry
-from asyncrl.monitoring.trained_samples import read_trained_samples
+from asyncrl.monitoring.metrics.metrics import TrainerMetrics, new_registry
+from asyncrl.monitoring.records.trained_samples import read_trained_samples
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.trainer.disagreement import SUMS
+from asyncrl.trainer.objective.logprob_mismatch import SUMS
 from asyncrl.trainer_process.delivery_check import EARLY_BYTES
 from asyncrl.trainer_process.group_queue import WholeGroup
 from asyncrl.trainer_process.sample_log import TrainedSampleLog, drop_repeated
 from asyncrl.wire.messages import from_trainer, to_trainer
-from asyncrl.wire.refusals import Limit, Refusals
+from asyncrl.wire.records.wrong_policy import WrongPolicy
+from asyncrl.wire.transport.refusals import Limit, Refusals
 from asyncrl.wire.weights.fingerprint import fingerprint
-from asyncrl.wire.wrong_policy import WrongPolicy
 
 
 def test_a_step_is_taken_when_the_groups_of_its_plan_are_accumulated(tmp_path: Path) -> None:

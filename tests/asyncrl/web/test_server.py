@@ -20,14 +20,14 @@ from synthetic_run import make_run
 
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.monitoring.config import WebConfig
-from asyncrl.monitoring.samples import SampleLog, SampleRecord, SampleSegment
+from asyncrl.monitoring.records.samples import SampleLog, SampleRecord, SampleSegment
 from asyncrl.web import feed, middleware, server
 from asyncrl.web.controller_link import EndedRun
 from asyncrl.web.guard import Policy
 from asyncrl.web.sections import NAMES, EndedSections
 from asyncrl.web.serving import listen
 from asyncrl.wire.messages import control
-from asyncrl.wire.records import RunResult
+from asyncrl.wire.records.step import RunResult
 
 REFERENCE = re.compile(rb"""(?:src|href|action|url\()\s*=?\s*["']?([^"' )>]+)""")
 

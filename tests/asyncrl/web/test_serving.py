@@ -18,7 +18,7 @@ from synthetic_run import make_run
 
 from asyncrl.launch.identity import is_running
 from asyncrl.launch.records import ProcessRecord
-from asyncrl.monitoring.jsonl import read_jsonl
+from asyncrl.monitoring.records.jsonl import read_jsonl
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.monitoring.metrics_log import read_metrics
+from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.web import step_file
 from asyncrl.web.step_file import StepFile
-from asyncrl.wire.records import StepMetrics
+from asyncrl.wire.records.step import StepMetrics
 
 
 def line(step: int, time: float = 0.0) -> bytes:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.cache.tree import Drafts
+from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.continuation import Continuations, path_probabilities
 from asyncrl.engine.drafting.proposals import Proposer, offsets_of
 from asyncrl.engine.drafting.source import NO_HANDLE

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 from served_engine import PROMPT, Served, ask, collect, drawn, logprobs_of, tokens_of
 
+from asyncrl.wire.records.wrong_policy import compare_weights
 from asyncrl.wire.weights.broadcast.sending import WeightSender
 from asyncrl.wire.weights.broadcast.words import Outcome
 from asyncrl.wire.weights.fingerprint import fingerprint
 from asyncrl.wire.weights.writer import WeightPublisher
-from asyncrl.wire.wrong_policy import compare_weights
 
 
 def test_a_version_that_was_broadcast_is_decoded_with(served: Served, tmp_path: Path) -> None:

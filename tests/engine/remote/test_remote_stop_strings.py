@@ -23,7 +23,7 @@ from served_engine import (
 from stop_strings import end_by_looking
 
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk
-from asyncrl.engine.stopping import StopRule
+from asyncrl.engine.sampling.stopping import StopRule
 from asyncrl.rollout.trajectory import Provenance
 
 PIECES = [b"a", b"b", b"ab", b"ba", b"", b"b\xc3", b"\xa9a", b"aa"]

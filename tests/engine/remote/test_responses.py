@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.engine.drawing import noise_seeds
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.engine.remote.client.inbox import AbortedError, Inbox
 from asyncrl.engine.remote.client.responses import Response, Responses
 from asyncrl.engine.remote.client.tickets import NO_ROW
 from asyncrl.engine.remote.extras import NO_TICKET, StepTable
-from asyncrl.engine.stopping import StopRule
+from asyncrl.engine.sampling.drawing import noise_seeds
+from asyncrl.engine.sampling.stopping import StopRule
 from asyncrl.rollout.trajectory import Provenance
 
 K = 2

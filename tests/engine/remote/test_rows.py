@@ -8,7 +8,7 @@ import numpy as np
 from fake_drafting import STOP, FakeSource, FixedPlanner, ids
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.remote.extras import RequestExtra
 from asyncrl.engine.remote.worker.entries import Entry

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.place import CachePlace
+from asyncrl.cache.sharing.cache_setup import CachePlace
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.factory import create_engine

@@ -10,11 +10,11 @@ import pytest
 import torch
 from fake_clock import FakeClock
 
-from asyncrl.engine.drawing import Streams, noise_seeds
-from asyncrl.engine.logits import draw_from_logits
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.remote.extras import NO_TICKET, RequestExtra, StepTable
 from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.sampling.drawing import Streams, noise_seeds
+from asyncrl.engine.sampling.logits import draw_from_logits
 from asyncrl.engine.sglang.messages import AddRequest, End, Gauges, Outputs
 from asyncrl.engine.sglang.worker.drawing import StepDrawing
 from asyncrl.engine.sglang.worker.outbox import Outbox

@@ -22,7 +22,7 @@ from tiny_models import STOP, make_qwen3, save
 from torch_cores import core_of, load, request, run, tokens_of
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.place import CachePlace, to_json
+from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
 from asyncrl.engine.protocol import GenerateRequest
 from asyncrl.engine.remote.extras import DrafterSettings
 from asyncrl.engine.sglang.messages import EndRequests

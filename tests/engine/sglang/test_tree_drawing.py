@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 from tree_sources import CorruptTrees, RandomTrees
 
-from asyncrl.cache.tree import Drafts
+from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.remote.extras import RequestExtra

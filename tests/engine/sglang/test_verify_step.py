@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl.cache.tree import Drafts
+from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.sglang.worker.segments import segments_of, visible
 from asyncrl.engine.sglang.worker.verify_step import (

@@ -22,7 +22,7 @@ from torch_cores import (
 )
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.rollout.trajectory import Provenance
 
 NONE = np.empty(0, np.int32)

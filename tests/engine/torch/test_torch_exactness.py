@@ -27,7 +27,7 @@ from tiny_models import VOCAB
 from tree_sources import CorruptTrees, RandomTrees
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 

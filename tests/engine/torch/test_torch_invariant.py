@@ -14,7 +14,7 @@ from torch_cores import core_of, joined, kept_of, load, mixed_requests, run, tok
 from tree_sources import RandomTrees
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.protocol import GenerateRequest, ScoreRequest, TokenChunk
 from asyncrl.engine.torch.core import DecodeCore

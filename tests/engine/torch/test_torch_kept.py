@@ -16,7 +16,7 @@ from torch_cores import check_against_hf, first, joined, kept_of, run
 from tree_sources import RandomTrees
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.drafting.source import DraftSource
 from asyncrl.engine.errors import EngineError, RequestError

@@ -34,7 +34,7 @@ from torch_cores import first, kept_of, run
 from tree_sources import RandomTrees
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.engine.torch.model import SlotModel
 from asyncrl.rollout.trajectory import KeptTokens, Provenance

@@ -19,7 +19,7 @@ from tiny_models import VOCAB
 from torch_cores import joined, kept_of, run, tokens_of
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.errors import RequestError
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk
 from asyncrl.engine.torch.core import DecodeCore

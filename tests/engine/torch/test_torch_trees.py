@@ -16,7 +16,7 @@ from torch_cores import check_against_hf, joined, run, texts_of
 from tree_sources import CorruptTrees, OracleTrees, RandomTrees
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import Drafts, RolloutCache
+from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
 from asyncrl.engine.drafting.source import DraftSource
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams

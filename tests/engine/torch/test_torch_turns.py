@@ -14,11 +14,11 @@ from tiny_models import STOP
 from torch_cores import core_of, joined, load, request, run, tokens_of
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import Drafts, RolloutCache
+from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
 from asyncrl.engine.drafting.trees import TokenTrees, plant
 from asyncrl.engine.errors import RequestError
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk
-from asyncrl.engine.stopping import StopRule
+from asyncrl.engine.sampling.stopping import StopRule
 from asyncrl.engine.torch import drafting, verification
 from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.rollout.trajectory import KeptTokens, Provenance, SampleId, TrajectoryBuilder

@@ -30,10 +30,10 @@ from two_turns import (
 )
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.tree import RolloutCache
+from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.engine.sampling.verification import Reading
 from asyncrl.engine.torch.core import DecodeCore
-from asyncrl.engine.verification import Reading
 from asyncrl.rollout.trajectory import Provenance
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]

@@ -14,9 +14,9 @@ from torch import nn
 from asyncrl.engine.errors import WeightsError
 from asyncrl.engine.vllm.worker.held_weights import VllmHeldWeights
 from asyncrl.engine.vllm.worker.weights import check_reloadable
+from asyncrl.wire.records.wrong_policy import compare_weights, not_compared
 from asyncrl.wire.weights.fingerprint import fingerprint
 from asyncrl.wire.weights.layout import Fingerprint
-from asyncrl.wire.wrong_policy import compare_weights, not_compared
 
 EXPERTS, INTERMEDIATE, HIDDEN = 4, 6, 5
 GATE_UP, DOWN, ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"

@@ -17,11 +17,11 @@ from served_engine import PROMPT, VOCAB, Served, ask, collect, drawn, logprobs_o
 from served_vllm import REAL_VLLM, serving
 
 from asyncrl.engine.errors import WeightsError
+from asyncrl.wire.records.wrong_policy import compare_weights, not_compared
 from asyncrl.wire.weights.adapter import Pair, merge, names_of, served_apart
 from asyncrl.wire.weights.fingerprint import fingerprint
 from asyncrl.wire.weights.layout import LoraSpec
 from asyncrl.wire.weights.writer import WeightPublisher
-from asyncrl.wire.wrong_policy import compare_weights, not_compared
 
 pytestmark = REAL_VLLM
 

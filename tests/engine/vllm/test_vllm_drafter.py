@@ -10,7 +10,7 @@ import pytest
 from fake_drafting import STOP, FakeSource, FixedPlanner
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.place import CachePlace, to_json
+from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
 from asyncrl.engine.remote.extras import DrafterSettings, RequestExtra
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.vllm.extras import drafter_to_config, to_extra_args

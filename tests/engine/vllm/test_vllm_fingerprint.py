@@ -12,9 +12,9 @@ from new_weights import give_weights
 from served_engine import Served
 from served_vllm import REAL_VLLM
 
+from asyncrl.wire.records.wrong_policy import compare_weights, not_compared
 from asyncrl.wire.weights.fingerprint import fingerprint
 from asyncrl.wire.weights.layout import Fingerprint
-from asyncrl.wire.wrong_policy import compare_weights, not_compared
 
 pytestmark = REAL_VLLM
 

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.engine.vllm.client.advice import advice_on_drafting
 from asyncrl.engine.vllm.client.graphs import capture_sizes, graph_config
-from asyncrl.wire.records import EngineStats, TokenCounts
+from asyncrl.wire.records.step import EngineStats, TokenCounts
 
 ENGINE = Path(__file__).parents[3] / "engine"
 CONTACT = {

@@ -11,7 +11,7 @@ from served_vllm import REAL_VLLM
 from tiny_models import make_qwen3, save
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.place import CachePlace
+from asyncrl.cache.sharing.cache_setup import CachePlace
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineStartError
 

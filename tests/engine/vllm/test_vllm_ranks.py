@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from asyncrl.engine.drawing import noise_seeds, top_k
-from asyncrl.engine.logits import BYTES_PER_LOGIT
 from asyncrl.engine.remote.calls import StagingReport
 from asyncrl.engine.remote.extras import Outcome, RequestExtra, ScoreColumns
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.shards import shard_of
+from asyncrl.engine.sampling.drawing import noise_seeds, top_k
+from asyncrl.engine.sampling.logits import BYTES_PER_LOGIT
 from asyncrl.engine.vllm.extras import to_extra_args
 from asyncrl.engine.vllm.worker import scoring
 from asyncrl.engine.vllm.worker.batch import RunnerBatch

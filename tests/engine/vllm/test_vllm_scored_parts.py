@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.engine.logits import BYTES_PER_LOGIT
 from asyncrl.engine.remote.extras import RequestExtra
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.scored import ScoredRequest
+from asyncrl.engine.sampling.logits import BYTES_PER_LOGIT
 from asyncrl.engine.vllm.extras import to_extra_args
 from asyncrl.engine.vllm.worker.batch import RunnerBatch
 from asyncrl.engine.vllm.worker.scoring import CoreScorer

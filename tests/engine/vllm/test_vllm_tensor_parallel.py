@@ -25,8 +25,8 @@ from served_engine import (
 )
 from served_vllm import REAL_VLLM, serving
 
+from asyncrl.wire.records.wrong_policy import compare_weights, not_compared
 from asyncrl.wire.weights.fingerprint import fingerprint
-from asyncrl.wire.wrong_policy import compare_weights, not_compared
 
 pytestmark = [*REAL_VLLM, pytest.mark.slow]
 LENGTH, RESPONSES, ALPHA = 3, 1200, 1e-6

@@ -19,14 +19,14 @@ from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.vllm.client.core import VllmCore
 from asyncrl.generator.rescoring import Rescoring
 from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
-from asyncrl.trainer.config import TrainerConfig
-from asyncrl.trainer.disagreement import FLOAT32_CPU
+from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.objective.logprob_mismatch import FLOAT32_CPU
 from asyncrl.trainer_process.group_queue import WholeGroup
 from asyncrl.trainer_process.policy_check import PolicyCheck
 from asyncrl.wire.messages.to_generator import Rescore, ToRescore
+from asyncrl.wire.records.wrong_policy import WrongPolicy
 from asyncrl.wire.weights.writer import WeightPublisher
-from asyncrl.wire.wrong_policy import WrongPolicy
 
 pytestmark = REAL_VLLM
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.monitoring.records.spans import Span
 from asyncrl.monitoring.report.lanes import clock_label, slice_shares
 from asyncrl.monitoring.report.markup import Markup, element, escape
 from asyncrl.monitoring.report.plots import MAX_POINTS, Series, bar_plot, compact, line_plot
@@ -18,8 +19,14 @@ from asyncrl.monitoring.report.series import (
     ticks,
     wilson,
 )
-from asyncrl.monitoring.spans import Span
-from asyncrl.monitoring.wording import UNKNOWN, count, duration, number, percent, sparkline
+from asyncrl.monitoring.terminal.formatting import (
+    UNKNOWN,
+    count,
+    duration,
+    number,
+    percent,
+    sparkline,
+)
 
 values = st.lists(
     st.none() | st.floats(-1e9, 1e9, allow_nan=False, allow_subnormal=False),

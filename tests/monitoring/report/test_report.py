@@ -9,15 +9,21 @@ import pytest
 from synthetic_run import make_run
 
 from asyncrl.monitoring.errors import ReportError
-from asyncrl.monitoring.metrics_log import MetricsLog, read_metrics
+from asyncrl.monitoring.records.metrics_log import MetricsLog, read_metrics
+from asyncrl.monitoring.records.samples import SampleLog, SampleRecord, SampleSegment
+from asyncrl.monitoring.records.spans import Span
+from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.monitoring.report import write
 from asyncrl.monitoring.report.write import write_report
-from asyncrl.monitoring.samples import SampleLog, SampleRecord, SampleSegment
-from asyncrl.monitoring.spans import Span
-from asyncrl.monitoring.timeline import Timeline
-from asyncrl.wire.environments import EnvironmentCounts
-from asyncrl.wire.evaluations import EvaluationRecord, SetEvaluation
-from asyncrl.wire.records import RunResult, StalenessMetrics, StepMetrics, TokenCounts, TrainerTimes
+from asyncrl.wire.records.environment_counts import EnvironmentCounts
+from asyncrl.wire.records.evaluations import EvaluationRecord, SetEvaluation
+from asyncrl.wire.records.step import (
+    RunResult,
+    StalenessMetrics,
+    StepMetrics,
+    TokenCounts,
+    TrainerTimes,
+)
 
 HOSTILE = [
     "<script>alert(1)</script>",

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.monitoring.occupancy import SlotPiece, slot_shares
+from asyncrl.monitoring.metrics.occupancy import SlotPiece, slot_shares
 from asyncrl.monitoring.report.lanes import kinds_legend
 from asyncrl.monitoring.report.slot_strip import slot_strip, use_in_slices
 from asyncrl.monitoring.report.stacks import SLICES, Box

@@ -19,8 +19,8 @@ import msgspec
 import pytest
 from step_records import full_step
 
-from asyncrl.monitoring.samples import SampleRecord
-from asyncrl.wire.evaluations import EvaluationRecord, SetEvaluation
+from asyncrl.monitoring.records.samples import SampleRecord
+from asyncrl.wire.records.evaluations import EvaluationRecord, SetEvaluation
 
 pytestmark = pytest.mark.slow
 

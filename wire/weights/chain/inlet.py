@@ -7,9 +7,9 @@ from typing import Any
 
 import zmq
 
-from asyncrl.wire.decoding import FrameRefused
 from asyncrl.wire.messages.chain import Ask, Chunk, Gone, Parent, Waiting
-from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.transport.decoding import FrameRefused
+from asyncrl.wire.transport.refusals import Refusals
 from asyncrl.wire.weights.chain.held import Held, Part
 from asyncrl.wire.weights.chain.receiving import Leave, Order, Receiving, Timing
 from asyncrl.wire.weights.chain.sockets import ChildSocket

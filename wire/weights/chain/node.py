@@ -11,8 +11,8 @@ from pathlib import Path
 import zmq
 
 from asyncrl.wire.errors import WeightsNotReceivedError, WeightsSupersededError, WireError
-from asyncrl.wire.keys import HubKeys
 from asyncrl.wire.messages.chain import Parent
+from asyncrl.wire.transport.keys import HubKeys
 from asyncrl.wire.weights.chain.inlet import Inlet
 from asyncrl.wire.weights.chain.node_files import NodeFiles
 from asyncrl.wire.weights.chain.receiving import Timing

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import zmq
 
-from asyncrl.wire.decoding import FrameRefused, Reason
 from asyncrl.wire.errors import WeightsSupersededError
 from asyncrl.wire.messages.chain import Ask, Gone, Waiting
-from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.transport.decoding import FrameRefused, Reason
+from asyncrl.wire.transport.refusals import Refusals
 from asyncrl.wire.weights.chain.held import Held
 from asyncrl.wire.weights.chain.pace import Pace
 from asyncrl.wire.weights.chain.serving import Serving, State, Turn

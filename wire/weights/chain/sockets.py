@@ -1,6 +1,6 @@
 """ZeroMQ sockets for chunks. Used by one thread each, without an event loop.
 
-Every connection is encrypted and authenticated by the run's keys (`asyncrl.wire.keys`). Without
+Every connection is encrypted and authenticated by the run's keys (`wire.transport.keys`). Without
 keys a socket stays on this machine.
 """
 
@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from asyncrl.wire.decoding import FrameDecoder, FrameRefused, Reason
 from asyncrl.wire.errors import KeyUnusable
-from asyncrl.wire.keys import HubKeys
 from asyncrl.wire.messages.chain import FromParent, Parent, ToParent
-from asyncrl.wire.parts import PART_BYTES
-from asyncrl.wire.refusals import Refusals
 from asyncrl.wire.sockets import identify
+from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused, Reason
+from asyncrl.wire.transport.keys import HubKeys
+from asyncrl.wire.transport.message_chunks import PART_BYTES
+from asyncrl.wire.transport.refusals import Refusals
 from asyncrl.wire.weights.chain.held import Part
 from asyncrl.wire.weights.chain.serving import MAX_ASKS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from asyncrl.wire.keys import HubKeys
+from asyncrl.wire.transport.keys import HubKeys
 from asyncrl.wire.weights.chain.published import PublishedVersions
 from asyncrl.wire.weights.chain.thread import ServingThread
 from asyncrl.wire.weights.chunks import CHUNK_BYTES

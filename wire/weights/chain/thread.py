@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 import zmq
 
 from asyncrl.wire.errors import NoReply, WireError
-from asyncrl.wire.keys import HubKeys
-from asyncrl.wire.refusals import Refusals
+from asyncrl.wire.transport.keys import HubKeys
+from asyncrl.wire.transport.refusals import Refusals
 from asyncrl.wire.weights import delta
 from asyncrl.wire.weights.chain.outlet import Outlet, Versions
 from asyncrl.wire.weights.chain.pace import Pace

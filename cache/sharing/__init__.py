@@ -1,0 +1,1 @@
+"""Rollouts that processes share: rings in shared memory, peers, snapshots."""

@@ -1,0 +1,97 @@
+"""A generator's cache: opened from a snapshot, shared, and saved again.
+
+    place = CachePlace(name="generator-0", exchange=None, snapshot="g0.snapshot", ...)
+    cache = open_at(config, place)     # drafts from what an earlier process saved
+    save_at(cache, place)
+
+A failure here costs drafts, never exactness: it is logged, and the run continues.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.errors import CacheError
+from asyncrl.cache.sharing.exchange import SharedCache, open_cache
+from asyncrl.cache.sharing.snapshot import restore, save
+from asyncrl.cache.tree.rollout_tree import RolloutCache
+from asyncrl.rollout.arrays import INT32_MAX
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlace:
+    """Where a generator's cache is shared and saved. Sent to vLLM's process as JSON."""
+
+    name: str = "generator"
+    """Of the generator; unique among the running ones of an exchange."""
+    exchange: str | None = None
+    """Directory through which the generators of one machine share rollouts; None: not shared."""
+    snapshot: str | None = None
+    """File that `open_at` reads if it exists and `save_at` writes; None: neither."""
+    fingerprint: str = ""
+    """Model and tokenizer of the tokens; a snapshot with another fingerprint is refused."""
+    vocabulary: int = INT32_MAX + 1
+    """Token ids from peers and snapshots that are not below it are refused."""
+
+
+def open_at(config: CacheConfig, place: CachePlace) -> RolloutCache | SharedCache:
+    """The cache of a generator, with the rollouts of its snapshot.
+
+    If the snapshot or the exchange cannot be used, a warning is logged and the cache starts empty,
+    or is not shared.
+    """
+    cache: RolloutCache | SharedCache
+    try:
+        cache = open_cache(
+            config, exchange=_path(place.exchange), name=place.name, vocabulary=place.vocabulary
+        )
+    except CacheError as error:
+        _log.warning("this generator shares no rollouts with others: %s", error)
+        cache = RolloutCache(config)
+    path = _path(place.snapshot)
+    if path is not None and path.exists() and config.enabled:
+        try:
+            tokens = restore(path, _inner(cache), place.fingerprint, vocabulary=place.vocabulary)
+        except (CacheError, ValueError, OSError) as error:
+            _log.warning("the cache starts empty: %s", error)
+        else:
+            _log.info("the cache starts with %d tokens of an earlier process", tokens)
+    return cache
+
+
+def save_at(cache: RolloutCache | SharedCache, place: CachePlace) -> int:
+    """Write the snapshot, if the place names a file; returns its bytes, 0 if none was written."""
+    path = _path(place.snapshot)
+    if path is None or not cache.config.enabled:
+        return 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return save(_inner(cache), path, place.fingerprint)
+    except (CacheError, OSError) as error:
+        _log.warning("the cache was not saved: %s", error)
+        return 0
+
+
+def to_json(place: CachePlace) -> str:
+    """The place as JSON, for another process."""
+    return msgspec.json.encode(place).decode()
+
+
+def from_json(text: str) -> CachePlace:
+    """The place that `to_json` encoded."""
+    return msgspec.json.decode(text, type=CachePlace)
+
+
+def _inner(cache: RolloutCache | SharedCache) -> RolloutCache:
+    return cache.cache if isinstance(cache, SharedCache) else cache
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)

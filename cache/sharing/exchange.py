@@ -1,0 +1,249 @@
+"""Generators on one machine draft from each other's rollouts.
+
+    generator A ── on close: its response ──► A.ring ──┐    (a directory of this user's, mode 0700)
+    generator B ── on close: its response ──► B.ring ──┼──► each polls the others' and inserts
+    generator C ── ...                                 ┘
+
+Every process has its own cache and exchanges insertions (docs/decisions/0005 says why there is not
+one cache in shared memory). A process that is killed loses nothing for the others: its ring stays.
+A process that starts reads what is there, its own former ring included. Nothing that is read is
+trusted, and a failure here costs drafts, never exactness.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.errors import ExchangeRefused
+from asyncrl.cache.sharing.message import pack, parse
+from asyncrl.cache.sharing.peers import SUFFIX, Peers, make_private
+from asyncrl.cache.sharing.ring import RingWriter
+from asyncrl.cache.tree.rollout_tree import CacheStats, Drafts, RolloutCache
+from asyncrl.cache.tree.stored import StoredRollouts
+from asyncrl.rollout.arrays import INT32_MAX
+from asyncrl.rollout.trajectory import IntArray
+
+RING_BYTES = 16 << 20
+"""Of each member's ring, allocated at once: about 4 million tokens, its most recent ones."""
+POLL_EVERY = 32
+"""Decode steps without a new request after which peers are polled all the same."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeStats:
+    """Counters since the start, except for `peers`."""
+
+    peers: int
+    """Gauge: members whose rings are read."""
+    published_tokens: int
+    """Response tokens of the published rollouts."""
+    published_bytes: int
+    """With all framing; divided by the tokens it is the cost of a token."""
+    unpublished_rollouts: int
+    """Not published: longer than a quarter of the ring, or the ring could not be written."""
+    received_rollouts: int
+    received_tokens: int
+    """Response tokens of the received rollouts."""
+    overtaken_bytes: int
+    """Overwritten by their writers before they were read here."""
+    refused: int
+    """Messages, or places in a ring, that no member of this exchange would have written."""
+
+
+class SharedCache:
+    """A `RolloutCache` that publishes the rollouts it stored and inserts those of its peers.
+
+    It has the methods of `RolloutCache` that engines use. Like it, it is not thread-safe.
+
+    Args:
+        cache: keeps everything. Rollouts that it holds already, or that `insert` adds, are not
+            published; those of rows are, when the row is closed.
+        directory: of the exchange; made if it is missing (mode 0700), and this user's alone.
+        name: of this member; no other running one may have it. A member that restarts under its
+            name finds what it had published.
+        ring_bytes: capacity of this member's ring.
+        vocabulary: token ids of peers that are not below it are refused.
+        clock: seconds, rising.
+
+    Raises:
+        ExchangeRefused: the directory is not safe, or there is no room for the ring in it.
+        ValueError: an impossible name or capacity.
+    """
+
+    def __init__(
+        self,
+        cache: RolloutCache,
+        directory: Path,
+        name: str,
+        *,
+        ring_bytes: int = RING_BYTES,
+        vocabulary: int = INT32_MAX + 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"a member's name has 1 to 100 letters, digits, '.', '_' or '-', and does not "
+                f"begin with '.' or '-', so not {name!r}"
+            )
+        self.cache = cache
+        self._file = directory / (name + SUFFIX)
+        self._vocabulary = vocabulary
+        self._ring: RingWriter | None = None
+        self._steps = 0
+        self._tokens_out = self._bytes_out = self._unpublished = 0
+        self._received = self._tokens_in = self._refused = 0
+        make_private(directory)
+        self._peers = Peers(directory, self._file.name, self._receive, clock)
+        self._peers.look()
+        self._peers.take_former_own()
+        try:
+            self._ring = RingWriter(self._file, ring_bytes)
+        except OSError as error:
+            raise ExchangeRefused(
+                f"no ring of {ring_bytes} bytes can be made in {directory}: {error}; "
+                "name a directory with room, or do not share rollouts"
+            ) from error
+        self._peers.own_ring_is_there()
+
+    @property
+    def config(self) -> CacheConfig:
+        """Of the cache inside."""
+        return self.cache.config
+
+    def open(self, key: str, context: IntArray, **kwargs: Any) -> int:
+        """As `RolloutCache.open`; inserts what peers have published first."""
+        self.poll()
+        return self.cache.open(key, context, **kwargs)
+
+    def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray, **kwargs: Any) -> None:
+        """As `RolloutCache.extend`."""
+        self.cache.extend(rows, tokens, offsets, **kwargs)
+        self._steps += 1
+        if self._steps >= POLL_EVERY:
+            self.poll()
+
+    def draft(self, rows: IntArray, budgets: IntArray, **kwargs: Any) -> Drafts:
+        """As `RolloutCache.draft`."""
+        return self.cache.draft(rows, budgets, **kwargs)
+
+    def close(self, row: int) -> None:
+        """As `RolloutCache.close`; publishes what the row has stored."""
+        rollout = self.cache.stored_rollout(row)
+        self.cache.close(row)
+        if rollout is not None:
+            self._publish(rollout)
+
+    def advance(self, policy_version: int) -> None:
+        """As `RolloutCache.advance`; a rollout is published with the version of its last token."""
+        self.cache.advance(policy_version)
+
+    def insert(
+        self, key: str, context: IntArray, tokens: IntArray, policy_version: int | None = None
+    ) -> None:
+        """As `RolloutCache.insert`; not published."""
+        self.cache.insert(key, context, tokens, policy_version)
+
+    def stats(self) -> CacheStats:
+        """Of the cache inside; rollouts of peers count as inserted."""
+        return self.cache.stats()
+
+    def check(self) -> None:
+        """As `RolloutCache.check`."""
+        self.cache.check()
+
+    def exchange_stats(self) -> ExchangeStats:
+        """What was published and received."""
+        return ExchangeStats(
+            peers=len(self._peers),
+            published_tokens=self._tokens_out,
+            published_bytes=self._bytes_out,
+            unpublished_rollouts=self._unpublished,
+            received_rollouts=self._received,
+            received_tokens=self._tokens_in,
+            overtaken_bytes=self._peers.overtaken,
+            refused=self._refused + self._peers.refused,
+        )
+
+    def poll(self) -> int:
+        """Insert some of what peers have published; returns the response tokens."""
+        self._steps = 0
+        before = self._tokens_in
+        if self._peers.due() and not self._peers.look() and self._ring is not None:
+            _log.warning(
+                "%s was removed or replaced (two members of one name?): rollouts of this member "
+                "are not published any more",
+                self._file,
+            )
+            self._stop_publishing()
+        self._peers.take()
+        return self._tokens_in - before
+
+    def leave(self) -> None:
+        """Stop exchanging; the cache continues alone. The ring stays for the others."""
+        self._peers.leave()
+        self._stop_publishing()
+
+    def _stop_publishing(self) -> None:
+        if self._ring is not None:
+            self._ring.leave()
+            self._ring = None
+
+    def _publish(self, rollout: StoredRollouts) -> None:
+        message = pack(rollout, self.config.max_match)
+        size = 0
+        if self._ring is not None and message is not None:
+            try:
+                size = self._ring.write(message)
+            except OSError as error:
+                _log.warning("%s cannot be written any more: %s", self._file, error)
+                self._stop_publishing()
+        self._bytes_out += size
+        if size:
+            self._tokens_out += len(rollout.tokens) - self.config.max_match
+        else:
+            self._unpublished += 1
+
+    def _receive(self, message: bytes) -> None:
+        """Insert the rollout of a message, if it is valid."""
+        parsed = parse(message, self._vocabulary)
+        if parsed is None:
+            self._refused += 1
+            return
+        self.cache.insert(*parsed)
+        self._received += 1
+        self._tokens_in += len(parsed[2])
+
+
+def open_cache(
+    config: CacheConfig,
+    *,
+    exchange: Path | None,
+    name: str,
+    vocabulary: int = INT32_MAX + 1,
+) -> RolloutCache | SharedCache:
+    """The cache of an engine, shared with other generators or not.
+
+    Args:
+        config: budgets and drafting rules; a disabled cache shares nothing.
+        exchange: directory through which the generators of one machine share; None: not shared.
+        name: of this generator.
+        vocabulary: token ids of peers that are not below it are refused.
+
+    Raises:
+        ExchangeRefused, ValueError: see `SharedCache`.
+    """
+    cache = RolloutCache(config)
+    if exchange is None or not config.enabled:
+        return cache
+    return SharedCache(cache, exchange, name, vocabulary=vocabulary)

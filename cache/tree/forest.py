@@ -1,0 +1,175 @@
+"""The trees of all prompts, and the byte budget that they share."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import numpy as np
+
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.errors import CacheCorrupt
+from asyncrl.cache.tree import arena, integrity, sequences, stored
+from asyncrl.cache.tree.arena import LongArray
+from asyncrl.cache.tree.stored import StoredRollouts
+from asyncrl.rollout.trajectory import IntArray
+
+BLOCK_BYTES = 4 * arena.BLOCK
+TREE_BYTES = 512
+"""Charged for each tree in addition to its blocks: its line in `trees` and its key's entry."""
+
+
+class Forest:
+    """The arena, the tree of each prompt in it, and what is dropped when bytes run out.
+
+    A tree is named by its line in `trees`. Prompts without open rows are dropped first, the least
+    recently used one before the others; then the oldest rollouts of the prompts in use.
+
+    Args:
+        config: the byte budgets. With `enabled=False` there is no room for anything.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        self._config = config
+        blocks = config.max_bytes // BLOCK_BYTES if config.enabled else 0
+        # Only reserved: the system provides a page when a block in it is first used.
+        self.arena: IntArray = np.empty((blocks + 1) * arena.BLOCK, np.int32)
+        self.state: LongArray = np.zeros(arena.STATE_WORDS, np.int64)
+        self.state[arena.BUMP] = arena.BLOCK
+        self.state[arena.LIMIT] = blocks
+        self.trees: LongArray = np.zeros((16, arena.TREE_WORDS), np.int64)
+        self.prompt_blocks = config.max_bytes_per_prompt // BLOCK_BYTES
+        """Most blocks of one tree."""
+        self.evicted_tokens = 0
+        """Counter: response tokens dropped to stay within a budget."""
+        self._free_trees: list[int] = list(range(15, -1, -1))
+        self._keys: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self._key_of: dict[int, str] = {}
+        self._open_rows: dict[int, int] = {}  # tree: number of open rows, if there are any
+        self._key_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that all trees take now."""
+        return int(self.state[arena.LIVE]) * BLOCK_BYTES + self._overhead()
+
+    def tree_of(self, key: str) -> int:
+        """The tree of a key, made if it is new; DETACHED when there is no room even for that."""
+        if key in self._keys:
+            self._keys.move_to_end(key)
+            return self._keys[key]
+        cost = TREE_BYTES + _key_bytes(key)
+        while self.bytes + cost > self._config.max_bytes:
+            if not self.make_room(1):
+                return arena.DETACHED
+        if not self._free_trees:
+            size = len(self.trees)
+            self.trees = np.concatenate([self.trees, np.zeros_like(self.trees)])
+            self._free_trees = list(range(2 * size - 1, size - 1, -1))
+        tree = self._free_trees.pop()
+        self.trees[tree] = 0
+        self._keys[key] = tree
+        self._key_of[tree] = key
+        self._key_bytes += _key_bytes(key)
+        self._set_limit()
+        return tree
+
+    def row_opened(self, tree: int) -> None:
+        """A row of this tree was opened: the tree is not dropped while the row is open."""
+        self._open_rows[tree] = self._open_rows.get(tree, 0) + 1
+
+    def row_closed(self, tree: int) -> None:
+        """A row of this tree was closed; a tree without rows and rollouts is dropped."""
+        self._open_rows[tree] -= 1
+        if not self._open_rows[tree]:
+            del self._open_rows[tree]
+            key = self._key_of[tree]
+            self._keys.move_to_end(key)
+            if not self.trees[tree, arena.FIRST]:
+                self._drop(key)
+
+    def make_room(self, blocks: int) -> bool:
+        """Free at least `blocks`, and some more so that this is rare; False if none was freed."""
+        state = self.state
+        goal = state[arena.LIMIT] - max(blocks, state[arena.LIMIT] // 32)
+        before = self.bytes
+        for key in list(self._keys):
+            if state[arena.LIVE] <= goal:
+                break
+            if self._keys[key] not in self._open_rows:
+                self._drop(key)
+                goal = state[arena.LIMIT] - max(blocks, state[arena.LIMIT] // 32)
+        for tree in list(self._keys.values()):  # all in use: drop their oldest rollouts
+            if state[arena.LIVE] <= goal:
+                break
+            self.trim(tree, int(self.trees[tree, arena.BLOCKS]) // 2)
+        return self.bytes < before
+
+    def trim(self, tree: int, target: int) -> bool:
+        """Drop a tree's oldest finished rollouts until it has at most `target` blocks.
+
+        Returns:
+            False if none could be dropped.
+        """
+        dropped = sequences.trim_tree(
+            self.arena, self.state, self.trees, tree, target,
+            self._config.min_match, self._config.max_match,
+        )  # fmt: skip
+        self.evicted_tokens += max(0, dropped)
+        return dropped >= 0
+
+    def rollout(self, tree: int, first: int) -> StoredRollouts:
+        """A copy of the tree's sequence named `first`, finished or not."""
+        tokens = np.empty(stored.length(self.arena, first), np.int32)
+        length, version = stored.copy(self.arena, first, tokens)
+        one = np.array([[length], [version]], np.int32)
+        return StoredRollouts(self._key_of[tree], one[0], one[1], tokens)
+
+    def finished_rollouts(self) -> Iterator[StoredRollouts]:
+        """Copies of all finished sequences, the least recently used prompt first."""
+        for key, tree in self._keys.items():
+            sequences, total = stored.count(self.arena, self.trees, tree)
+            if sequences:
+                lengths, versions = np.empty((2, sequences), np.int32)
+                tokens = np.empty(total, np.int32)
+                stored.finished(self.arena, self.trees, tree, lengths, versions, tokens)
+                yield StoredRollouts(key, lengths, versions, tokens)
+
+    def check(self) -> None:
+        """Verify all links, counters and budgets; reads everything.
+
+        Raises:
+            CacheCorrupt: an invariant does not hold; the message says which.
+        """
+        used = np.array(sorted(self._keys.values()), np.int32)
+        problem = integrity.check(
+            self.arena, self.state, self.trees, used,
+            self._config.min_match, self._config.max_match,
+        )  # fmt: skip
+        if problem:
+            raise CacheCorrupt(integrity.PROBLEMS[problem])
+        if self.bytes > self._config.max_bytes and self.state[arena.LIVE]:
+            raise CacheCorrupt(f"{self.bytes} bytes are above {self._config.max_bytes}")
+
+    def _drop(self, key: str) -> None:
+        """Drop a prompt that has no open rows."""
+        tree = self._keys.pop(key)
+        self.trim(tree, 0)
+        del self._key_of[tree]
+        self._free_trees.append(tree)
+        self._key_bytes -= _key_bytes(key)
+        self._set_limit()
+
+    def _overhead(self) -> int:
+        return len(self._keys) * TREE_BYTES + self._key_bytes
+
+    def _set_limit(self) -> None:
+        blocks = (self._config.max_bytes - self._overhead()) // BLOCK_BYTES
+        self.state[arena.LIMIT] = max(0, blocks)
+
+
+def _key_bytes(key: str) -> int:
+    return 4 * len(key)  # at most, as Python stores it

@@ -1,0 +1,360 @@
+"""The rollout cache: rows store their tokens and draft from the others'.
+
+There is one tree of earlier rollouts per prompt.
+
+Example:
+    >>> import numpy as np
+    >>> from asyncrl.cache.config import CacheConfig
+    >>> cache = RolloutCache(CacheConfig(max_bytes=1 << 20))
+    >>> prompt = np.array([11, 12, 13], np.int32)
+    >>> first = cache.open("add-17", prompt)
+    >>> accepted = np.array([7, 8, 9], np.int32)
+    >>> cache.extend(np.array([first]), accepted, np.array([0, 3]))
+    >>> second = cache.open("add-17", prompt)
+    >>> cache.draft(np.array([second]), np.array([8])).tokens.tolist()
+    [7, 8, 9]
+
+`RolloutCache` serves one engine and is not thread-safe. Its methods are batched over the rows of a
+decode step, and compiled kernels do the work:
+
+    arena, index, sequences    layout: blocks, hash chains, stored rollouts
+    insert, estimate           storing tokens, learning from outcomes
+    draft                      drafting chains and trees
+    forest, rows               the Python side: trees and their budget, open rows
+
+The cache can only change speed, never what is sampled (see `asyncrl.rollout.acceptance`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.errors import CacheCorrupt
+from asyncrl.cache.tree import arena, insert
+from asyncrl.cache.tree.draft import draft
+from asyncrl.cache.tree.forest import Forest
+from asyncrl.cache.tree.match import Rules, version_weights
+from asyncrl.cache.tree.rows import OpenRows
+from asyncrl.cache.tree.stored import StoredRollouts
+from asyncrl.rollout.arrays import check_offsets, int32_values
+from asyncrl.rollout.trajectory import FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The draft of each row: a token tree, or a chain (a tree without forks).
+
+    A row's nodes are in order of falling `path_probabilities`, a parent before its children, and
+    the children of a node are distinct tokens. So the first m nodes of a row are a valid draft for
+    every m, and the best one of m tokens.
+    """
+
+    tokens: IntArray
+    """`[N]` drafted tokens, row after row."""
+    parents: IntArray
+    """`[N]` index of the parent node within its row; -1: the row's last token."""
+    offsets: IntArray
+    """`[B+1]` row i's nodes are offsets[i] .. offsets[i+1] - 1; it may have none."""
+    path_probabilities: FloatArray
+    """`[N]` estimated probability that the node and all its ancestors are accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Gauges (current values) and counters (since the start, monotone)."""
+
+    bytes: int
+    """Gauge: bytes of the cached rollouts, indexes included; never above `max_bytes`."""
+    max_bytes: int
+    """The budget."""
+    tokens: int
+    """Gauge: response tokens in the cache."""
+    sequences: int
+    """Gauge: rollouts in the cache, running ones included."""
+    trees: int
+    """Gauge: prompts with a tree."""
+    rows: int
+    """Gauge: open rows."""
+    inserted_tokens: int
+    """Counter: accepted tokens passed to `extend`."""
+    evicted_tokens: int
+    """Counter: response tokens dropped to stay within a budget."""
+    refused_tokens: int
+    """Counter: accepted tokens that were not stored for lack of room."""
+    drafted: int
+    """Counter: drafted tokens."""
+
+
+class RolloutCache:
+    """Trees of rollouts within a byte budget; see the module's docstring for an example.
+
+    Args:
+        config: budgets and drafting rules. With `enabled=False` every row drafts nothing.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self._forest = Forest(config)
+        self._rows = OpenRows(config)
+        self._rules = Rules(
+            config.min_match,
+            config.max_match,
+            config.max_candidates,
+            config.draft_tokens,
+            version_weights(config.version_half_life),
+        )
+        self._inserted = self._drafted = 0
+
+    def open(self, key: str, context: IntArray) -> int:
+        """Open a row for a request that starts.
+
+        Args:
+            key: names the prompt's tree; "" opens a row that neither stores nor drafts.
+            context: `[C]` prompt tokens and the response tokens that the request resumes from.
+                The first draft is matched by its end, which should be the same for all samples of
+                a prompt; only the last `max_match` tokens are used.
+
+        Returns:
+            the row's handle.
+
+        Raises:
+            TypeError: key is not a string, or context does not hold integers.
+            ValueError: a token is negative or does not fit 32 bits.
+        """
+        if not isinstance(key, str):
+            raise TypeError(f"a cache key must be a str, not {type(key).__name__}")
+        tail = int32_values("context", context, minimum=0)[-self.config.max_match :]
+        tree = self._forest.tree_of(key) if key and self.config.enabled else arena.DETACHED
+        row = self._rows.add(tree, tail)
+        if tree >= 0:
+            self._forest.row_opened(tree)
+        return row
+
+    def close(self, row: int) -> None:
+        """Close the row of a request that ended. Its tokens stay; its handle may be reused.
+
+        Raises:
+            ValueError: the row is not open.
+        """
+        tree, own = self._rows.remove(row)
+        if tree < 0:
+            return
+        if own > 0:
+            self._forest.arena[own + arena.SEQ_OPEN] = 0
+        self._forest.row_closed(tree)
+
+    def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
+        """Append accepted tokens to rows; other rows can draft them at once.
+
+        Args:
+            rows: `[B]` open rows.
+            tokens: `[N]` accepted response tokens, row after row.
+            offsets: `[B+1]`, rising from 0 to N; row i accepted tokens[offsets[i] : offsets[i+1]].
+
+        Raises:
+            ValueError: a row is not open, the offsets do not fit, or a token is negative or above
+                2 ** 31 - 1. Nothing was changed.
+        """
+        vectors = all(_is_int32_vector(one) for one in (rows, tokens, offsets))
+        if not vectors or not insert.acceptable(self._rows.cursors, rows, tokens, offsets):
+            rows, tokens, offsets = self._checked(rows, tokens, offsets)
+        self._inserted += len(tokens)
+        self._store(rows, tokens, offsets)
+
+    def draft(
+        self,
+        rows: IntArray,
+        budgets: IntArray,
+        *,
+        branching: bool = False,
+        min_probability: float = 0.0,
+    ) -> Drafts:
+        """Draft the expected continuations of rows, at most `budgets[i]` tokens each.
+
+        Args:
+            rows: `[B]` open rows.
+            budgets: `[B]` most tokens for each row; `max_draft_tokens` is a limit too.
+            branching: token trees of the nodes with the highest path probabilities; otherwise
+                chains.
+            min_probability: lowest path probability; `config.min_probability` is a limit too.
+
+        Raises:
+            ValueError: a row is not open, or a budget is negative or missing.
+        """
+        rows = self._rows.require_open(rows)
+        budgets = int32_values("budgets", budgets, minimum=0)
+        if len(budgets) != len(rows):
+            raise ValueError(f"{len(rows)} rows need as many budgets, not {len(budgets)}")
+        room = int(np.minimum(budgets, self.config.draft_tokens).sum(dtype=np.int64))
+        offsets = np.zeros(len(rows) + 1, np.int32)
+        tokens = np.empty(room, np.int32)
+        parents = np.empty(room, np.int32)
+        probabilities = np.empty(room, np.float32)
+        total = draft(
+            self._forest.arena, self._forest.trees, self._rows.cursors, self._rows.rings, rows,
+            budgets, float(max(self.config.min_probability, min_probability)), self._rules,
+            self._forest.state[arena.POLICY_VERSION], self._rows.experience, bool(branching),
+            offsets, tokens, parents, probabilities,
+        )  # fmt: skip
+        self._drafted += total
+        return Drafts(tokens[:total], parents[:total], offsets, probabilities[:total])
+
+    def advance(self, policy_version: int) -> None:
+        """Set the policy version that generates from now on; votes of distant ones count less.
+
+        The version may also fall (a run that returns to a checkpoint): the distance counts.
+
+        Raises:
+            ValueError: it is negative or above 2 ** 31 - 1.
+        """
+        version = int32_values("policy_version", [policy_version], minimum=0)[0]
+        self._forest.state[arena.POLICY_VERSION] = version
+
+    def insert(
+        self, key: str, context: IntArray, tokens: IntArray, policy_version: int | None = None
+    ) -> None:
+        """Add a finished rollout (from a snapshot or another generator): open, extend, close.
+
+        Args:
+            key: as for `open`.
+            context: as for `open`.
+            tokens: `[N]` the response.
+            policy_version: that generated it; None: the current one.
+        """
+        values = int32_values("tokens", tokens, minimum=0)
+        state = self._forest.state
+        current = state[arena.POLICY_VERSION]
+        if policy_version is not None:
+            self.advance(policy_version)
+        try:
+            row = self.open(key, context)
+            self.extend(np.array([row], np.int32), values, np.array([0, len(values)], np.int32))
+            self.close(row)
+        finally:
+            state[arena.POLICY_VERSION] = current
+
+    def stored_rollout(self, row: int) -> StoredRollouts | None:
+        """What an open row has stored: its head and its response so far.
+
+        Returns:
+            None if it has stored nothing yet, or stopped storing for lack of room.
+
+        Raises:
+            ValueError: the row is not open.
+        """
+        row = int(self._rows.require_open(np.array([row]))[0])
+        cursor = self._rows.cursors[row]
+        tree, own = int(cursor[arena.TREE]), int(cursor[arena.OWN])
+        if tree < 0 or own <= 0:
+            return None
+        return self._forest.rollout(tree, own)
+
+    def finished_rollouts(self) -> Iterator[StoredRollouts]:
+        """All rollouts without an open row, prompt by prompt, the least recently used first.
+
+        The cache must not be used meanwhile.
+        """
+        return self._forest.finished_rollouts()
+
+    def stats(self) -> CacheStats:
+        """Gauges and counters; takes no time."""
+        state = self._forest.state
+        return CacheStats(
+            bytes=self._forest.bytes,
+            max_bytes=self.config.max_bytes,
+            tokens=int(state[arena.TOKENS]),
+            sequences=int(state[arena.SEQUENCES]),
+            trees=len(self._forest),
+            rows=len(self._rows),
+            inserted_tokens=self._inserted,
+            evicted_tokens=self._forest.evicted_tokens,
+            refused_tokens=int(state[arena.REFUSED]),
+            drafted=self._drafted,
+        )
+
+    def check(self) -> None:
+        """Verify the whole cache. For tests and idle moments: it reads everything.
+
+        Raises:
+            CacheCorrupt: an invariant does not hold; the message says which.
+        """
+        self._forest.check()
+        words = self._forest.arena
+        if any(not words[name + arena.SEQ_OPEN] for name in self._rows.sequences()):
+            raise CacheCorrupt("an open row's sequence is not marked open")
+
+    def _checked(
+        self, rows: IntArray, tokens: IntArray, offsets: IntArray
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """The arguments of `extend` as int32 vectors; raises what it says."""
+        rows = self._rows.require_open(rows)
+        tokens = int32_values("tokens", tokens, minimum=0)
+        offsets = int32_values("offsets", offsets, minimum=0)
+        if len(offsets) != len(rows) + 1:
+            raise ValueError(f"{len(rows)} rows need {len(rows) + 1} offsets, not {len(offsets)}")
+        check_offsets("extend", offsets, len(tokens))
+        return rows, tokens, offsets
+
+    def _store(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
+        """Run the kernel. When it needs room, make some, or stop storing that row's tokens."""
+        forest, state = self._forest, self._forest.state
+        state[arena.AT_ROW] = state[arena.AT_TOKEN] = 0
+        grow = True
+        while True:
+            code = insert.extend(
+                forest.arena, state, forest.trees, self._rows.cursors, self._rows.rings, rows,
+                tokens, offsets, self.config.min_match, forest.prompt_blocks, grow,
+                self._rows.experience, self.config.calibrate,
+            )  # fmt: skip
+            if code == insert.DONE:
+                return
+            row = int(rows[state[arena.AT_ROW]])
+            if code == insert.TREE_FULL:
+                tree = int(self._rows.cursors[row, arena.TREE])
+                made = forest.trim(tree, forest.prompt_blocks // 2)
+            else:
+                made = forest.make_room(int(state[arena.NEEDED]))
+            if not made and grow:
+                grow = False  # perhaps it only needed a larger index
+            elif not made:
+                self._mute(row)
+
+    def _mute(self, row: int) -> None:
+        """Stop storing a row's tokens. It still drafts, and what it stored stays."""
+        own = int(self._rows.cursors[row, arena.OWN])
+        if own > 0:
+            self._forest.arena[own + arena.SEQ_OPEN] = 0
+        self._rows.cursors[row, arena.OWN] = arena.MUTED
+
+
+def _is_int32_vector(array: object) -> bool:
+    """Whether compiled code takes it as it is."""
+    return (
+        isinstance(array, np.ndarray)
+        and array.dtype == np.int32
+        and array.ndim == 1
+        and array.flags.c_contiguous
+        and array.flags.writeable  # read-only ones would be compiled for again
+    )
+
+
+def warm_up() -> None:
+    """Load the compiled kernels, or compile them (some seconds, once per machine and version).
+
+    An engine calls this at its start, so that the first decode step does not wait for the compiler.
+    """
+    cache = RolloutCache(CacheConfig(max_bytes=1 << 14))
+    for _ in range(2):
+        cache.insert("warm up", np.arange(4, dtype=np.int32), np.arange(9, dtype=np.int32))
+    rows = np.array([cache.open("warm up", np.arange(4, dtype=np.int32))], np.int32)
+    for branching in (False, True):
+        cache.draft(rows, np.array([4], np.int32), branching=branching)
+    cache.extend(rows, np.arange(2, dtype=np.int32), np.array([0, 2], np.int32))
+    cache.stored_rollout(int(rows[0]))
+    list(cache.finished_rollouts())
+    cache.close(int(rows[0]))
+    cache.insert("makes room", np.zeros(1, np.int32), np.zeros(8000, np.int32))

@@ -1,0 +1,117 @@
+"""Stored rollouts outside the arena, for snapshots and other processes.
+
+A stored rollout is its *head* (the `max_match` tokens before the response; -1 where the context
+was shorter) followed by the response. The kernels here read the arena and never change it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.cache.tree.arena import (
+    FIRST,
+    HEADER,
+    NEXT,
+    SEQ_NEXT,
+    SEQ_OPEN,
+    USED,
+    VERSION,
+    LongArray,
+)
+from asyncrl.cache.tree.jit import kernel
+from asyncrl.rollout.trajectory import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRollouts:
+    """Rollouts of one prompt, oldest first."""
+
+    key: str
+    """The prompt's key in the cache."""
+    lengths: IntArray
+    """`[S]` tokens of each rollout, head included; more than the head has."""
+    versions: IntArray
+    """`[S]` policy version that generated the last token of each."""
+    tokens: IntArray
+    """`[N]` rollout after rollout: head, then response."""
+
+
+def are_valid_tokens(heads: IntArray, tokens: IntArray, vocabulary: int) -> bool:
+    """Whether rollouts read from elsewhere hold token ids only, and -1 only to pad their heads.
+
+    Args:
+        heads: `[S, H]` the first H of the tokens of each rollout.
+        tokens: `[N]` all tokens, heads included; not empty.
+        vocabulary: token ids are below it.
+    """
+    padding = heads < 0
+    at_front = bool((padding[:, :-1] | ~padding[:, 1:]).all())
+    return (
+        at_front
+        and int(heads.min()) >= -1
+        and int((tokens < 0).sum()) == int(padding.sum())
+        and int(tokens.max()) < vocabulary
+    )
+
+
+@kernel
+def length(arena: IntArray, first: int) -> int:
+    """Tokens of a sequence, its head included."""
+    tokens = 0
+    block = first
+    while block:
+        tokens += arena[block + USED]
+        block = arena[block + NEXT]
+    return tokens
+
+
+@kernel
+def copy(arena: IntArray, first: int, out: IntArray) -> tuple[int, int]:
+    """Write a sequence, head first, to the front of `out`; returns its tokens and its version."""
+    at = 0
+    version = 0
+    block = first
+    while block:
+        version = arena[block + VERSION]
+        for word in range(block + HEADER, block + HEADER + arena[block + USED]):
+            out[at] = arena[word]
+            at += 1
+        block = arena[block + NEXT]
+    return at, version
+
+
+@kernel
+def count(arena: IntArray, trees: LongArray, tree: int) -> tuple[int, int]:
+    """Finished sequences of a tree, and their tokens, heads included."""
+    sequences = 0
+    tokens = 0
+    first = trees[tree, FIRST]
+    while first:
+        if not arena[first + SEQ_OPEN]:
+            sequences += 1
+            tokens += length(arena, first)
+        first = arena[first + SEQ_NEXT]
+    return sequences, tokens
+
+
+@kernel
+def finished(
+    arena: IntArray,
+    trees: LongArray,
+    tree: int,
+    lengths: IntArray,
+    versions: IntArray,
+    tokens: IntArray,
+) -> None:
+    """Fill arrays of the sizes that `count` gave, oldest sequence first."""
+    at = 0
+    item = 0
+    first = trees[tree, FIRST]
+    while first:
+        if not arena[first + SEQ_OPEN]:
+            taken, version = copy(arena, first, tokens[at:])
+            lengths[item] = taken
+            versions[item] = version
+            at += taken
+            item += 1
+        first = arena[first + SEQ_NEXT]

@@ -1,0 +1,324 @@
+"""What engines do with the logits of a step, in slabs of rows under a limit of memory.
+
+A distribution over a vocabulary of 151,936 tokens is 0.6 MB in float32, and the operations between
+logits and a token need several of them at once: 4,096 rows in one piece would take more than 5 GB.
+So drawing and looking up go through the rows in slabs. Rows are independent of each other, so slabs
+change no result.
+
+The limit is `engine.logits_mib`. The logits themselves, which the model computes, are not counted.
+
+On a GPU kernels work from the logits directly (`engine.sampling.logits_triton`) and write no array
+over the vocabulary, so only the output layer has to be asked in slabs there.
+
+`Distributions` is what the rest of an engine sees of this: rows that can be drawn from and looked
+up again and again. `distributions_of` chooses how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.engine.protocol import SamplingParams
+from asyncrl.engine.sampling.drawing import Drawn, Streams, TopK, draw, top_k
+from asyncrl.engine.sampling.drawing import warm_up as warm_up_drawing
+from asyncrl.engine.sampling.truncation import SamplingColumns, processed_logprobs
+from asyncrl.engine.sampling.verification import (
+    KeptBatch,
+    KeptColumns,
+    Reading,
+    Verdict,
+    name_tokens,
+    read,
+)
+
+BYTES_PER_LOGIT = 12
+"""Most bytes that are held for a logit while its row is processed: a float32 copy, the
+log-probability, and what the device's allocator rounds up."""
+BYTES_PER_TRUNCATED_LOGIT = 64
+"""The same where top-k, top-p or min-p is on: sorted copies, indices, a cumulative sum in float64.
+"""
+MAX_FUSED_K = 64
+"""Longest list that the kernels for GPUs find: that of engine.top_k_logprobs."""
+
+
+class LogitDraws(NamedTuple):
+    """A token of each of N rows, and the table that is reported."""
+
+    tokens: torch.Tensor
+    """`[N]` int64; -1 where a distribution is not finite."""
+    ids: torch.Tensor
+    """`[T, 1 + K]` int32: the token of each row (0 if there is none), then its list."""
+    logprobs: torch.Tensor
+    """`[T, 1 + K]` float32 of `ids`; not finite where the distribution is not."""
+
+
+class LogitReading(NamedTuple):
+    """What the distributions of N rows say of given tokens."""
+
+    reading: Reading
+    """`[N]`"""
+    listed: TopK | None
+    """`[N, K]` their most probable tokens, if they were asked for."""
+
+
+class Distributions(Protocol):
+    """The distributions of R rows. Arguments `rows` are `[N]` rows, also repeatedly."""
+
+    def draw(self, k: int, streams: Streams, rows: NDArray[np.int64] | None = None) -> Drawn:
+        """Draw a token from each row, and list its K most probable ones; None: all in order."""
+
+    def top_k(self, k: int, rows: NDArray[np.int64] | None = None) -> TopK:
+        """List the K most probable tokens of each row; None: all in order."""
+
+    def read(self, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
+        """Look up given tokens, `[N]`."""
+
+    def name_tokens(
+        self,
+        batch: KeptBatch,
+        verdict: Verdict,
+        unnamed: NDArray[np.int64],
+        rows: NDArray[np.int64],
+    ) -> None:
+        """As `asyncrl.engine.sampling.verification.name_tokens`."""
+
+
+class ProcessedRows:
+    """Distributions that lie as processed log-probabilities, `[R, V]` float32, on any device."""
+
+    def __init__(self, logprobs: torch.Tensor) -> None:
+        self._logprobs = logprobs
+
+    def draw(self, k: int, streams: Streams, rows: NDArray[np.int64] | None = None) -> Drawn:
+        """See `Distributions`."""
+        return draw(self._logprobs, k, streams, rows)
+
+    def top_k(self, k: int, rows: NDArray[np.int64] | None = None) -> TopK:
+        """See `Distributions`."""
+        return top_k(self._logprobs, k, rows)
+
+    def read(self, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
+        """See `Distributions`."""
+        return read(self._logprobs, rows, columns)
+
+    def name_tokens(
+        self,
+        batch: KeptBatch,
+        verdict: Verdict,
+        unnamed: NDArray[np.int64],
+        rows: NDArray[np.int64],
+    ) -> None:
+        """See `Distributions`."""
+        name_tokens(batch, verdict, unnamed, self._logprobs, rows)
+
+
+class FusedRows:
+    """Distributions that the kernels for GPUs compute from `[R, V]` logits at each call.
+
+    Args:
+        logits: `[R, V]`
+        sampling: of the R rows.
+        k: shorter lists are cut from lists of this length, for which kernels are compiled.
+    """
+
+    def __init__(self, logits: torch.Tensor, sampling: SamplingColumns, k: int = 1) -> None:
+        self._logits = logits
+        self._sampling = sampling
+        self._k = k
+
+    def draw(self, k: int, streams: Streams, rows: NDArray[np.int64] | None = None) -> Drawn:
+        """See `Distributions`. K is 1 to `MAX_FUSED_K`."""
+        from asyncrl.engine.sampling.logits_triton import draw_rows
+
+        sampling = self._sampling if rows is None else self._sampling.at(rows)
+        tokens, ids, values = draw_rows(self._logits, sampling, k, streams, rows=rows)
+        return Drawn(tokens, TopK(ids[:, 1:], values[:, 1:]), values[:, 0])
+
+    def top_k(self, k: int, rows: NDArray[np.int64] | None = None) -> TopK:
+        """See `Distributions`."""
+        n = len(self._logits) if rows is None else len(rows)
+        zeros = np.zeros(n, np.int64)
+        streams = Streams(zeros.astype(np.uint64), zeros, zeros.astype(np.uint64))
+        listed = self.draw(max(k, self._k), streams, rows).listed  # the draw is not used
+        return TopK(listed.ids[:, :k], listed.logprobs[:, :k])
+
+    def read(self, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
+        """See `Distributions`."""
+        from asyncrl.engine.sampling.logits_triton import look_up_rows
+
+        tail = columns.outside()
+        found = look_up_rows(self._logits, self._sampling.at(rows), columns, tail, rows)
+        values = found.values.cpu().numpy()
+        own, names = values[:, 0].copy(), columns.tokens.astype(np.int64)
+        name_logprobs = own.copy()
+        names[tail] = found.names.cpu().numpy()[tail]
+        named = tail & (names >= 0)
+        name_logprobs[tail] = -np.inf
+        name_logprobs[named] = found.name_values.cpu().numpy()[named]
+        return Reading(own, values[:, 1:], names, name_logprobs).given(columns)
+
+    def name_tokens(
+        self,
+        batch: KeptBatch,
+        verdict: Verdict,
+        unnamed: NDArray[np.int64],
+        rows: NDArray[np.int64],
+    ) -> None:
+        """See `Distributions`."""
+        from asyncrl.engine.sampling.logits_triton import look_up_rows
+
+        columns = verdict.outside(batch, unnamed)
+        everyone = np.ones(len(unnamed), np.bool_)
+        found = look_up_rows(self._logits, self._sampling.at(rows), columns, everyone, rows)
+        names = found.names.cpu().numpy()
+        values = np.where(names >= 0, found.name_values.cpu().numpy(), np.float32(-np.inf))
+        verdict.set_names(unnamed, names, values)
+
+
+def distributions_of(
+    logits: torch.Tensor, sampling: SamplingColumns, k: int, max_bytes: int | None = None
+) -> Distributions:
+    """The distributions of rows of logits.
+
+    Args:
+        logits: `[R, V]` of any floating-point type; may be overwritten.
+        sampling: of the R rows.
+        k: K of the engine, at least the length of the lists that will be asked for.
+        max_bytes: memory that may be held at once to process rows; None: all at once.
+    """
+    if fused(logits, k):
+        return FusedRows(logits, sampling, k)
+    return ProcessedRows(process_all(logits.float(), sampling, max_bytes))
+
+
+def draw_from_logits(
+    logits: torch.Tensor,
+    sampling: SamplingColumns,
+    k: int,
+    streams: Streams,
+    *,
+    max_bytes: int,
+    places: NDArray[np.int64] | None = None,
+    table_rows: int | None = None,
+) -> LogitDraws:
+    """Draw a token from each row of logits.
+
+    Args:
+        logits: `[N, V]` of any floating-point type; may be overwritten.
+        sampling: of the N rows.
+        k: K of the lists.
+        streams: of the N draws.
+        max_bytes: memory that may be held at once for rows that are processed.
+        places: `[N]` the row of the table that each belongs to; None: all in order.
+        table_rows: T; None: N. Rows that nothing belongs to are 0.
+    """
+    n, device = len(logits), logits.device
+    if fused(logits, k):
+        from asyncrl.engine.sampling.logits_triton import draw_rows
+
+        return LogitDraws(*draw_rows(logits, sampling, k, streams, places, table_rows))
+    tokens = torch.empty(n, dtype=torch.int64, device=device)
+    total = n if table_rows is None else table_rows
+    ids = torch.zeros((total, 1 + k), dtype=torch.int32, device=device)
+    values = torch.zeros((total, 1 + k), dtype=torch.float32, device=device)
+    for part in slabs(n, rows_at_once(logits.shape[1], sampling, max_bytes)):
+        logprobs = processed_logprobs(logits[part].float(), _part(sampling, part))
+        drawn = draw(logprobs, k, streams.part(part))
+        tokens[part] = drawn.tokens
+        own = drawn.tokens.clamp(min=0)[:, None]
+        at = part if places is None else torch.from_numpy(places[part]).to(device)
+        ids[at] = torch.cat([own.to(torch.int32), drawn.listed.ids], dim=1)
+        values[at] = torch.cat([drawn.logprobs[:, None], drawn.listed.logprobs], dim=1)
+    return LogitDraws(tokens, ids, values)
+
+
+def read_from_logits(
+    logits: torch.Tensor,
+    sampling: SamplingColumns,
+    columns: KeptColumns,
+    k: int = 0,
+    *,
+    listed: int = 1,
+) -> LogitReading:
+    """Look up given tokens, and list the most probable ones if `k` > 0. All rows in one piece.
+
+    Args:
+        logits: `[N, V]` of any floating-point type; may be overwritten. The caller takes at most
+            `rows_at_once` rows.
+        sampling: of the N rows.
+        columns: `[N]` what is looked up.
+        k: length of the lists.
+        listed: K of the engine, at least `k`.
+    """
+    distributions = distributions_of(logits, sampling, max(k, listed))
+    reading = distributions.read(np.arange(len(logits)), columns)
+    return LogitReading(reading, distributions.top_k(k) if k else None)
+
+
+def warm_up(logits: torch.Tensor, k: int) -> None:
+    """Compile, or load, what draws and reads, so that no step does: to be called before the first.
+
+    Seconds once per machine on a CPU; on a GPU half a minute, and again for other types of logits,
+    sizes of the vocabulary and K.
+
+    Args:
+        logits: `[n, V]` of the output layer; only type, device and V count.
+        k: K of the engine's draws.
+    """
+    if not fused(logits, k):
+        warm_up_drawing()
+        return
+    tokens = np.zeros(1, np.int32)
+    columns = KeptColumns.only_tokens(tokens, k)._replace(exact=np.ones(1, np.bool_))
+    streams = Streams(columns.noise_seeds, columns.positions, columns.noise_seeds)
+    for sampling in (SamplingParams(1), SamplingParams(1, top_p=0.5)):
+        even, ways = torch.zeros_like(logits[:1]), SamplingColumns.of([sampling])
+        draw_from_logits(even, ways, k, streams, max_bytes=1)
+        read_from_logits(even, ways, columns, k, listed=k)
+    if logits.device.type == "cuda":
+        torch.cuda.synchronize(logits.device)
+
+
+def fused(logits: torch.Tensor, k: int) -> bool:
+    """Whether the kernels for GPUs are used."""
+    return logits.device.type == "cuda" and 0 < k <= MAX_FUSED_K
+
+
+def process_all(
+    logits: torch.Tensor, sampling: SamplingColumns, max_bytes: int | None
+) -> torch.Tensor:
+    """The log-probabilities `[N, V]` that are drawn from; overwrites float32 logits.
+
+    `max_bytes` may be held at once; None: all rows at once.
+    """
+    if max_bytes is None:
+        return processed_logprobs(logits, sampling)
+    at_once = rows_at_once(logits.shape[1], sampling, max_bytes)
+    if len(logits) <= at_once:
+        return processed_logprobs(logits, sampling)
+    for part in slabs(len(logits), at_once):
+        logits[part] = processed_logprobs(logits[part], _part(sampling, part))
+    return logits
+
+
+def rows_at_once(vocabulary: int, sampling: SamplingColumns, max_bytes: int) -> int:
+    """How many rows may be processed at once; at least 1."""
+    cut = bool(sampling.truncated.any())
+    each = BYTES_PER_TRUNCATED_LOGIT if cut else BYTES_PER_LOGIT
+    return max(1, max_bytes // (each * vocabulary))
+
+
+def slabs(n: int, size: int) -> Iterator[slice]:
+    """0 .. n - 1 in slices of at most `size`."""
+    for start in range(0, n, size):
+        yield slice(start, min(start + size, n))
+
+
+def _part(sampling: SamplingColumns, part: slice) -> SamplingColumns:
+    whole = part.stop - part.start == len(sampling.temperature)
+    return sampling if whole else sampling.at(np.arange(part.start, part.stop))

@@ -1,0 +1,376 @@
+"""The verdict on kept tokens, given the current policy at each of them. All engines use it.
+
+An engine runs the kept tokens through its model, which gives the current distribution at each of
+them. `read` looks up what the rules need; the distributions may come in parts. `judge` accepts a
+prefix of each row and draws the symbol after it. If that is the tail, `name_tokens` draws the token
+from the distribution at its position.
+
+The whole current distribution is at hand: tokens of the old lists are looked up in it, and a token
+that was drawn outside its list is named again, by the same noise.
+
+Observed tokens were drawn by no policy, old or new. Both distributions have all mass on the token
+there, whatever the model says, so a rule always accepts them with the token before them.
+
+Random numbers are a function of (seed of the request, policy version, position), from streams of
+their own. What follows a fully accepted row, or `lenient` tokens, is drawn freely by the engine
+from the request's own stream, which the protocol demands to be new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.engine.drafting.proposals import offsets_of
+from asyncrl.engine.sampling.drawing import identify, noise_seeds
+from asyncrl.engine.sampling.truncation import Purpose, forked, uniforms
+from asyncrl.rollout.acceptance import accept_lenient, symbols_of, verify_kept
+from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens, SeedArray
+
+ScalarT = TypeVar("ScalarT", bound=np.generic)
+
+
+class KeptColumns(NamedTuple):
+    """N kept tokens with lists of K ids, as `read` needs them."""
+
+    tokens: IntArray
+    """`[N]`"""
+    ids: IntArray
+    """`[N, K]` the list of each, padded with -1."""
+    positions: NDArray[np.int64]
+    """`[N]` in the responses."""
+    noise_seeds: SeedArray
+    """`[N]` of the noise that named tokens outside their lists."""
+    exact: NDArray[np.bool_]
+    """`[N]` whether the exact rule judges it. If not, its list and its noise are not used."""
+    observed: NDArray[np.bool_]
+    """`[N]` whether it was observed, as in `KeptTokens`."""
+
+    @classmethod
+    def only_tokens(cls, tokens: IntArray, k: int) -> Self:
+        """Tokens that no rule judges: only their own log-probabilities are read."""
+        n = len(tokens)
+        return cls(
+            tokens=tokens,
+            ids=np.full((n, k), -1, np.int32),
+            positions=np.zeros(n, np.int64),
+            noise_seeds=np.zeros(n, np.uint64),
+            exact=np.zeros(n, np.bool_),
+            observed=np.zeros(n, np.bool_),
+        )
+
+    def outside(self) -> NDArray[np.bool_]:
+        """`[N]` whether the exact rule judges a token that was drawn outside its list."""
+        outside: NDArray[np.bool_] = symbols_of(self.tokens, self.ids) == self.ids.shape[1]
+        return self.exact & ~self.observed & outside
+
+    def part(self, part: slice) -> KeptColumns:
+        """Some of them; views."""
+        tokens, ids, positions, seeds, exact, observed = self
+        return KeptColumns(
+            tokens[part], ids[part], positions[part], seeds[part], exact[part], observed[part]
+        )
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[KeptColumns]) -> KeptColumns:
+        """One after another; their lists are padded to the longest."""
+        return cls(
+            np.concatenate([part.tokens for part in parts]),
+            _stacked([part.ids for part in parts], -1),
+            np.concatenate([part.positions for part in parts]),
+            np.concatenate([part.noise_seeds for part in parts]),
+            np.concatenate([part.exact for part in parts]),
+            np.concatenate([part.observed for part in parts]),
+        )
+
+
+class Reading(NamedTuple):
+    """What the current policy says at N kept tokens with lists of K ids."""
+
+    own: FloatArray
+    """`[N]` log-probability of each token; -inf outside of what is sampled."""
+    listed: FloatArray
+    """`[N, K]` log-probabilities of the list's ids, -inf for padding."""
+    names: NDArray[np.int64]
+    """`[N]` the token itself if it is listed. Otherwise the token outside the list that the
+    position's noise makes now; -1 if none has mass."""
+    name_logprobs: FloatArray
+    """`[N]` log-probabilities of `names`."""
+
+    @classmethod
+    def empty(cls, n: int, k: int) -> Self:
+        """Arrays to be filled in parts."""
+        values = np.full((n, k), np.nan, np.float32)
+        return cls(
+            np.full(n, np.nan, np.float32),
+            values,
+            np.full(n, -1, np.int64),
+            np.full(n, np.nan, np.float32),
+        )
+
+    def fill(self, part: slice, other: Reading, source: slice) -> None:
+        """Copy a part of another reading, whose lists may be longer, into these arrays."""
+        k = self.listed.shape[1]
+        self.own[part], self.listed[part] = other.own[source], other.listed[source, :k]
+        self.names[part] = other.names[source]
+        self.name_logprobs[part] = other.name_logprobs[source]
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[Reading]) -> Reading:
+        """One after another; their lists are padded to the longest."""
+        return cls(
+            np.concatenate([part.own for part in parts]),
+            _stacked([part.listed for part in parts], -np.inf),
+            np.concatenate([part.names for part in parts]),
+            np.concatenate([part.name_logprobs for part in parts]),
+        )
+
+    def given(self, columns: KeptColumns) -> Reading:
+        """The same, with all mass on each observed token; changes these arrays."""
+        at = np.flatnonzero(columns.observed)
+        if len(at):
+            tokens, ids = columns.tokens[at], columns.ids[at]
+            self.own[at] = self.name_logprobs[at] = 0.0
+            self.names[at] = tokens
+            self.listed[at] = np.where(ids == tokens[:, None], np.float32(0), np.float32(-np.inf))
+        return self
+
+    def not_finite(self) -> NDArray[np.bool_]:
+        """`[N]` where the distribution is not finite."""
+        wrong: NDArray[np.bool_] = np.isnan(self.own) | np.isnan(self.listed).any(axis=1)
+        return wrong
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBatch:
+    """The kept tokens of B requests, row after row: N tokens in all, with lists of K ids."""
+
+    kept: Sequence[KeptTokens]
+    seeds: SeedArray
+    """`[B]` of the requests."""
+    first: NDArray[np.int64]
+    """`[B]` position in the response of each row's first kept token."""
+    row: NDArray[np.int64]
+    """`[N]` index of each kept token's row, 0 to B - 1."""
+    offsets: IntArray
+    """`[B + 1]` row i has the kept tokens offsets[i] .. offsets[i + 1] - 1."""
+    columns: KeptColumns
+    """`[N]`; of lenient rows the lists are empty."""
+    behaviour: FloatArray
+    """`[N, K]` log-probabilities of the lists' ids when the tokens were drawn."""
+
+    @classmethod
+    def of(
+        cls, kept: Sequence[KeptTokens], seeds: SeedArray, first: NDArray[np.int64], k: int
+    ) -> KeptBatch:
+        """Rows of kept tokens.
+
+        Args:
+            kept: B of them, none empty.
+            seeds: `[B]` of the requests.
+            first: `[B]` position in the response of each row's first kept token.
+            k: K, at least the length of the lists in `kept`.
+        """
+        lengths = np.array([len(one) for one in kept], np.int64)
+        row, offsets = np.repeat(np.arange(len(kept)), lengths), offsets_of(lengths)
+        ids = np.full((len(row), k), -1, np.int32)
+        behaviour = np.full((len(row), k), -np.inf, np.float32)
+        exact = np.array([one.lenience is None for one in kept])
+        for i in np.flatnonzero(exact).tolist():
+            span, width = slice(offsets[i], offsets[i + 1]), kept[i].topk_ids.shape[1]
+            ids[span, :width], behaviour[span, :width] = kept[i].topk_ids, kept[i].topk_logprobs
+        columns = KeptColumns(
+            tokens=np.concatenate([one.tokens for one in kept]).astype(np.int32),
+            ids=ids,
+            positions=np.arange(len(row)) - offsets[row] + first[row],
+            noise_seeds=np.concatenate([one.noise_seeds for one in kept]).astype(np.uint64),
+            exact=exact[row],
+            observed=np.concatenate([one.observed for one in kept]),
+        )
+        return cls(kept, seeds, first, row, offsets, columns, behaviour)
+
+    @property
+    def lenient(self) -> NDArray[np.bool_]:
+        """`[B]` whether a row asks for SPEC-RL's rule."""
+        return np.array([one.lenience is not None for one in self.kept])
+
+    def uniforms(self, purpose: Purpose, policy_version: int) -> NDArray[np.float64]:
+        """`[N]` numbers in (0, 1), one for each kept token."""
+        seeds = forked(self.seeds, purpose, policy_version)[self.row]
+        return uniforms(seeds, self.columns.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of each row's kept tokens."""
+
+    accepted: IntArray
+    """`[B]` kept tokens that stay, with their lists and their noise."""
+    token: NDArray[np.int64]
+    """`[B]` the token after them; -1: none is drawn here, generation continues freely."""
+    logprob: FloatArray
+    """`[B]` its current log-probability."""
+    noise_seed: SeedArray
+    """`[B]` of the noise that belongs to it. Its list is that of the kept token in its place."""
+    renamed: NDArray[np.bool_]
+    """`[B]` it is the kept token of its place under the new name that the same noise gives it."""
+    unnamed: NDArray[np.bool_]
+    """`[B]` it lies outside its list, and `name_tokens` has not been called for it yet."""
+
+    def place(self, batch: KeptBatch, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Index among the N kept tokens of the first one that does not stay, in some rows."""
+        place: NDArray[np.int64] = (batch.offsets[rows] + self.accepted[rows]).astype(np.int64)
+        return place
+
+    def outside(self, batch: KeptBatch, unnamed: NDArray[np.int64]) -> KeptColumns:
+        """What names the tokens of unnamed rows: their lists, positions and noise."""
+        at, columns = self.place(batch, unnamed), batch.columns
+        return KeptColumns(
+            columns.tokens[at],
+            columns.ids[at],
+            columns.positions[at],
+            self.noise_seed[unnamed],
+            columns.exact[at],
+            columns.observed[at],
+        )
+
+    def set_names(
+        self, unnamed: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: FloatArray
+    ) -> None:
+        """Fill in the tokens of unnamed rows, and their current log-probabilities."""
+        self.token[unnamed], self.logprob[unnamed] = tokens, logprobs
+        self.unnamed[unnamed] = False
+
+
+def read(logprobs: torch.Tensor, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
+    """Look up what the verdict needs. Of observed tokens, nothing in `logprobs` is used.
+
+    Args:
+        logprobs: `[R, V]` processed current distributions.
+        rows: `[N]` the row of `logprobs` at each kept token.
+        columns: `[N]`
+    """
+    tokens, ids = columns.tokens, columns.ids
+    found = _at(logprobs, rows, np.concatenate([tokens[:, None], ids], axis=1))
+    own, listed = found[:, 0].copy(), found[:, 1:]
+    names, name_logprobs = tokens.astype(np.int64), own.copy()
+    tail = np.flatnonzero(columns.outside())
+    if len(tail):
+        named = identify(
+            logprobs, rows[tail], ids[tail], columns.positions[tail], columns.noise_seeds[tail]
+        )
+        names[tail] = named
+        name_logprobs[tail] = _at(logprobs, rows[tail], named[:, None])[:, 0]
+    return Reading(own, listed, names, name_logprobs).given(columns)
+
+
+def judge(batch: KeptBatch, reading: Reading, policy_version: int) -> Verdict:
+    """Accept a prefix of each row, and draw the symbol after it.
+
+    Args:
+        batch: at least one row.
+        reading: of its tokens, all finite.
+        policy_version: of the current weights.
+    """
+    rows = len(batch.kept)
+    verdict = Verdict(
+        accepted=np.zeros(rows, np.int32),
+        token=np.full(rows, -1, np.int64),
+        logprob=np.full(rows, np.nan, np.float32),
+        noise_seed=noise_seeds(batch.seeds, policy_version),
+        renamed=np.zeros(rows, np.bool_),
+        unnamed=np.zeros(rows, np.bool_),
+    )
+    lenient = batch.lenient
+    if not lenient.all():
+        _judge_symbols(batch, reading, np.flatnonzero(~lenient), policy_version, verdict)
+    if lenient.any():
+        numbers = batch.uniforms(Purpose.ACCEPT, policy_version)
+        for row in np.flatnonzero(lenient).tolist():
+            kept, span = batch.kept[row], slice(batch.offsets[row], batch.offsets[row + 1])
+            assert kept.lenience is not None  # noqa: S101 - for the type checker
+            (verdict.accepted[row],) = accept_lenient(
+                kept.logprobs, reading.own[span], [0, len(kept)], numbers[span], kept.lenience
+            )
+    return verdict
+
+
+def _judge_symbols(
+    batch: KeptBatch,
+    reading: Reading,
+    chosen: NDArray[np.int64],
+    policy_version: int,
+    verdict: Verdict,
+) -> None:
+    """The exact rule, for some rows of the batch; fills their part of the verdict."""
+    columns = batch.columns
+    part = np.flatnonzero(columns.exact)
+    k = columns.ids.shape[1]
+    numbers = [batch.uniforms(use, policy_version) for use in (Purpose.ACCEPT, Purpose.RESIDUAL)]
+    verdicts = verify_kept(
+        symbols_of(columns.tokens[part], columns.ids[part]),
+        batch.behaviour[part],
+        reading.listed[part],
+        offsets=offsets_of(np.diff(batch.offsets)[chosen]),
+        uniforms=np.stack(numbers, axis=1)[part],
+        renamed=(reading.names != columns.tokens)[part],
+    )
+    verdict.accepted[chosen] = verdicts.accepted
+    verdict.renamed[chosen] = verdicts.renamed
+    verdict.unnamed[chosen] = (verdicts.symbol == k) & ~verdicts.renamed
+    in_list = np.flatnonzero((verdicts.symbol >= 0) & (verdicts.symbol < k))
+    rows, symbol = chosen[in_list], verdicts.symbol[in_list]
+    at = verdict.place(batch, rows)
+    verdict.token[rows], verdict.logprob[rows] = columns.ids[at, symbol], reading.listed[at, symbol]
+    rows = chosen[verdicts.renamed]
+    at = verdict.place(batch, rows)
+    verdict.token[rows], verdict.logprob[rows] = reading.names[at], reading.name_logprobs[at]
+    verdict.noise_seed[rows] = columns.noise_seeds[at]
+
+
+def name_tokens(
+    batch: KeptBatch,
+    verdict: Verdict,
+    unnamed: NDArray[np.int64],
+    logprobs: torch.Tensor,
+    rows: NDArray[np.int64],
+) -> None:
+    """Name tokens that the verdict leaves unnamed, by fresh noise.
+
+    A token stays -1 where nothing is outside its list after all: the residual was rounding (about
+    1e-7), and the current policy draws freely there.
+
+    Args:
+        batch: of the verdict.
+        verdict: its `token` and `logprob` are filled, and `unnamed` is cleared.
+        unnamed: rows of the verdict, all of them unnamed.
+        logprobs: `[R, V]` processed current distributions.
+        rows: the row of `logprobs` at `Verdict.place` of each.
+    """
+    if not len(unnamed):
+        return
+    outside = verdict.outside(batch, unnamed)
+    tokens = identify(logprobs, rows, outside.ids, outside.positions, outside.noise_seeds)
+    verdict.set_names(unnamed, tokens, _at(logprobs, rows, tokens[:, None])[:, 0])
+
+
+def _stacked(tables: Sequence[NDArray[ScalarT]], fill: float) -> NDArray[ScalarT]:
+    """`[N, K]` tables one after another, padded to the longest rows."""
+    k = max(table.shape[1] for table in tables)
+    return np.concatenate(
+        [np.pad(table, ((0, 0), (0, k - table.shape[1])), constant_values=fill) for table in tables]
+    )
+
+
+def _at(logprobs: torch.Tensor, rows: NDArray[np.int64], ids: NDArray[np.integer]) -> FloatArray:
+    """`[N, C]` log-probabilities at some rows of the ids `[N, C]`; -inf where an id is -1."""
+    columns = ids.astype(np.int64).clip(min=0)
+    where = torch.from_numpy(np.stack([np.broadcast_to(rows[:, None], columns.shape), columns]))
+    row, column = where.to(logprobs.device)
+    values: FloatArray = logprobs[row, column].float().cpu().numpy()
+    return np.where(ids >= 0, values, np.float32(-np.inf))

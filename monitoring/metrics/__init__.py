@@ -1,0 +1,1 @@
+"""Prometheus metrics of every process, and how they are found and scraped."""

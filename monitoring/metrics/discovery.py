@@ -1,0 +1,145 @@
+"""Tells Prometheus which processes of a run serve metrics, while they come and go.
+
+`RUNS/prometheus-NAME.json` is a file for Prometheus's service discovery (`file_sd_configs`), which
+notices when it changes. It is replaced as a whole and removed when the run ends.
+
+A process of another node is listed under that node's address, if `monitoring.host` lets it listen
+there. With a loopback address it can be scraped on its own node only, so it is not listed: it
+would count as down.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from asyncrl.wire.transport.atomic_files import write_atomically
+
+logger = logging.getLogger(__name__)
+
+_EVERY_ADDRESS = ("0.0.0.0", "::", "")  # noqa: S104 - to recognise it, not to bind it
+
+
+def targets_file(run_folder: Path) -> Path:
+    """The file for the run in this folder; `RUNS/prometheus-*.json` are those of all runs.
+
+    Example:
+        >>> str(targets_file(Path("runs/first")))
+        'runs/prometheus-first.json'
+    """
+    return run_folder.parent / f"prometheus-{run_folder.name}.json"
+
+
+class Target(NamedTuple):
+    """Where a process serves its metrics."""
+
+    port: int
+    node: str = ""
+    """Address of its node; empty: that of the controller."""
+
+    def host(self, bound: str) -> str | None:
+        """The host to scrape; None: it cannot be reached from another node.
+
+        Args:
+            bound: `monitoring.host`.
+
+        Example:
+            >>> Target(9100, "10.0.0.7").host("0.0.0.0"), Target(9100, "10.0.0.7").host("127.0.0.1")
+            ('10.0.0.7', None)
+        """
+        if bound in _EVERY_ADDRESS:
+            return self.node or socket.gethostname()
+        return None if self.node and _is_loopback(bound) else bound
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def target_groups(run: str, host: str, targets: Mapping[str, Target]) -> list[dict[str, object]]:
+    """One group of a single target for each process, labelled with the run.
+
+    The label `instance` is the name of the process, which stays when its port changes.
+
+    Args:
+        run: its name.
+        host: that the processes serve on; if that is every address, the node's address stands in,
+            and the machine's name on the controller's node.
+        targets: by name of the process.
+
+    Example:
+        >>> target_groups("r", "127.0.0.1", {"generator-0": Target(9101)})[0]["targets"]
+        ['127.0.0.1:9101']
+    """
+    groups: list[dict[str, object]] = []
+    for name, target in sorted(targets.items()):
+        reached = target.host(host)
+        if reached is None:
+            continue
+        address = f"[{reached}]" if ":" in reached else reached
+        groups.append(
+            {"targets": [f"{address}:{target.port}"], "labels": {"run": run, "instance": name}}
+        )
+    return groups
+
+
+def metrics_line(run: Path) -> list[str]:
+    """A sentence on where the metrics of an active run are; none where it serves none."""
+    path = targets_file(run)
+    try:
+        groups = json.loads(path.read_bytes())
+        found = {group["labels"]["instance"]: group["targets"][0] for group in groups}
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    own = f"http://{found['controller']}/metrics (controller), " if "controller" in found else ""
+    return [f"metrics: {own}all {len(found)} addresses in {path}"]
+
+
+class Targets:
+    """Keeps the targets file of a run up to date.
+
+    Args:
+        path: see `targets_file`.
+        run: its name.
+        host: that its processes serve on.
+        port: that the controller, which writes the file, serves on.
+    """
+
+    def __init__(self, path: Path, run: str, *, host: str, port: int) -> None:
+        self._path, self._run, self._host = path, run, host
+        self._own = {"controller": Target(port)}
+        self._written: dict[str, Target] | None = None
+        self._has_failed = False
+
+    def update(self, targets: Mapping[str, Target]) -> None:
+        """Write the controller and these processes, by name, unless they are in the file already.
+
+        A disk that does not take the file ends nothing: it is logged once, and tried again.
+        """
+        everyone = self._own | dict(targets)
+        if self._written == everyone:
+            return
+        groups = target_groups(self._run, self._host, everyone)
+        try:
+            write_atomically(self._path, json.dumps(groups, indent=1) + "\n")
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("cannot write %s: %s", self._path, error.strerror)
+            self._has_failed = True
+            return
+        self._written = everyone
+
+    def remove(self) -> None:
+        """The run has ended: Prometheus drops its processes."""
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("cannot remove %s: %s", self._path, error.strerror)

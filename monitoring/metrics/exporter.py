@@ -1,0 +1,80 @@
+"""Serves a registry to Prometheus over HTTP."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from asyncrl.monitoring.config import MAX_PORT, MonitoringConfig
+from asyncrl.monitoring.errors import ExporterError, PortInUse
+from asyncrl.monitoring.metrics.http_server import MetricsServer
+
+CLOSE_SECONDS = 5.0
+"""How long `Exporter.close` waits for a running scrape."""
+
+
+@dataclass(slots=True)
+class Exporter:
+    """A running HTTP server on its own daemon thread."""
+
+    host: str
+    port: int
+    """The port it listens on, also where port 0 was asked for."""
+    _server: MetricsServer = field(repr=False)
+    _thread: threading.Thread = field(repr=False)
+    _closed: bool = False
+
+    @property
+    def url(self) -> str:
+        """The address to scrape."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/metrics"
+
+    def close(self) -> None:
+        """Stop serving and free the port. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(CLOSE_SECONDS)
+
+
+def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporter:
+    """Serve `registry` on `host:port`; port 0 takes any free one.
+
+    Raises:
+        PortInUse: another process listens on the port.
+        ExporterError: the address does not belong to this machine, or may not be used.
+    """
+    if not 0 <= port <= MAX_PORT:
+        raise ExporterError(f"metrics port {port} is not between 0 and {MAX_PORT}")
+    try:
+        server = MetricsServer(host, port, make_wsgi_app(registry))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(host, port) from error
+        raise ExporterError(
+            f"metrics cannot be served on {host}:{port} ({error.strerror or error}): set "
+            "`monitoring.host` to an address of this machine (127.0.0.1 serves this machine "
+            "only) and `monitoring.port` to 0 or a number above 1023"
+        ) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    return Exporter(host, server.port, server, thread)
+
+
+def exporter_for(
+    config: MonitoringConfig, registry: CollectorRegistry, index: int
+) -> Exporter | None:
+    """The exporter of a run's index-th process (the controller is 0); None where it is off.
+
+    Raises:
+        ExporterError: as `start_exporter`.
+    """
+    if not config.metrics:
+        return None
+    return start_exporter(registry, config.host, config.port_of(index))

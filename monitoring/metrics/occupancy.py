@@ -1,0 +1,179 @@
+"""What an engine's slots are used for, in slot-seconds.
+
+They are kept in `RUN/slots/PROCESS.jsonl`.
+
+A generator with 2 of 64 slots in use is busy on its time line and still mostly idle, so its slots
+are counted too: a slot that is empty for a second is one slot-second of `idle`.
+
+Example:
+    >>> full = SlotPiece(start=0.0, end=2.0, slots=4, used={"primary": 4.0})
+    >>> tail = SlotPiece(start=2.0, end=4.0, slots=4, used={"primary": 1.0})
+    >>> slot_shares([full, tail], 0.0, 4.0)
+    {'primary': 0.625, 'idle': 0.375}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter, read_jsonl
+
+PIECE_SECONDS = 0.25
+"""Shortest piece written while the use of slots keeps changing."""
+
+
+class SlotUse(StrEnum):
+    """What a slot is used for."""
+
+    PRIMARY = "primary"
+    """Generating a sample of a step that is due."""
+    VERIFYING = "verifying"
+    """Scoring the kept tokens of a sample under new weights."""
+    RUN_AHEAD = "run_ahead"
+    """Generating a sample of a later step."""
+    EVALUATING = "evaluating"
+    """Generating a held-out sample."""
+    STOPPED = "stopped"
+    """None: weights are being swapped, or a user paused the run."""
+    ENVIRONMENT = "environment"
+    """None: it would hold a sample that waits for its environment's answer."""
+    IDLE = "idle"
+    """None: no request holds the slot."""
+
+
+EMPTY = (SlotUse.ENVIRONMENT.value, SlotUse.IDLE.value)
+"""Uses in which no request holds the slot and nothing keeps the engine from taking one."""
+
+
+class SlotPiece(msgspec.Struct, frozen=True):
+    """How the slots of one process were used from `start` to `end`."""
+
+    start: float
+    """Unix time in seconds."""
+    end: float
+    slots: int
+    """How many slots the engine has."""
+    used: dict[str, float]
+    """Mean number of slots per `SlotUse` value; the rest of `slots` is idle."""
+
+    @property
+    def seconds(self) -> float:
+        """Duration."""
+        return self.end - self.start
+
+    def slot_seconds(self) -> dict[str, float]:
+        """Slots times seconds by use, `idle` last; uses with 0 are left out."""
+        out = {use: slots * self.seconds for use, slots in self.used.items() if slots}
+        idle = (self.slots - sum(self.used.values())) * self.seconds
+        return out | {SlotUse.IDLE.value: idle} if idle > 1e-9 else out
+
+
+class SlotLog:
+    """Collects the use of slots and appends it to `path` in pieces.
+
+    Args:
+        path: the file; None writes nothing but still calls `observe`.
+        observe: called with each piece as it is written.
+    """
+
+    def __init__(
+        self, path: Path | None, observe: Callable[[SlotPiece], None] | None = None
+    ) -> None:
+        self._writer = None if path is None else RetryingJsonlWriter(path)
+        self._observe = observe
+        self._piece: SlotPiece | None = None
+
+    def add(self, start: float, end: float, slots: int, used: Mapping[str, int]) -> None:
+        """Add the number of slots per use from `start` to `end` (Unix times).
+
+        Raises:
+            ValueError: more slots are used than there are, or a number is below 0.
+        """
+        if sum(used.values()) > slots or any(count < 0 for count in used.values()):
+            raise ValueError(
+                f"slots in use {dict(used)} of an engine with {slots} slots: counts must be 0 or "
+                "more and must not exceed the slots together"
+            )
+        if end <= start:
+            return
+        new = SlotPiece(start, end, slots, {use: float(n) for use, n in used.items() if n})
+        last = self._piece
+        if last is None:
+            self._piece = new
+        elif (
+            new.slots == last.slots
+            and new.start - last.end < 0.002
+            and (new.used == last.used or last.seconds < PIECE_SECONDS)
+        ):
+            self._piece = _joined(last, new)
+        else:
+            self._write(last)
+            self._piece = new
+
+    def flush(self) -> None:
+        """Write what was collected."""
+        if self._piece is not None:
+            self._write(self._piece)
+            self._piece = None
+
+    def close(self) -> None:
+        """Write everything and close the file. Idempotent."""
+        self.flush()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, piece: SlotPiece) -> None:
+        if self._writer is not None:
+            rounded = {use: round(slots, 3) for use, slots in piece.used.items()}
+            self._writer.append(
+                [SlotPiece(round(piece.start, 4), round(piece.end, 4), piece.slots, rounded)]
+            )
+        if self._observe is not None:
+            self._observe(piece)
+
+
+def _joined(first: SlotPiece, second: SlotPiece) -> SlotPiece:
+    """Both pieces as one, slots averaged over time."""
+    if first.used == second.used:
+        return SlotPiece(first.start, second.end, first.slots, first.used)
+    seconds = second.end - first.start
+    uses = {**first.used, **second.used}
+    mean = {
+        use: (first.used.get(use, 0.0) * first.seconds + second.used.get(use, 0.0) * second.seconds)
+        / seconds
+        for use in uses
+    }
+    # A gap between them (at most 2 ms) counts as idle.
+    return SlotPiece(first.start, second.end, first.slots, mean)
+
+
+def slot_shares(pieces: Iterable[SlotPiece], start: float, end: float) -> dict[str, float]:
+    """Share of the slot-seconds of `[start, end)` by use; empty where nothing is recorded.
+
+    Ordered as `SlotUse`; uses that did not occur are left out.
+    """
+    totals: dict[str, float] = {}
+    for piece in pieces:
+        inside = min(piece.end, end) - max(piece.start, start)
+        if inside > 0:
+            for use, seconds in piece.slot_seconds().items():
+                totals[use] = totals.get(use, 0.0) + seconds * inside / piece.seconds
+    whole = sum(totals.values())
+    order = [use.value for use in SlotUse]
+    known = sorted(totals, key=lambda use: order.index(use) if use in order else -1)
+    return {use: totals[use] / whole for use in known} if whole else {}
+
+
+def read_slots(path: Path) -> list[SlotPiece]:
+    """The pieces of one process in the order of the file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RecordError: a line other than an incomplete last one cannot be decoded.
+    """
+    return [piece for piece in read_jsonl(path, SlotPiece) if piece.end > piece.start]

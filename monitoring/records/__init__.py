@@ -1,0 +1,1 @@
+"""A run's files of records: metrics.jsonl, samples, spans and timelines."""

@@ -1,0 +1,292 @@
+"""JSON Lines files that stay readable when their writer is killed.
+
+A writer hands each batch of whole lines to the operating system in one call, so a process killed
+with SIGKILL leaves at most one incomplete line, at the end. Opening the file for writing removes
+that line; readers ignore it. A disk that is full or hangs delays lines and does not end or stop the
+writer's process.
+Numbers that JSON lacks (nan, infinities) are written as null.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import numbers
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+
+from asyncrl.monitoring.errors import RecordError
+from asyncrl.monitoring.records.disk_thread import DiskThread
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CHUNK = 1 << 16
+
+
+def _plain_number(value: Any) -> Any:
+    """Convert numpy's scalars, which msgspec does not know."""
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
+
+
+class JsonlWriter:
+    """Appends objects to `path`, creating its folder if there is none."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_incomplete_line(path)
+        self.path = path
+        self._encoder = msgspec.json.Encoder(enc_hook=_plain_number)
+        self._file = path.open("ab")
+
+    def append(self, records: Iterable[object]) -> None:
+        """Write one line per record and hand them to the operating system.
+
+        Raises:
+            ValueError: the writer was closed.
+            OSError: the disk is full or gone.
+        """
+        data = b"".join(self._encoder.encode(record) + b"\n" for record in records)
+        if data:
+            self._file.write(data)
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+
+class RetryingJsonlWriter:
+    """As `JsonlWriter`, for records whose loss is worse than a delay.
+
+    A disk that is full, cannot be written to or hangs does not end or stop the process that keeps
+    records: lines that could not be written stay in memory, up to `keep_bytes`, and are written
+    before the next ones. It is logged once when that begins and once when it ends.
+
+    Args:
+        path: the file; its folder is created if there is none.
+        keep_bytes: most bytes of lines that wait.
+        patience_seconds: a disk that takes longer for a write hangs. It is waited for once; until
+            it has answered, lines are kept without waiting.
+    """
+
+    def __init__(
+        self, path: Path, *, keep_bytes: int = 1 << 24, patience_seconds: float = 5.0
+    ) -> None:
+        self.path = path
+        self.dropped = 0
+        """Lines that were given up because `keep_bytes` of them waited already."""
+        self._keep_bytes = keep_bytes
+        self._patience_seconds = patience_seconds
+        self._encoder = msgspec.json.Encoder(enc_hook=_plain_number)
+        self._file: FileIO | None = None
+        self._disk = DiskThread()
+        self._waiting = bytearray()
+        self._attempt: _Attempt | None = None
+        """The write whose result is not known yet."""
+        self._failing = False
+        self._closed = False
+        self._write()
+
+    def append(self, records: Iterable[object]) -> None:
+        """Write one line per record and hand them to the operating system.
+
+        Raises:
+            ValueError: the writer was closed.
+        """
+        if self._closed:
+            raise ValueError(f"{self.path} was closed")
+        for record in records:
+            line = self._encoder.encode(record) + b"\n"
+            if len(self._waiting) + len(line) > self._keep_bytes and self._failing:
+                self.dropped += 1
+            else:
+                self._waiting += line
+        self._write()
+
+    def flush(self) -> bool:
+        """Try to write the lines that wait; whether none waits now."""
+        if not self._closed:
+            self._write()
+        return not self._waiting
+
+    def close(self) -> None:
+        """Close the file. Idempotent. Lines that cannot be written even now are logged."""
+        if self._closed:
+            return
+        self._write()
+        self._closed = True
+        lost = self._waiting.count(b"\n") + self.dropped
+        if lost:
+            logger.warning("%d lines of %s could not be written", lost, self.path)
+        self._disk.begin(self._close_file)
+        self._disk.has_returned(self._patience_seconds if self._attempt is None else 0.0)
+        self._disk.end()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _write(self) -> None:
+        """Write what waits, as far as possible."""
+        if self._attempt is None:
+            self._attempt = _Attempt(bytes(self._waiting))
+            self._disk.begin(partial(self._try, self._attempt))
+            seconds = self._patience_seconds
+        else:
+            seconds = 0.0  # it hangs, and was waited for once
+        if not self._disk.has_returned(seconds):
+            self._note_failure(f"no answer from the disk for {self._patience_seconds:g} s")
+            return
+        attempt, self._attempt = self._attempt, None
+        # A part of a line that was written now is completed by the next attempt.
+        del self._waiting[: attempt.written]
+        if attempt.error is not None:
+            self._note_failure(attempt.error.strerror or str(attempt.error))
+        elif seconds == 0.0:
+            self._write()  # the lines that came while it hung
+        else:
+            if self._failing:
+                logger.warning("%s can be written now; %d lines are lost", self.path, self.dropped)
+            self._failing = False
+
+    def _note_failure(self, why: str) -> None:
+        if not self._failing:
+            logger.warning(
+                "cannot write %s: %s. Its lines are kept in memory and written when possible",
+                self.path,
+                why,
+            )
+        self._failing = True
+
+    def _try(self, attempt: _Attempt) -> None:
+        """In the thread: write these lines, as far as the disk takes them."""
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                _remove_incomplete_line(self.path)
+                self._file = self.path.open("ab", buffering=0)
+            data = memoryview(attempt.data)
+            while attempt.written < len(data):
+                attempt.written += self._file.write(data[attempt.written :]) or 0
+        except OSError as error:
+            attempt.error = error
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A write, and what came of it; the fields belong to the thread until it has returned."""
+
+    data: bytes
+    written: int = 0
+    error: OSError | None = None
+
+
+def _remove_incomplete_line(path: Path) -> None:
+    """Truncate the file after its last newline."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, 2)
+        keep = end
+        while keep > 0:
+            start = max(0, keep - _CHUNK)
+            file.seek(start)
+            newline = file.read(keep - start).rfind(b"\n")
+            if newline >= 0:
+                keep = start + newline + 1
+                break
+            keep = start
+        if keep < end:
+            file.truncate(keep)
+
+
+def read_jsonl(path: Path, kind: type[T]) -> list[T]:
+    """All lines of `path`, decoded as `kind`; an incomplete last line is left out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RecordError: a line other than an incomplete last one cannot be decoded.
+    """
+    records: list[T] = []
+    for one in _decoded(path, kind):
+        if isinstance(one, RecordError):
+            raise one
+        records.append(one)
+    return records
+
+
+def read_undamaged(path: Path, kind: type[T]) -> tuple[list[T], list[RecordError]]:
+    """As `read_jsonl`, but lines that cannot be decoded are left out and returned as errors.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    records: list[T] = []
+    errors: list[RecordError] = []
+    for one in _decoded(path, kind):
+        if isinstance(one, RecordError):
+            errors.append(one)
+        else:
+            records.append(one)
+    return records, errors
+
+
+def _decoded(path: Path, kind: type[T]) -> Iterator[T | RecordError]:
+    """What each line holds, or why it cannot be decoded; without an incomplete last line."""
+    decoder = msgspec.json.Decoder(kind)
+    with path.open("rb") as file:
+        for number, line in enumerate(whole_lines(file), start=1):
+            if not line.strip():
+                continue
+            try:
+                yield decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                yield RecordError(path, number, str(error))
+
+
+def whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines up to the first one without its newline.
+
+    That one is still being written: the next read would return its second half as a line.
+    """
+    for line in file:
+        if not line.endswith(b"\n"):
+            return
+        yield line
+
+
+def read_tail(path: Path, kind: type[T], max_bytes: int) -> list[T]:
+    """The last whole lines of `path`, at most `max_bytes` of them; damaged lines are left out.
+
+    Empty when there is no such file.
+    """
+    decoder = msgspec.json.Decoder(kind)
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, 2) - max_bytes - 1)
+            file.seek(start)
+            data = file.read(max_bytes + 1)
+    except OSError:
+        return []
+    whole = data.rpartition(b"\n")[0]
+    if start:
+        whole = whole.partition(b"\n")[2]  # the first line may have lost its start
+    records: list[T] = []
+    for line in whole.split(b"\n"):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            if line.strip():
+                records.append(decoder.decode(line))
+    return records

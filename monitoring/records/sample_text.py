@@ -1,0 +1,94 @@
+"""`asyncrl samples`: trajectories in a terminal, each token in the colour of its origin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.text import Text
+
+from asyncrl.monitoring.records.samples import SampleRecord
+from asyncrl.monitoring.terminal.formatting import counted, ended, number, without_controls
+
+_STYLES = {"sampled": "", "drafted": "green", "verified": "cyan", "observed": "dim"}
+"""Of tokens, by origin. Without colours, drafted tokens stand in [ ], verified ones in { }, and
+observed ones in ( )."""
+_CONTEXT = "context"
+"""In place of an origin: a context begins here."""
+_BRACKETS = {
+    "sampled": ("", ""),
+    "drafted": ("[", "]"),
+    "verified": ("{", "}"),
+    "observed": ("(", ")"),
+}
+
+
+def legend(*, colours: bool) -> Text:
+    """What the colours, or the brackets, mean."""
+    words = {
+        "drafted": "drafted and accepted",
+        "verified": "of an older policy, verified",
+        "observed": "of an environment",
+    }
+    parts = [Text("tokens: sampled")]
+    for kind, meaning in words.items():
+        opening, closing = ("", "") if colours else _BRACKETS[kind]
+        parts.append(Text(f"{opening}{meaning}{closing}", style=_STYLES[kind] if colours else ""))
+    return Text(", ").join(parts)
+
+
+def sample_text(record: SampleRecord, *, colours: bool) -> Text:
+    """One trajectory: a line of facts, the prompt, the response, the reference answer."""
+    text = Text()
+    reward = number(record.reward)
+    style = "bold green" if record.reward is not None and record.reward > 0 else "bold red"
+    text.append(f"step {record.step}", style="bold")
+    if record.sample_id:
+        text.append(f", sample {record.sample_id}")
+    text.append(", reward ").append(reward, style=style)
+    if len(record.rewards) > 1:
+        parts = ", ".join(f"{name} {number(value)}" for name, value in record.rewards.items())
+        text.append(f" ({_clean(parts)})")
+    observed = record.count("observed")
+    if observed:
+        text.append(f", {counted(record.turns, 'turn')}")
+    text.append(f", {counted(len(record.tokens), 'token')}")
+    if observed:
+        text.append(f" ({observed} of the environment)")
+    if cut := ended(record.finish_reason, several_turns=observed > 0):
+        text.append(f", {cut}")
+    versions = sorted({segment.policy_version for segment in record.segments})
+    text.append(f", policy version {' and '.join(map(str, versions))}\n")
+    text.append(_clean(record.prompt), style="dim")
+    for piece, kind in _runs(record):
+        if kind == _CONTEXT:
+            text.append(f"\n{piece}\n", style="bold")
+            continue
+        opening, closing = ("", "") if colours else _BRACKETS[kind]
+        text.append(f"{opening}{_clean(piece)}{closing}", style=_STYLES[kind] if colours else "")
+    if record.answer is not None:
+        text.append("\nreference: ", style="dim").append(_clean(record.answer), style="dim")
+    return text
+
+
+def newest(records: Iterable[SampleRecord], count: int) -> list[SampleRecord]:
+    """The last samples, in the order in which they were trained on."""
+    return sorted(records, key=lambda record: record.step)[-count:] if count else []
+
+
+def _runs(record: SampleRecord) -> Iterator[tuple[str, str]]:
+    """Neighbouring tokens of one origin, as (text, origin), and where contexts begin."""
+    piece, kind = "", ""
+    for place, (token, origin) in enumerate(zip(record.tokens, record.provenance, strict=True)):
+        begins = place in record.contexts
+        if (begins or origin != kind) and piece:
+            yield piece, kind
+            piece = ""
+        if begins:
+            yield "-- another context --", _CONTEXT
+        piece, kind = piece + token, origin
+    if piece:
+        yield piece, kind
+
+
+def _clean(text: str) -> str:
+    return without_controls(text)

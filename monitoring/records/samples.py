@@ -1,0 +1,147 @@
+"""`samples.jsonl`: a few trajectories of a run, for people to read.
+
+Example:
+    >>> record = SampleRecord(
+    ...     step=3, prompt="1+1=", tokens=["2", "<eos>"], provenance=["drafted", "sampled"],
+    ...     segments=[SampleSegment(3, 0, 2)], reward=1.0, answer="2", logprobs=[-0.1, -0.01],
+    ... )
+    >>> record.count("drafted")
+    1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from asyncrl.monitoring.records.jsonl import RetryingJsonlWriter, read_jsonl
+
+TokenProvenance = Literal["sampled", "drafted", "verified", "observed"]
+"""Where a token came from: the names of `asyncrl.rollout.trajectory.Provenance` in lower case."""
+
+
+class SampleSegment(msgspec.Struct, frozen=True):
+    """Tokens `[start, end)` follow the distribution of one policy version."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+class SampleRecord(msgspec.Struct, frozen=True):
+    """One trajectory with its text; L is the number of response tokens."""
+
+    step: int
+    """The optimizer step that trained on it; of an evaluation, the policy version."""
+    prompt: str
+    tokens: list[str]
+    """`[L]` text of each response token."""
+    provenance: list[TokenProvenance]
+    """`[L]`"""
+    segments: list[SampleSegment]
+    """In order, covering `[0, L)`."""
+    reward: float | None
+    """The one that is trained on."""
+    answer: str | None = None
+    """The reference answer, where the task has one."""
+    logprobs: list[float | None] | None = None
+    """`[L]` behaviour log-probabilities; None where not finite."""
+    sample_id: str = ""
+    finish_reason: str = ""
+    contexts: list[int] = []
+    """Tokens at which the model's context begins anew: nothing before them is read after them."""
+    rewards: dict[str, float] = {}
+    """What it is made of: what each reward function returned, and the environment's part, without
+    their weights. Empty if one of them failed, which counts as 0."""
+    evaluation: str = ""
+    """The held-out set of a sample that was drawn for an evaluation, of the policy after `step`
+    steps; empty: it was trained on."""
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        if len(self.provenance) != n or (self.logprobs is not None and len(self.logprobs) != n):
+            raise ValueError(
+                f"sample {self.sample_id or self.step}: {n} tokens, {len(self.provenance)} "
+                "provenances"
+                + ("" if self.logprobs is None else f", {len(self.logprobs)} log-probabilities")
+            )
+
+    def count(self, provenance: TokenProvenance) -> int:
+        """How many tokens have this provenance."""
+        return self.provenance.count(provenance)
+
+    @property
+    def turns(self) -> int:
+        """Turns of the policy: rows of tokens with none of an environment among them."""
+        own = [one != "observed" for one in self.provenance]
+        return sum(one and not before for one, before in zip(own, [False, *own], strict=False))
+
+    def version_at(self, position: int) -> int | None:
+        """Policy version of the token at `position`; None outside all segments."""
+        for segment in self.segments:
+            if segment.start <= position < segment.end:
+                return segment.policy_version
+        return None
+
+
+class SampleLog:
+    """Appends trajectories to `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer = RetryingJsonlWriter(path)
+
+    def append(self, *records: SampleRecord) -> None:
+        """Write the records and hand them to the operating system.
+
+        Lone surrogates, which UTF-8 cannot encode, are written as question marks.
+        """
+        self._writer.append([_writable(record) for record in records])
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._writer.close()
+
+
+def _writable(record: SampleRecord) -> SampleRecord:
+    def clean(text: str) -> str:
+        return text.encode("utf-8", "replace").decode("utf-8")
+
+    return msgspec.structs.replace(
+        record,
+        prompt=clean(record.prompt),
+        tokens=[clean(token) for token in record.tokens],
+        answer=None if record.answer is None else clean(record.answer),
+    )
+
+
+def read_samples(path: Path) -> list[SampleRecord]:
+    """All records in the order of the file; empty when it does not exist.
+
+    Raises:
+        RecordError: a line other than an incomplete last one cannot be decoded.
+    """
+    try:
+        return read_jsonl(path, SampleRecord)
+    except FileNotFoundError:
+        return []
+
+
+def trained_on(records: Iterable[SampleRecord]) -> list[SampleRecord]:
+    """Those that are not of an evaluation."""
+    return [one for one in records if not one.evaluation]
+
+
+def choose_samples(records: Iterable[SampleRecord], max_samples: int) -> list[SampleRecord]:
+    """Up to `max_samples` records, evenly spread over the run, its first and last included."""
+    everything = sorted(records, key=lambda record: record.step)
+    if max_samples <= 0:
+        return []
+    if len(everything) <= max_samples:
+        return everything
+    if max_samples == 1:
+        return [everything[-1]]
+    last = len(everything) - 1
+    return [everything[round(i * last / (max_samples - 1))] for i in range(max_samples)]

@@ -1,0 +1,250 @@
+"""Spans of what a process did when, and idle shares computed from them.
+
+All functions are pure.
+
+Example:
+    >>> spans = [Span("generating", 0.0, 6.0), Span("waiting", 6.0, 9.0, {"for": "weights"})]
+    >>> idle_ratio(spans, 0.0, 10.0)
+    0.4
+    >>> idle_by_cause(spans, 0.0, 10.0)
+    {'weights': 0.3, 'unaccounted': 0.1}
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.monitoring.records.jsonl import read_jsonl
+
+UNACCOUNTED = "unaccounted"
+"""Cause of the idle time that no span covers."""
+ABSENT_SECONDS = 1.0
+"""A longer time without a span of any process is one without processes."""
+
+
+class SpanKind(StrEnum):
+    """What a process does. Where spans overlap, the kind listed first here counts."""
+
+    TRAINING = "training"
+    GENERATING = "generating"
+    VERIFYING = "verifying"
+    EVALUATING = "evaluating"
+    RUN_AHEAD = "run_ahead"
+    TRANSFERRING_WEIGHTS = "transferring_weights"
+    REWARDING = "rewarding"
+    SAVING = "saving"
+    STARTING = "starting"
+    WAITING = "waiting"
+    """Idle; the argument `for` names the cause."""
+
+
+_RANK = {kind.value: rank for rank, kind in enumerate(SpanKind)}
+
+
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One process did one thing from `start` to `end`."""
+
+    kind: str
+    """A `SpanKind` value; readers show an unknown kind by its name."""
+    start: float
+    """Unix time in seconds, monotonic within a process."""
+    end: float
+    args: dict[str, Any] = {}
+    """Details: `step`, `version`, `for`."""
+
+    @property
+    def seconds(self) -> float:
+        """Duration."""
+        return self.end - self.start
+
+    @property
+    def cause(self) -> str:
+        """What a waiting span waited for."""
+        return str(self.args.get("for", UNACCOUNTED))
+
+
+def continues(first: Span, second: Span, gap: float) -> bool:
+    """Whether `second` is the same activity, at most `gap` seconds after `first`."""
+    return (
+        first.kind == second.kind
+        and first.args == second.args
+        and first.start <= second.start <= first.end + gap
+    )
+
+
+def join(first: Span, second: Span) -> Span:
+    """The span that covers both; `second` must continue `first`."""
+    return Span(first.kind, first.start, max(first.end, second.end), first.args)
+
+
+def merge(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
+    """Join equal spans that overlap or lie at most `gap` seconds apart; ordered by start."""
+    newest: dict[tuple[str, str], int] = {}
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        key = (span.kind, repr(span.args))
+        index = newest.get(key)
+        if index is not None and continues(merged[index], span, gap):
+            merged[index] = join(merged[index], span)
+        else:
+            newest[key] = len(merged)
+            merged.append(span)
+    return merged
+
+
+def clip(spans: Iterable[Span], start: float, end: float) -> list[Span]:
+    """The parts of spans inside `[start, end)`."""
+    return [
+        Span(span.kind, max(span.start, start), min(span.end, end), span.args)
+        for span in spans
+        if span.end > start and span.start < end
+    ]
+
+
+def flatten(spans: Iterable[Span]) -> list[Span]:
+    """Spans without overlap: at each moment the running one of the first kind in `SpanKind`.
+
+    Cost: O(n log n + n m) for n spans of which at most m run at once.
+    """
+    ordered = sorted(spans, key=lambda span: span.start)
+    edges = sorted({edge for span in ordered for edge in (span.start, span.end)})
+    running: list[Span] = []
+    pieces: list[Span] = []
+    upcoming = 0
+    for left, right in itertools.pairwise(edges):
+        while upcoming < len(ordered) and ordered[upcoming].start <= left:
+            running.append(ordered[upcoming])
+            upcoming += 1
+        running = [span for span in running if span.end > left]
+        if not running:
+            continue
+        top = min(running, key=lambda span: (_RANK.get(span.kind, 0), -span.start))
+        piece = Span(top.kind, left, right, top.args)
+        if pieces and continues(pieces[-1], piece, 0.0):
+            pieces[-1] = join(pieces[-1], piece)
+        else:
+            pieces.append(piece)
+    return pieces
+
+
+def absent_seconds(lanes: Iterable[Iterable[Span]], start: float, end: float) -> float:
+    """Seconds of `[start, end)` in which no process of a run existed.
+
+    These are the times longer than `ABSENT_SECONDS` that no span of any process covers, such as
+    those between the end of a run and its resumption. A process that lives records what it waits
+    for. 0 if no span lies in that time at all, since nothing is known then.
+
+    Example:
+        >>> stopped = [Span("training", 0, 10), Span("training", 70, 100)]
+        >>> absent_seconds([stopped, [Span("decoding", 5, 15)]], 0, 100)
+        55.0
+    """
+    absent, covered = 0.0, start
+    spans = sorted((span.start, span.end) for lane in lanes for span in lane)
+    for begin, finish in [*spans, (end, end)]:
+        gap = min(begin, end) - covered
+        absent += gap if gap > ABSENT_SECONDS else 0.0
+        covered = max(covered, finish)
+    return absent if absent < end - start else 0.0
+
+
+def idle_by_cause(
+    spans: Iterable[Span], start: float, end: float, *, absent: float = 0.0
+) -> dict[str, float]:
+    """Share of `[start, end)` in which a process waited, by cause, largest first.
+
+    Time that no span covers counts as idle, with cause `UNACCOUNTED`.
+
+    Args:
+        spans: of the process.
+        start: Unix time in seconds.
+        end: as `start`.
+        absent: seconds of that time that do not count (`absent_seconds`).
+
+    Raises:
+        ValueError: nothing is left of the time.
+    """
+    whole = end - start - absent
+    if not whole > 0:
+        raise ValueError(
+            f"idle shares need an end after the start; got {start} to {end}, {absent} s of which "
+            "do not count"
+        )
+    covered = 0.0
+    idle: dict[str, float] = {}
+    for span in flatten(clip(spans, start, end)):
+        covered += span.seconds
+        if span.kind == SpanKind.WAITING:
+            idle[span.cause] = idle.get(span.cause, 0.0) + span.seconds
+    missing = whole - covered
+    if missing > 1e-9 * (end - start):
+        idle[UNACCOUNTED] = idle.get(UNACCOUNTED, 0.0) + missing
+    largest = sorted(idle.items(), key=lambda item: -item[1])
+    return {cause: seconds / whole for cause, seconds in largest}
+
+
+def idle_ratio(spans: Iterable[Span], start: float, end: float) -> float:
+    """Share of `[start, end)` in which a process waited, 0 to 1. Raises as `idle_by_cause`."""
+    return min(1.0, sum(idle_by_cause(spans, start, end).values()))
+
+
+class RecentIdle:
+    """Idle shares over the last `seconds`, updated with each piece of a time line.
+
+    For time lines whose pieces do not overlap, as those of generators and trainers. Each piece
+    costs amortised O(1).
+    """
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        self._seconds = seconds
+        self._spans: deque[Span] = deque()
+        self._idle: dict[str, float] = {}
+        self._covered = 0.0
+
+    def add(self, span: Span) -> dict[str, float]:
+        """Add a piece; returns the idle share of the time that ends with it, by cause.
+
+        Until `seconds` have passed, that time begins with the first piece. Causes that have no
+        share left stay in the result with 0. Time that no piece covers is `UNACCOUNTED`.
+        """
+        self._spans.append(span)
+        self._count(span, 1.0)
+        start = span.end - self._seconds
+        while self._spans[0].start < start:
+            old = self._spans.popleft()
+            self._count(old, -1.0)
+            if old.end > start:
+                rest = Span(old.kind, start, old.end, old.args)
+                self._spans.appendleft(rest)
+                self._count(rest, 1.0)
+        whole = span.end - self._spans[0].start
+        missing = max(0.0, whole - self._covered)
+        idle = self._idle | {UNACCOUNTED: self._idle.get(UNACCOUNTED, 0.0) + missing}
+        return {cause: min(1.0, max(0.0, seconds / whole)) for cause, seconds in idle.items()}
+
+    def _count(self, span: Span, sign: float) -> None:
+        self._covered += sign * span.seconds
+        if span.kind == SpanKind.WAITING:
+            self._idle[span.cause] = self._idle.get(span.cause, 0.0) + sign * span.seconds
+
+
+def read_spans(path: Path, gap: float = 0.002) -> list[Span]:
+    """One process's spans, merged and ordered by start.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RecordError: a line other than an incomplete last one cannot be decoded.
+    """
+    return merge((span for span in read_jsonl(path, Span) if span.end > span.start), gap)
+
+
+def read_timelines(folder: Path) -> Mapping[str, list[Span]]:
+    """Process name to its spans, for each `*.jsonl` in `folder`, ordered by name; may be empty."""
+    return {path.stem: read_spans(path) for path in sorted(folder.glob("*.jsonl"))}

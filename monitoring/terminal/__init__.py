@@ -1,0 +1,1 @@
+"""What the terminal shows of a run: the live view, the status, and how numbers are written."""

@@ -1,0 +1,67 @@
+"""Evaluations in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl.monitoring.terminal.formatting import duration, number
+from asyncrl.wire.records.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation
+
+
+def evaluation_lines(record: EvaluationRecord, *, is_best: bool = False) -> list[str]:
+    """What a run says of an evaluation, a line per set.
+
+    held-out accuracy before training: 0.664 ± 0.058 (256 samples, drawn as in training)
+    held-out accuracy of step 40: 0.711 ± 0.056 (256 samples, drawn as in training), the best so far
+    """
+    when = f"of step {record.step}" if record.when == "during" else f"{record.when} training"
+    lines = []
+    for name, one in record.sets.items():
+        of_set = "" if name == HELD_OUT else f" on {name}"
+        lines.append(f"held-out accuracy {when}{of_set}: {estimates(one)}")
+    if record.when == "during" and lines:
+        lines[0] += ", the best so far" if is_best else ""
+        if record.held_seconds >= 0.05:
+            lines[0] += f"; it held new weights back for {duration(record.held_seconds)}"
+    return lines or [f"no held-out prompts, so no accuracy {when}"]
+
+
+def estimates(one: SetEvaluation) -> str:
+    """`0.664 ± 0.058 (256 samples, drawn as in training), pass@4 0.902`, or why there is none."""
+    if one.accuracy is None:
+        return f"incomplete, {_too_few(one)}"
+    about = [f"{one.samples:,} samples, drawn as in training"]
+    if one.unscored:
+        about.append(f"{one.unscored:,} more without a reward are left out")
+    if one.failed:
+        about.append(f"the rewards of {one.failed:,} failed and count as 0")
+    text = f"{one.accuracy:.3f} ± {one.margin:.3f} ({'; '.join(about)})"
+    return ", ".join([text, *_passes(one)])
+
+
+def incomplete(record: EvaluationRecord | None) -> str | None:
+    """What an evaluation lacks; None if it is complete, or None.
+
+    evaluation of step 40 is incomplete: 120 of 256 samples have no reward
+    """
+    if record is None or record.is_complete:
+        return None
+    when = f"of step {record.step}" if record.when == "during" else f"{record.when} training"
+    lacks = [
+        f"{_too_few(one)}{'' if name == HELD_OUT else f' on {name}'}"
+        for name, one in record.sets.items()
+        if not one.is_complete
+    ]
+    return f"evaluation {when} is incomplete: {'; '.join(lacks)}"
+
+
+def _too_few(one: SetEvaluation) -> str:
+    if one.unscored:
+        return f"{one.unscored:,} of {one.unscored + one.samples:,} samples have no reward"
+    return f"the rewards of all {one.samples:,} samples failed"
+
+
+def _passes(one: SetEvaluation) -> Iterator[str]:
+    for k, value in one.pass_at.items():
+        if k > 1:
+            yield f"pass@{k} {number(value, 3)}"

@@ -1,0 +1,94 @@
+"""The text of `asyncrl status`: what a run is doing, in a few lines.
+
+arithmetic: training, step 7 of 30, torch engine, 2 min 05 s left
+waiting: step 7 waits for 1 sample (1 running, 0 to be started)
+reward 0.412, accuracy before training 0.125
+accuracy of step 5 0.250, best 0.281 at step 4, evaluating step 10, 120/256
+staleness 0.00 on average, 0 at most, exactly on-policy so far
+1,234 tokens/s, 35% of tokens drafted, 81% of drafts accepted
+groups: 63 trained on, 0 failed, 18 in flight, 2 delivered
+samples: 34 running, 12 held, 3 queued
+idle: generators 2%, trainer 30%
+trainer: ready, policy version 7, metrics on port 9101
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.monitoring.terminal.formatting import ON_POLICY, brief, duration
+from asyncrl.wire.records.reward_counts import RewardCounts
+
+_LINES: tuple[tuple[str, ...], ...] = (
+    ("{run}: {phase}", "step {step} of {steps}", "{engine} engine", "{left} left"),
+    ("waiting: {waiting_for}",),
+    ("reward {reward_mean:.3f}", "accuracy before training {accuracy_before:.3f}"),
+    (
+        "accuracy of step {accuracy_later} {accuracy:.3f}",
+        "{evaluation_incomplete}",
+        "best {best_accuracy:.3f} at step {best_step}",
+        "evaluating {evaluating}",
+    ),
+    ("staleness {staleness_mean:.2f} on average", "{staleness_max} at most", "{on_policy} so far"),
+    (
+        "{tokens_per_second:,.0f} tokens/s",
+        "{drafted_share:.0%} of tokens drafted",
+        "{draft_acceptance:.0%} of drafts accepted",
+    ),
+    (
+        "groups: {groups_trained:,} trained on",
+        "{groups_failed:,} failed",
+        "{groups_without_signal:,} without signal",
+        "{groups_in_flight:,} in flight",
+        "{groups_delivered:,} delivered",
+    ),
+    (
+        "samples: {samples_running:,} running",
+        "{in_environments:,} of them wait for environments",
+        "{samples_held:,} held",
+        "{samples_queued:,} queued",
+    ),
+    (
+        "environments: {environment_turns:,} turns answered",
+        "{answered} each",
+        "{started_over:,} samples started over",
+    ),
+    ("rewards: {rewards_failed:,} failed and counted as 0 ({failures})",),
+    ("idle: generators {generator_idle:.0%}", "trainer {trainer_idle:.0%}"),
+)
+_PROCESS = ("{state}", "policy version {policy_version}", "metrics on port {metrics_port}")
+
+
+def status_lines(status: Mapping[str, Any]) -> list[str]:
+    """The lines for the answer to a status request; values that are not known are left out."""
+    eta = status.get("eta_seconds")
+    on_policy = status.get("exactly_on_policy")
+    answered = status.get("environment_seconds")
+    failed = RewardCounts(failed=status.get("reward_failures") or {})
+    known = {
+        **status,
+        "accuracy_later": status.get("accuracy_step") or None,  # step 0 is in the line before
+        "left": None if eta is None else duration(eta),
+        "in_environments": status.get("samples_in_environments") or None,
+        "answered": None if answered is None else brief(answered),
+        "failures": failed.describe_failures(),
+        "on_policy": None if on_policy is None else ON_POLICY[on_policy],
+    }
+    lines = [_filled(parts, known) for parts in _LINES]
+    for name, about in status.get("processes", {}).items():
+        version = about["policy_version"]
+        has_weights = {"policy_version": version if version >= 0 else None}
+        lines.append(f"  {name}: {_filled(_PROCESS, {**about, **has_weights})}")
+    return [line for line in lines if line]
+
+
+def _filled(parts: tuple[str, ...], values: Mapping[str, Any]) -> str:
+    known = {name: value for name, value in values.items() if value is not None}
+    filled = []
+    for part in parts:
+        try:
+            filled.append(part.format_map(known))
+        except KeyError:
+            continue
+    return ", ".join(filled)

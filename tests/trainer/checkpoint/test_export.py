@@ -1,0 +1,147 @@
+"""An exported model is the one that was trained. The tests of vLLM generate with one, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from typer.testing import CliRunner
+from whole_checkpoints import WEIGHTS, flip
+
+from asyncrl.cli.app import app
+from asyncrl.errors import UserError
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.tasks import exported_model
+from asyncrl.tasks.config import ModelConfig
+from asyncrl.tasks.model import resolve_model
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import CheckpointError, CheckpointUnwritable
+from asyncrl.trainer.checkpoint import export as exports
+from asyncrl.trainer.checkpoint import export_files
+from asyncrl.trainer.checkpoint.export import export
+from asyncrl.trainer.checkpoint.format import tensors as checkpoint_tensors
+from asyncrl.trainer.checkpoint.format.files import path_of
+from asyncrl.trainer.learner import Learner
+from asyncrl.wire.weights.fingerprint import fingerprint
+
+ModelPath = Callable[[str], str]
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the tests' small models have several."""
+    monkeypatch.setattr(exports, "_FILE_SIZE", "20KB")
+    monkeypatch.setattr(checkpoint_tensors, "_FILE_BYTES", 10_000)
+
+
+@pytest.fixture
+def run(tmp_path: Path, model_path: ModelPath, group_of: Callable[..., list[Trajectory]]) -> Path:
+    """A run with a checkpoint of step 1, of which weights were published as bfloat16."""
+    _train(tmp_path / "run", model_path("qwen3"), group_of)
+    return tmp_path / "run"
+
+
+def _train(run: Path, model: str, group_of: Callable[..., list[Trajectory]]) -> Learner:
+    learner = Learner(TrainerConfig(device="cpu", learning_rate=0.01), model, group_size=4, seed=1)
+    learner.add_group(group_of(0, np.random.default_rng(1)), np.arange(4, dtype=np.float32))
+    learner.step()
+    learner.fingerprint(torch.bfloat16)
+    learner.save(path_of(run / "checkpoints", 1))
+    (run / "config.yaml").write_text("run: {name: run}\n")
+    return learner
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "granite", "gpt2"])
+def test_an_exported_model_is_the_published_one_and_generates_like_it(
+    name: str,
+    model_path: ModelPath,
+    group_of: Callable[..., list[Trajectory]],
+    tmp_path: Path,
+) -> None:
+    learner = _train(tmp_path / "run", model_path(name), group_of)
+    export(path_of(tmp_path / "run" / "checkpoints", 1), tmp_path / "exported")
+    assert len(list((tmp_path / "exported").glob("model-*.safetensors"))) > 1
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
+    assert plain.dtype == torch.float32
+    for dtype in (torch.float32, torch.bfloat16):
+        found = fingerprint(plain.state_dict(keep_vars=True).items(), dtype)
+        assert found == learner.fingerprint(dtype)
+    live = learner.policy.model
+    live.set_attn_implementation("eager")
+    greedy = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    prompt = torch.tensor([[3, 4, 5, 6]])
+    written, drawn = (one.generate(prompt, greedy) for one in (plain.eval(), live))
+    assert torch.equal(written, drawn)
+
+
+def test_weights_that_were_not_those_of_the_engines_are_refused(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    read = exports._read
+
+    def wrong(*arguments: object) -> torch.Tensor:
+        tensor = read(*arguments)
+        tensor.view(-1)[-1] += 1
+        return tensor
+
+    monkeypatch.setattr(exports, "_read", wrong)
+    with pytest.raises(CheckpointError, match=r"are not those that the run's engines were given"):
+        export(path_of(run / "checkpoints", 1), tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_asyncrl_export_replaces_nothing_and_says_what_it_wrote(run: Path, tmp_path: Path) -> None:
+    def asyncrl(*words: object) -> str:
+        done = CliRunner().invoke(app, ["export", str(run), *map(str, words)])
+        return done.output if done.exception is None else str(done.exception)
+
+    place = run / "exports" / "step-000001"
+    assert f"exported: {place} (step 1, float32, " in asyncrl()
+    assert f"already exported: {place}" in asyncrl("--step", 1)
+    assert (place / "tokenizer.json").read_text() == '{"kept": true}'
+    assert "(step 1, bfloat16, " in asyncrl("--dtype", "bfloat16")
+    small = AutoModelForCausalLM.from_pretrained(f"{place}-bfloat16", dtype="auto")
+    assert small.dtype == torch.bfloat16
+    assert "whole checkpoints: 1" in asyncrl("--step", 7)
+    assert f"{tmp_path} exists and is not replaced" in asyncrl("--output", tmp_path)
+    assert "exported: " in asyncrl("--output", tmp_path / "given")
+    flip(next(place.glob("model-*.safetensors")))
+    assert f"remove or rename {place}" in asyncrl()
+    flip(path_of(run / "checkpoints", 1) / WEIGHTS)
+    assert f"{WEIGHTS} is damaged" in asyncrl("--output", tmp_path / "again")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "run"]
+
+
+def test_a_checkpoint_is_a_model_to_start_from(run: Path) -> None:
+    checkpoint = path_of(run / "checkpoints", 1)
+    for path in (checkpoint, checkpoint / "model"):
+        model = resolve_model(ModelConfig(path=str(path)), None)
+        assert model == str(run / "exports" / "step-000001")
+    (run / "exports" / "step-000001" / export_files.RECORD).write_text("{}")
+    with pytest.raises(UserError, match=r"model\.path: .* remove or rename it"):
+        resolve_model(ModelConfig(path=str(checkpoint)), None)
+
+
+def test_a_checkpoint_of_an_earlier_format_is_refused_in_one_sentence(run: Path) -> None:
+    checkpoint = path_of(run / "checkpoints", 1)
+    (checkpoint / "manifest.json").write_text('{"format": 2}')
+    with pytest.raises(UserError) as refused:
+        exported_model.export_run(run, 1, None, None)
+    assert f"--set model.path={checkpoint / 'model'}" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_nothing_is_left_of_an_export_that_the_disk_does_not_take(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exports, "sync", full)
+    with pytest.raises(CheckpointUnwritable, match=r"exported cannot be written: No space left"):
+        export(path_of(run / "checkpoints", 1), tmp_path / "exported")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -1,0 +1,394 @@
+"""The trainer's settings. Light to import: no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from asyncrl.trainer.base import loss_settings
+from asyncrl.trainer.base.algorithm_registry import (
+    check_name,
+    defaults_of,
+    has_critic,
+    normalises_over_step,
+)
+from asyncrl.trainer.base.critic_config import CriticConfig
+from asyncrl.trainer.base.lora_config import LoraConfig, refuse_conflicts
+from asyncrl.trainer.base.rank_network import LOOPBACK, network_of
+from asyncrl.wire.transport.limits import MAX_STEPS, MAX_THREADS, MAX_TOKENS, WEEK_SECONDS
+from asyncrl.wire.transport.paths import FunctionName
+
+ComputeDtype = Literal["float32", "bfloat16", "float64"]
+BFLOAT16_CAPABILITY = (8, 0)
+"""Compute capability of the first GPUs (A100) that multiply bfloat16."""
+
+
+class TrainerConfig(BaseModel):
+    """How groups of trajectories become optimizer steps.
+
+    By default each batch is passed over exactly once. `proximal_policy`, `correction` and
+    `clip_ratio_*` decide what the importance ratio does. docs/algorithms.md has the equations, and
+    the defaults of `loss_normalization`, `advantage_normalization`, `proximal_policy`, `correction`
+    and `clip_ratio_*` that an algorithm has of its own.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    algorithm: FunctionName = "grpo"
+    """Registered algorithm: grpo, dr_grpo, dapo, rloo, reinforce (leave-one-out baseline),
+    reinforce_plus_plus, reinforce_plus_plus_baseline, gspo, cispo, gpg, ppo (with a critic), or one
+    of your own, as path/to/file.py:Class or my.module:Class (docs/algorithms.md)."""
+    learning_rate: float = Field(default=1e-6, gt=0, le=1)
+    """Peak learning rate of AdamW; 1e-6 suits 1B-32B parameters."""
+    learning_rate_schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape after warm-up; cosine and linear decay to the minimum."""
+    learning_rate_minimum: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at which cosine and linear end."""
+    warmup_steps: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Optimizer steps over which the learning rate rises linearly."""
+    schedule_steps: int | None = Field(default=None, gt=0, le=MAX_STEPS)
+    """Step at which cosine and linear reach the minimum; unset: run.steps."""
+    weight_decay: float = Field(default=0.0, ge=0, le=10)
+    """AdamW's decoupled weight decay, on matrices only (not norms and biases)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's moment decays."""
+    adam_epsilon: float = Field(default=1e-8, gt=0, le=1)
+    """AdamW's epsilon."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """The global gradient norm is clipped to this; .inf turns it off."""
+
+    proximal_policy: Literal["current", "behaviour"] = "current"
+    """current: decoupled objective with truncated importance weights; a single pass clips nothing.
+    behaviour: PPO's clipped ratio against the policy that drew the tokens."""
+    importance_cap: float = Field(default=2.0, ge=1, le=1e6)
+    """Largest importance weight of a token or sample: the correction truncates it to this. Without
+    effect, and refused, with proximal_policy: behaviour (`dapo`, `gspo`, `cispo`) and with a
+    correction that does not truncate."""
+    dual_clip: float | None = Field(default=None, gt=1, le=1e6)
+    """PPO's dual clip: with a negative advantage, a token's loss grows up to this ratio and no
+    further. For proximal_policy: behaviour, and for several updates in a step; unset: none, as in
+    GRPO's and DAPO's papers. 3 is usual."""
+    correction: Literal[
+        "token_truncated",
+        "token_masked",
+        "sequence_truncated",
+        "sequence_masked",
+        "sequence_rejected",
+        "none",
+    ] = "token_truncated"
+    """What the ratio of current and behaviour probability does to a token or a whole sample:
+    truncated to `importance_cap`, left out where it is outside `correction_band` (masked), or left
+    out where the geometric mean of the sample's is (rejected). Without effect on-policy. With
+    proximal_policy: behaviour the ratio is in the loss, and only leaving out has an effect."""
+    correction_band: tuple[float, float] | None = None
+    """Ratios that masked and rejected keep; unset: 0.5 to 5 (masked), 0.99 to 1.01 (rejected)."""
+    log_ratio_clamp: float | None = Field(default=None, gt=0, le=80)
+    """Bound of |log of current over behaviour probability| of a token in the loss, and of current
+    over proximal probability, nats; unset: none. Others use 20."""
+    clip_ratio_low: float = Field(default=0.2, gt=0, le=1)
+    """PPO clips the ratio below 1 - this."""
+    clip_ratio_high: float = Field(default=0.2, gt=0, le=1e6)
+    """PPO clips the ratio above 1 + this; DAPO's clip-higher uses 0.28."""
+    loss_normalization: Literal["token", "sequence", "sample"] = "token"
+    """token: every response token of the step has the same weight (DAPO). sequence: every sample
+    has the same weight, its tokens are averaged first (GRPO). sample: tokens are summed, and
+    divided by the samples of the step (Dr. GRPO, RLOO); the only one that is unbiased."""
+    advantage_normalization: Literal["std", "none"] = "std"
+    """std: divide by the group's standard deviation (GRPO), with `ppo` normalise over the tokens of
+    the step. none: do not (Dr. GRPO)."""
+    skip_zero_variance_groups: bool = True
+    """Do not compute groups whose advantages are all 0. They still count in the denominator, so the
+    gradient is the same; their tokens are missing from the means of entropy, ratio and mismatch.
+    Without effect while kl_coefficient > 0 and with ppo and reinforce_plus_plus, whose groups all
+    have a gradient."""
+    overlong_buffer: int = Field(default=0, ge=0, le=MAX_TOKENS)
+    """DAPO's overlong shaping: over its last so many tokens before sampling.max_tokens, a response
+    loses up to 1 of its reward, linearly. 0: off. Metrics keep the task's rewards."""
+    mask_truncated_completions: bool = False
+    """DAPO's overlong filtering: leave samples out of the loss that the token limit, a deadline or
+    `environment.max_turns` cut off. Their rewards stay in their group's baseline, and they stay in
+    the loss's denominator, as what a correction leaves out."""
+    kl_coefficient: float = Field(default=0.0, ge=0, le=1000)
+    """Weight of the KL penalty towards the reference, which is the initial model unless it is
+    refreshed; with 0 no second model is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k3 (GRPO) and k2 are added to the loss, k1 is taken from the reward (RLHF, REINFORCE++)."""
+    kl_clamp: float | None = Field(default=None, gt=0, le=1e6)
+    """Largest KL estimate of a token, nats; unset: none. Others use 10."""
+    reference_refresh_steps: int | None = Field(default=None, gt=0, le=MAX_STEPS)
+    """Make the KL's reference a copy of the policy every so many steps; unset: it stays the initial
+    model."""
+    reference_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Make the KL's reference an average of policies: after each step it is this much of itself and
+    1 - this of the policy (0.99, say); unset: it stays the initial model."""
+
+    ppo_epochs: int = Field(default=1, ge=1, le=100)
+    """Passes over the samples of a step. More than 1 trains on samples of which the policy has
+    already learnt: only the first pass is on-policy."""
+    minibatches: int = Field(default=1, ge=1, le=10_000)
+    """Optimizer steps per pass, each on an equal share of the step's groups in data order. Weights
+    are published once per step. More than 1: only the first minibatch is on-policy."""
+    critic: CriticConfig = CriticConfig()
+    """Of `algorithm: ppo`; without effect on others, and refused with them."""
+
+    lora: LoraConfig = LoraConfig()
+    """Train an adapter in place of all weights."""
+
+    router_loss_coefficient: float = Field(default=0.0, ge=0, le=10)
+    """Weight of a loss that keeps the experts of a mixture in use (docs/algorithms.md); 0: none.
+    Pre-training uses 0.001 to 0.01."""
+
+    micro_batch_tokens: int = Field(default=8192, gt=0, le=MAX_TOKENS)
+    """Prompt + response tokens of one forward pass; a longer sequence gets its own."""
+    mix_groups: bool = False
+    """Whole groups that wait share forward passes, up to micro_batch_tokens: for groups that are
+    much smaller than that. The order of sums, so the rounding, then depends on what waits."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Compute type. auto: bfloat16 on a GPU of compute capability 8.0 or above, float32 on an older
+    one and on a CPU; what is chosen stands in the run's config.yaml. With agents, Ray and
+    Kubernetes, and on a GPU that nvidia-smi does not describe, config.yaml keeps auto and the
+    trainer's log says what was chosen. A resumed run keeps the type of its checkpoints. Under
+    bfloat16 (autocast) parameters and Adam stay float32. float32 on a GPU multiplies in
+    TensorFloat-32: 10 bits of a factor's mantissa, sums in float32 (docs/gpus.md)."""
+    device: str = "auto"
+    """auto (a GPU where there is one), cpu, cuda. `launcher.gpus` says which GPU."""
+    threads: int | None = Field(default=None, gt=0, le=MAX_THREADS)
+    """Torch threads of the trainer's process; unset: torch decides."""
+    ranks: int = Field(default=1, ge=1, le=1024)
+    """Processes that train together, each on its share of the groups and, with GPUs, on a GPU of
+    its own. They share the optimizer's state (docs/trainer.md)."""
+    sharding: Literal["optimizer", "full"] = "optimizer"
+    """What ranks share. optimizer: its state; weights and gradients are whole on each. full: all
+    three, for models that are too large for one device; ranks then compute micro-batches together
+    (docs/trainer.md)."""
+    rank_network: str = Field(default=LOOPBACK, max_length=50)
+    """Network over which the ranks speak: an interface (eth0), or addresses (10.1.0.0/16) of which
+    each rank's machine has one. lo: all ranks are on one machine. Any other needs
+    `launcher.trusted_network: true`, since gloo and NCCL have neither keys nor encryption."""
+    rank_seconds: float = Field(default=1800.0, gt=0, le=WEEK_SECONDS)
+    """Longest wait of a rank for the others in the middle of a step, while they compute what is
+    left of theirs. Then the trainer counts as lost."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Compute activations again in the backward pass. true: all of a block, a third slower.
+    selective: what costs little to compute again, for a fifth of the memory."""
+    optimizer_state: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Adam's moments: 8, 4 or 2 bytes a parameter. bfloat16 and int8 are rounded by chance, so that
+    small changes are not lost; int8 is a code with a scale for each 256 numbers."""
+    optimizer_offload: bool = False
+    """Keep Adam's moments in the host's memory; each step brings them to the device and back."""
+    compile: bool = False
+    """Compile each transformer block (torch.compile). The start takes longer, by a minute or more.
+    On a CPU it replaces `fused`."""
+    fused: bool = True
+    """On a CPU, compute float32 Llama-like models in fused layers instead of transformers' own."""
+    checkpoint_every: int = Field(default=50, gt=0, le=MAX_STEPS)
+    """Optimizer steps between checkpoints."""
+    async_checkpoints: bool = True
+    """Write checkpoints while training continues, from a copy in host memory: 12 bytes a parameter,
+    divided by the ranks. false: no copy, and training waits until each is written."""
+    keep_checkpoints: int = Field(default=2, gt=0, le=MAX_STEPS)
+    """How many of the newest checkpoints are kept."""
+
+    def for_device(
+        self, capability: tuple[int, int] | None, *, engines_dtype: str | None = None
+    ) -> TrainerConfig:
+        """These settings with `dtype: auto` resolved for a device.
+
+        Args:
+            capability: CUDA compute capability of the device; None: it is a CPU.
+            engines_dtype: of the engines' weights, if it is known. Where they are float32, so is
+                the model that an adapter is added to (`lora.config.FINER_ENGINES`).
+        """
+        if self.dtype != "auto":
+            return self
+        low = capability is not None and capability >= BFLOAT16_CAPABILITY
+        if self.lora.enabled and engines_dtype == "float32":
+            low = False
+        return self.model_copy(update={"dtype": "bfloat16" if low else "float32"})
+
+    @property
+    def compute_dtype(self) -> ComputeDtype:
+        """`dtype` of settings that `for_device` has resolved.
+
+        Raises:
+            ValueError: it is still `auto`.
+        """
+        if self.dtype == "auto":
+            raise ValueError(
+                "trainer.dtype is still auto where its value is needed: resolve it for the "
+                "trainer's device first (TrainerConfig.for_device)"
+            )
+        return self.dtype
+
+    @property
+    def band_of_correction(self) -> tuple[float, float]:
+        """`correction_band`, or the correction's own."""
+        if self.correction_band is not None:
+            return self.correction_band
+        return (0.99, 1.01) if self.correction == "sequence_rejected" else (0.5, 5.0)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps between two published versions."""
+        return self.ppo_epochs * self.minibatches
+
+    @property
+    def normalises_over_step(self) -> bool:
+        """Whether advantages are normalised over all tokens of a step."""
+        std = self.advantage_normalization == "std"
+        return normalises_over_step(self.algorithm, std=std)
+
+    @property
+    def gathers_first(self) -> bool:
+        """Whether no gradient is computed before the step's last group has arrived.
+
+        With several minibatches it decides who belongs to the first one. With advantages that are
+        normalised over the step, PPO's clip and further passes need their mean (decision 0061).
+        """
+        clips = has_critic(self.algorithm) and self.proximal_policy == "behaviour"
+        whole = self.normalises_over_step and (self.updates_per_step > 1 or clips)
+        return self.minibatches > 1 or whole
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_algorithm(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {**defaults_of(values.get("algorithm")), **values}
+
+    @field_validator("algorithm")
+    @classmethod
+    def _algorithm_is_known(cls, value: str) -> str:
+        check_name(value)
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_known(cls, value: str) -> str:
+        if value not in ("auto", "cpu", "cuda"):
+            raise ValueError("must be auto, cpu or cuda; launcher.gpus says which GPUs a run uses")
+        return value
+
+    @field_validator("rank_network")
+    @classmethod
+    def _network_has_a_name(cls, value: str) -> str:
+        return network_of(value)
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_below_one(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError(f"both betas must lie in [0, 1), got {value}")
+        return value
+
+    @field_validator("correction_band")
+    @classmethod
+    def _band_holds_one(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not 0 <= value[0] <= 1 <= value[1] <= 1e6:
+            raise ValueError(
+                f"must be two ratios around 1, as in [0.5, 5]; {list(value)} is not in order, or "
+                "would leave out tokens that are exactly on-policy"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _the_loss_has_these_settings(self) -> Self:
+        loss_settings.refuse_what_does_not_fit(self)
+        return self
+
+    @model_validator(mode="after")
+    def _the_critic_has_an_algorithm(self) -> Self:
+        if self.critic != CriticConfig() and not has_critic(self.algorithm):
+            raise ValueError(
+                f"critic: has no effect with algorithm: {self.algorithm}, which has no value "
+                "model; leave it out, or use algorithm: ppo"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shards_have_ranks(self) -> Self:
+        if self.sharding == "full" and self.ranks == 1:
+            raise ValueError(
+                "sharding: full has no effect with ranks: 1, which holds all of the model; leave "
+                "it out, or set ranks to 2 or more"
+            )
+        if self.sharding == "full" and self.critic.passes > 1:
+            raise ValueError(
+                f"critic.passes: {self.critic.passes} works with sharding: optimizer only; set "
+                "critic.passes to 1, or minibatches above 1, which fit policy and critic more often"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_shared_trunk_gives_no_routes(self) -> Self:
+        if self.critic.shared_trunk and self.router_loss_coefficient:
+            raise ValueError(
+                "router_loss_coefficient does not work with critic.shared_trunk: true; set one of "
+                "them to its default"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _selective_recomputation_happens_once(self) -> Self:
+        has_parts = self.normalises_over_step and not self.gathers_first
+        if self.gradient_checkpointing == "selective" and has_parts:
+            raise ValueError(
+                "gradient_checkpointing: selective keeps what it chose for one backward pass, and "
+                f"algorithm: {self.algorithm} needs two while groups arrive, to normalise "
+                "advantages over the step; choose gradient_checkpointing: true or false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_compiled_is_one_operation(self) -> Self:
+        if self.compile and self.gradient_checkpointing == "selective":
+            raise ValueError(
+                "gradient_checkpointing: selective does not work with compile: true, which makes "
+                "one operation of those that it chooses from; choose true or false"
+            )
+        if self.compile and self.sharding == "full":
+            raise ValueError(
+                "compile: true does not work with sharding: full, which brings the weights of a "
+                "block together when it is computed; set one of them to its default"
+            )
+        if self.compile and self.router_loss_coefficient:
+            raise ValueError(
+                "router_loss_coefficient does not work with compile: true, where what routers say "
+                "cannot be recorded; set one of them to its default"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _an_adapter_is_trained_alone(self) -> Self:
+        refuse_conflicts(self)
+        return self
+
+    @model_validator(mode="after")
+    def _the_reference_is_refreshed_one_way(self) -> Self:
+        settings = ("reference_refresh_steps", "reference_decay")
+        given = [name for name in settings if getattr(self, name) is not None]
+        if len(given) == len(settings):
+            raise ValueError(
+                "reference_refresh_steps copies the policy, reference_decay averages it: choose one"
+            )
+        if given and not self.kl_coefficient:
+            raise ValueError(
+                f"{given[0]} has no effect with kl_coefficient: 0, where there is no reference; "
+                "leave it out, or set kl_coefficient"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_is_complete(self) -> Self:
+        if self.schedule_steps is not None and self.schedule_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule_steps ({self.schedule_steps}) must be greater than "
+                f"warmup_steps ({self.warmup_steps})"
+            )
+        if self.learning_rate_minimum > self.learning_rate:
+            raise ValueError(
+                f"learning_rate_minimum ({self.learning_rate_minimum}) is above learning_rate "
+                f"({self.learning_rate})"
+            )
+        return self

@@ -1,0 +1,359 @@
+"""Checkpoints: each one is complete or absent.
+
+They are written to a temporary directory, which is then renamed.
+`trainer.checkpoint.format.manifest` has the manifest, `trainer.checkpoint.format.files` finds
+them, `asyncrl.trainer.checkpoint.export` makes models of them.
+
+```
+checkpoints/step-000012/
+  state/            weights, optimizer and random states: safetensors files of each rank, and
+                    index.json, which says where each tensor is
+  adapter/          adapter_config.json, if the weights are an adapter's (`trainer.lora`)
+  model/            a Hugging Face directory without its weights: configuration, tokenizer
+  steps.jsonl       what the trainer knows of the steps since the checkpoint before
+  manifest.json     format, policy version (also the data cursor: steps trained), settings, and
+                    size and digest of every other file; last
+```
+
+    begin (between two steps) ──► copied while training continues ──► write (in a thread):
+    files ──► digests ──► manifest ──► synced ──► not given up, not superseded ──► renamed
+
+Nothing in a checkpoint is a pickle, so reading one runs no code of whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors import SafetensorError
+from transformers import AutoTokenizer, PreTrainedModel
+
+from asyncrl.trainer.base.errors import CheckpointError, CheckpointUnwritable
+from asyncrl.trainer.checkpoint.format.disk import check_space, unwritable
+from asyncrl.trainer.checkpoint.format.files import STEPS, remove_remains, set_aside, verified
+from asyncrl.trainer.checkpoint.format.index import INDEX, STATE, Part, merge, part_path, read_index
+from asyncrl.trainer.checkpoint.format.manifest import Published, check_settings, write_manifest
+from asyncrl.trainer.checkpoint.format.tensors import (
+    Box,
+    Held,
+    held_by,
+    load_tensors,
+    write_tensors,
+)
+from asyncrl.trainer.checkpoint.snapshot import Snapshot
+from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, Fence
+from asyncrl.trainer.lora.files import ADAPTER, write_settings
+from asyncrl.trainer.optimizer.training_state import (
+    TrainingState,
+    random_targets,
+    set_random_states,
+)
+from asyncrl.trainer.ranks.network import this_machine
+from asyncrl.trainer.ranks.world import World
+from asyncrl.wire.messages.from_trainer import CheckpointFault
+from asyncrl.wire.records.step import TrainedStep
+from asyncrl.wire.transport.atomic_files import replacing, sync
+
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5")
+_LOOK_SECONDS = 0.02
+"""Between two looks for the parts of other ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What is written to a checkpoint, besides the steps."""
+
+    state: TrainingState
+    model: PreTrainedModel
+    """Its configuration is written."""
+    model_path: str
+    """Where the run's model came from; its tokenizer files are copied from there."""
+    policy_version: int
+    settings: dict[str, Any]
+    """Every setting that shapes the run, as JSON types."""
+    initial_weights: str
+    """Digest of the weights that the run started from; empty if it is not known."""
+    published: Published | None = None
+    """Digest of this version's weights as they were published; None: they were not."""
+    adapter: Mapping[str, Any] | None = None
+    """What a PEFT directory says of the adapter that the weights are; None: they are a model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which part of a checkpoint this process writes, and where all ranks write theirs."""
+
+    rank: int = 0
+    ranks: int = 1
+    word: str = field(default_factory=lambda: os.urandom(8).hex())
+    """In the temporary folder's name, the same for all ranks and for no other checkpoint: two
+    containers may have trainers with one process id."""
+    seconds: float = 600.0
+    """Longest wait of rank 0 for the parts of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The rest of a checkpoint, after `read` has set the state."""
+
+    policy_version: int
+    initial_weights: str
+    """As in `Contents`."""
+    values: dict[str, Any]
+    """As in `TrainingState`."""
+
+
+def pending(contents: Contents, snapshot: Snapshot | None, world: World) -> Pending:
+    """A checkpoint of all ranks. A collective.
+
+    Args:
+        contents: of the present version.
+        snapshot: copies the state, if all ranks have memory for that; None: it is not copied.
+        world: the ranks.
+
+    Raises:
+        RankLost: another rank did not take part.
+    """
+    held = held_by(contents.state.boxes(world.rank), world.rank)
+    needed = 0 if snapshot is None else snapshot.needed(held)
+    all_needed = world.gather(f"{needed} {this_machine()}".encode(), "memory of a checkpoint")
+    lacking = "" if snapshot is None else snapshot.lacks(_needed_here(all_needed))
+    if lacking:
+        logger.warning(
+            "training waits for this checkpoint (trainer.async_checkpoints): %s", lacking
+        )
+    if world.any(bool(lacking), "whether there is memory for a checkpoint"):
+        snapshot = None
+    word = world.gather(Place().word.encode(), "the name of a checkpoint")[0].decode()
+    return Pending(contents, held, snapshot, Place(world.rank, world.size, word))
+
+
+def _needed_here(gathered: Sequence[bytes]) -> int:
+    """Bytes that all ranks of this machine need; from each "bytes machine"."""
+    here, all_needed = this_machine(), (one.decode().partition(" ") for one in gathered)
+    return sum(int(count) for count, _, machine in all_needed if machine == here)
+
+
+class Pending:
+    """A checkpoint whose state is fixed and that is not written yet.
+
+    Args:
+        contents: of the present version.
+        held: what this rank writes.
+        snapshot: copies the state, so that training may continue; None: the state must not change
+            until it is written.
+        place: of this rank; None: there is no other.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        held: Sequence[Held],
+        snapshot: Snapshot | None = None,
+        place: Place | None = None,
+    ) -> None:
+        self._contents, self._place, self._snapshot = contents, place or Place(), snapshot
+        self._values = contents.state.plain()
+        self._held = held if snapshot is None else snapshot.take(held)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether training may continue before it is written."""
+        return self._snapshot is not None
+
+    def write(
+        self,
+        directory: Path,
+        steps: Sequence[TrainedStep] = (),
+        given_up: threading.Event | None = None,
+        fence: Fence = UNFENCED,
+    ) -> None:
+        """Write it to `directory` atomically; as another rank than 0, write this rank's part.
+
+        One of that name, and newer ones, are moved to `set-aside/`: they belong to another course
+        of the run.
+
+        Args:
+            directory: its name.
+            steps: since the checkpoint before.
+            given_up: may be set by another thread, which does not wait any longer: what was written
+                may be inconsistent and is removed.
+            fence: keeps a trainer that was replaced from writing.
+
+        Raises:
+            Superseded: this is no longer the run's trainer; nothing of it is left.
+            CheckpointUnwritable: the disk does not take it, or it was given up; nothing of it is
+                left, and no other is removed.
+        """
+        if self._snapshot is not None:
+            self._snapshot.wait()
+        temporary = directory.with_name(f".{directory.name}.{self._place.word}.writing")
+        needed = sum(one.local.nbytes for one in self._held)
+        fence.check()
+        if self._place.rank:
+            try:
+                with unwritable(directory, needed):
+                    self._write_part(temporary)
+            except CheckpointUnwritable as error:
+                said = msgspec.json.encode((error.cause, str(error)))
+                failed = _failed_path(temporary, self._place.rank)
+                with contextlib.suppress(OSError), replacing(failed) as file:
+                    file.write(said)
+                raise
+            return
+        with unwritable(directory, needed):
+            try:
+                directory.parent.mkdir(parents=True, exist_ok=True)
+                remove_remains(directory.parent, unless=temporary)
+                check_space(directory.parent, needed)
+                self._fill(temporary, steps, given_up)
+                if given_up is not None and given_up.is_set():
+                    raise CheckpointUnwritable(f"{directory} was given up", "hanging")
+                fence.check()
+                if directory.exists():
+                    set_aside(directory.parent, newer_than=self._contents.policy_version - 1)
+                temporary.rename(directory)
+                sync(directory.parent)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def _write_part(self, temporary: Path) -> Part:
+        """The files of this rank; another rank than 0 says so on the disk."""
+        (temporary / STATE).mkdir(parents=True, exist_ok=True)
+        part = write_tensors(temporary, self._held, self._place.rank)
+        if self._place.rank:
+            with replacing(part_path(temporary, self._place.rank)) as file:
+                file.write(msgspec.json.encode(part))
+        return part
+
+    def _fill(
+        self, temporary: Path, steps: Sequence[TrainedStep], given_up: threading.Event | None
+    ) -> None:
+        contents = self._contents
+        parts = [self._write_part(temporary), *self._other_parts(temporary, given_up)]
+        digests = {name: one for part in parts for name, one in part.files.items()}
+        text = msgspec.json.encode(merge(parts, self._values))
+        (temporary / INDEX).write_bytes(text)
+        model = temporary / "model"
+        contents.model.config.save_pretrained(model)
+        if contents.model.generation_config is not None:
+            contents.model.generation_config.save_pretrained(model)
+        _copy_tokenizer(contents.model_path, model)
+        if contents.adapter is not None:
+            write_settings(temporary / ADAPTER, contents.adapter)
+        lines = [msgspec.json.encode(step) + b"\n" for step in steps]
+        (temporary / STEPS).write_bytes(b"".join(lines))
+        write_manifest(
+            temporary,
+            policy_version=contents.policy_version,
+            settings=contents.settings,
+            initial_weights=contents.initial_weights,
+            published=contents.published,
+            known=digests,
+        )
+        for path in [*temporary.rglob("*"), temporary]:
+            if path.relative_to(temporary).as_posix() not in digests:  # those are on the disk
+                sync(path)
+
+    def _other_parts(self, temporary: Path, given_up: threading.Event | None) -> list[Part]:
+        """What the other ranks wrote; waits for them."""
+        found: list[Part] = []
+        until = time.monotonic() + self._place.seconds
+        for rank in range(1, self._place.ranks):
+            path = part_path(temporary, rank)
+            while not _is_there(path):
+                failed = _failed_path(temporary, rank)
+                if _is_there(failed) and (text := failed.read_bytes()):
+                    cause, said = msgspec.json.decode(text, type=tuple[CheckpointFault, str])
+                    raise CheckpointUnwritable(f"rank {rank}: {said}", cause)
+                if (given_up is not None and given_up.is_set()) or time.monotonic() > until:
+                    raise CheckpointUnwritable(
+                        f"rank {rank} has not written its part {path} within "
+                        f"{self._place.seconds:.0f} s; all ranks must share the run's folder",
+                        "hanging",
+                    )
+                time.sleep(_LOOK_SECONDS)
+            found.append(msgspec.json.decode(path.read_bytes(), type=Part))
+            path.unlink()
+        return found
+
+
+def read(directory: Path, state: TrainingState, settings: dict[str, Any], rank: int = 0) -> Loaded:
+    """Load a checkpoint into `state` and set the random states; return the rest.
+
+    It may have been written by another number of ranks.
+
+    Raises:
+        CheckpointError: it is not whole, has another format, is of another model, or was written
+            under other settings.
+    """
+    manifest = verified(directory)
+    check_settings(directory, manifest, settings)
+    try:
+        index = read_index(directory)
+        targets, rest = state.targets(index)
+        random = random_targets(index, rank)
+        load_tensors(
+            directory, index, targets | {name: Box.of(one) for name, one in random.items()}
+        )
+        rest.apply()
+        # Last: building a model may draw random numbers.
+        set_random_states(random, rank)
+    except CheckpointError as error:
+        if str(directory) in str(error):
+            raise
+        raise CheckpointError(f"{directory}: {error}") from error
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
+        raise CheckpointError(
+            f"cannot read the checkpoint {directory}: {type(error).__name__}: {error}"
+        ) from error
+    return Loaded(manifest.policy_version, manifest.initial_weights or "", rest.values)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file is there.
+
+    Its folder is read: of a file that was asked for too early, a network file system may say for
+    half a minute that it does not exist.
+    """
+    return path.name in os.listdir(path.parent)  # noqa: PTH208 - names only
+
+
+def _failed_path(temporary: Path, rank: int) -> Path:
+    """Where a rank says why it cannot write its part."""
+    return part_path(temporary, rank).with_suffix(".failed")
+
+
+def _copy_tokenizer(model_path: str, target: Path) -> None:
+    """Copy the model's other files (tokenizer, chat template) that `target` lacks."""
+    source = Path(model_path)
+    if not source.is_dir():
+        AutoTokenizer.from_pretrained(model_path, trust_remote_code=False).save_pretrained(target)
+        return
+    for path in source.iterdir():
+        if (
+            path.is_file()
+            and not path.name.endswith(_WEIGHTS)
+            and not (target / path.name).exists()
+        ):
+            shutil.copyfile(path, target / path.name)

@@ -1,0 +1,195 @@
+"""Makes a Hugging Face directory of a checkpoint: what transformers and vLLM load.
+
+It is written to a temporary directory, which is then renamed, and nothing that exists is replaced.
+`asyncrl-export.json` says which checkpoint it is of; it is a manifest as that of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+
+from asyncrl.trainer.base.errors import CheckpointError, CheckpointUnwritable
+from asyncrl.trainer.checkpoint.adapter_export import (
+    adapter_tensors,
+    has_adapter,
+    merged_model,
+    settings_of_adapter,
+)
+from asyncrl.trainer.checkpoint.export_files import write_record
+from asyncrl.trainer.checkpoint.format.disk import check_space
+from asyncrl.trainer.checkpoint.format.index import WEIGHTS, Index, read_index
+from asyncrl.trainer.checkpoint.format.manifest import Manifest, read_manifest, verify_files
+from asyncrl.trainer.checkpoint.format.tensors import Box, load_tensors, name_of
+from asyncrl.trainer.lora.files import ADAPTER
+from asyncrl.trainer.lora.tensors import converted, write_adapter
+from asyncrl.wire.transport.atomic_files import sync
+from asyncrl.wire.weights.fingerprint import TensorSums, collect, sums_of
+from asyncrl.wire.weights.pretrained import causal_lm_without_weights
+
+_FILE_SIZE = "5GB"
+"""Of a weights file; a model that is larger has several and an index."""
+_POLICY = "weights/policy/"
+
+
+def export(checkpoint: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the policy of a checkpoint to `target`, with its adapter merged if it has one.
+
+    Holds the model once in host memory, in the data type of the export. The weights are compared
+    with the digest of those that the run's engines were given, if the checkpoint has it.
+
+    Args:
+        checkpoint: a folder `step-NNNNNN`; its optimizer may be damaged.
+        target: must not exist.
+        dtype: of the weights; None: as they are trained.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of another format, or `target` exists.
+        CheckpointUnwritable: the disk does not take it; nothing of it is left.
+    """
+    manifest = _verified(checkpoint, target)
+    with _made_of(checkpoint, "a model"):
+        model = _load(checkpoint, manifest, dtype)
+    needed = sum(one.nbytes for one in model.parameters())
+    with _written(target, needed) as temporary:
+        model.save_pretrained(temporary, max_shard_size=_FILE_SIZE)
+        for path in (checkpoint / "model").iterdir():
+            if not (temporary / path.name).exists():
+                shutil.copyfile(path, temporary / path.name)
+        write_record(temporary, checkpoint, manifest, dtype=name_of(next(model.parameters()).dtype))
+
+
+def export_adapter(checkpoint: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the adapter of a checkpoint to `target`, a PEFT directory.
+
+    Args:
+        checkpoint: a folder `step-NNNNNN` with an adapter; its optimizer may be damaged.
+        target: must not exist.
+        dtype: of A and B; None: as they are trained.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of another format, or `target` exists.
+        CheckpointUnwritable: the disk does not take it; nothing of it is left.
+    """
+    manifest = _verified(checkpoint, target)
+    with _made_of(checkpoint, "an adapter"):
+        tensors = converted(adapter_tensors(checkpoint), dtype)
+        settings = settings_of_adapter(checkpoint)
+    with _written(target, sum(one.nbytes for one in tensors.values())) as temporary:
+        write_adapter(temporary, tensors, settings)
+        kind = name_of(next(iter(tensors.values())).dtype)
+        write_record(temporary, checkpoint, manifest, dtype=kind)
+
+
+def _verified(checkpoint: Path, target: Path) -> Manifest:
+    """The manifest of a checkpoint whose weights are whole. Raises CheckpointError."""
+    manifest = read_manifest(checkpoint)
+    verify_files(checkpoint, manifest, only=(*WEIGHTS, ADAPTER))
+    if target.exists():
+        raise CheckpointError(f"{target} exists and is not replaced")
+    return manifest
+
+
+@contextmanager
+def _made_of(checkpoint: Path, what: str) -> Iterator[None]:
+    """Name what could not be made. Raises CheckpointError."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot make {what} of {checkpoint}: {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextmanager
+def _written(target: Path, needed: int) -> Iterator[Path]:
+    """A folder to fill, which becomes `target` at the end. Raises CheckpointUnwritable."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}.writing")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        check_space(target.parent, needed)
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            sync(path)
+        temporary.rename(target)
+        sync(target.parent)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise CheckpointUnwritable(
+            f"{target} cannot be written: {why} ({needed} bytes needed)", "io_error"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _load(checkpoint: Path, manifest: Manifest, dtype: torch.dtype | None) -> PreTrainedModel:
+    if has_adapter(checkpoint):
+        return merged_model(checkpoint, manifest, dtype)
+    index = read_index(checkpoint)
+    folder = checkpoint / "model"
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    model = causal_lm_without_weights(config)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    expected = {f"{_POLICY}{name}" for name, _ in _unique(model)}
+    found = {name for name in index.tensors if name.startswith(_POLICY)}
+    if expected != found:
+        raise CheckpointError(
+            f"{checkpoint} has other weights than its model/config.json describes: "
+            f"{sorted(expected ^ found)[:3]} are not in both"
+        )
+    published = manifest.published or None
+    digests: dict[str, TensorSums] = {}
+    loaded: dict[str, Tensor] = {}
+    for name, _ in _unique(model):
+        tensor = _read(checkpoint, index, _POLICY + name)
+        if published is not None:
+            digests[name] = sums_of(tensor, getattr(torch, published.dtype))
+        loaded[name] = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+    if published is not None:
+        same = _names_by_tensor(model)
+        whole = collect([(name, digests[first]) for name, first in same.items()]).whole
+        if whole != published.digest:
+            raise CheckpointError(
+                f"the weights of {checkpoint} are not those that the run's engines were given at "
+                f"step {manifest.policy_version}: their digest is {whole}, not {published.digest}"
+            )
+    model.load_state_dict(loaded, strict=False, assign=True)
+    model.tie_weights()
+    left = [name for name, one in model.state_dict().items() if one.is_meta]
+    if left:
+        raise CheckpointError(f"{checkpoint} has no weights for {left[:3]}")
+    return model
+
+
+def _read(checkpoint: Path, index: Index, name: str) -> Tensor:
+    saved = index.tensors[name]
+    tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+    load_tensors(checkpoint, index, {name: Box.of(tensor)})
+    return tensor
+
+
+def _unique(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Weights and persistent buffers, a tied weight once."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _names_by_tensor(model: PreTrainedModel) -> dict[str, str]:
+    """Every name of the state dict, and the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(tensor), name)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }

@@ -1,0 +1,99 @@
+"""Where exported models are, and of which checkpoint. Light: no torch.
+
+```
+RUN/exports/step-000012/            of RUN/checkpoints/step-000012
+RUN/exports/step-000012-bfloat16/   the same in another data type
+RUN/exports/step-000012-adapter/    a PEFT directory, of a run with LoRA
+```
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.trainer.base.errors import CheckpointError
+from asyncrl.trainer.checkpoint.format.manifest import (
+    MANIFEST,
+    FileDigest,
+    Manifest,
+    digests_of,
+    read_manifest,
+    verify_listed,
+)
+
+RECORD = "asyncrl-export.json"
+
+
+class ExportRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The contents of asyncrl-export.json."""
+
+    checkpoint: str
+    """Absolute path at the time."""
+    manifest: str
+    """Digest of the checkpoint's manifest, which is that of its contents."""
+    policy_version: int
+    dtype: str
+    """Of the weights, torch's name without prefix."""
+    files: dict[str, FileDigest]
+    """By path relative to the export."""
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether this is a checkpoint, whole or not, which must be exported to be a model."""
+    return (directory / MANIFEST).exists() and not (directory / "config.json").exists()
+
+
+def default_place(checkpoint: Path, dtype: str | None = None, *, adapter: bool = False) -> Path:
+    """Where a checkpoint is exported to unless the user says so.
+
+    Example:
+        >>> str(default_place(Path("runs/first/checkpoints/step-000012"), "bfloat16"))
+        'runs/first/exports/step-000012-bfloat16'
+    """
+    folder = checkpoint.parent
+    run = folder.parent if folder.name == "checkpoints" else folder
+    kind = "-adapter" if adapter else ""
+    return run / "exports" / (checkpoint.name + kind + (f"-{dtype}" if dtype else ""))
+
+
+def write_record(exported: Path, checkpoint: Path, manifest: Manifest, *, dtype: str) -> None:
+    """Complete an export. Raises OSError."""
+    record = ExportRecord(
+        checkpoint=str(checkpoint.resolve()),
+        manifest=manifest.sha256,
+        policy_version=manifest.policy_version,
+        dtype=dtype,
+        files=digests_of(exported),
+    )
+    text = msgspec.json.format(msgspec.json.encode(record), indent=1)
+    (exported / RECORD).write_bytes(text)
+
+
+def is_export_of(place: Path, checkpoint: Path, dtype: str | None = None) -> bool:
+    """Whether `place` holds this checkpoint, whole; reads its files. False if it does not exist.
+
+    Raises:
+        CheckpointError: something else is there, or it was changed.
+    """
+    if not place.exists():
+        return False
+    try:
+        record = msgspec.json.decode((place / RECORD).read_bytes(), type=ExportRecord)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{place} exists and is no export of {checkpoint}; remove or rename it"
+        ) from error
+    if record.manifest != read_manifest(checkpoint).sha256 or (dtype or record.dtype) != (
+        record.dtype
+    ):
+        raise CheckpointError(
+            f"{place} was exported from another checkpoint than {checkpoint} is now; remove or "
+            "rename it"
+        )
+    try:
+        verify_listed(place, record.files, RECORD)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; remove or rename {place}") from error
+    return True

@@ -1,0 +1,221 @@
+"""Named tensors to and from the files of a checkpoint, sharded or not.
+
+Which saved chunks overlap with what a rank holds comes from the planner of
+`torch.distributed.checkpoint` (DCP). Its storage and its exchange of plans between ranks are not
+used, since both are pickles: the files are safetensors, the index is JSON
+(`asyncrl.trainer.checkpoint.format.index`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+
+from asyncrl.trainer.base.errors import CheckpointError
+from asyncrl.trainer.checkpoint.format.index import STATE, Chunk, Index, Part, SavedTensor
+from asyncrl.trainer.checkpoint.format.manifest import digest_of
+from asyncrl.wire.transport.atomic_files import sync
+
+_FILE_BYTES = 1 << 30
+"""A file is begun when the last one holds this much: bounds the memory for copies, and lets
+several be verified at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What this rank holds of a tensor: all of it, or a box.
+
+    Example:
+        >>> Box.of(torch.zeros(2, 3)).offsets
+        (0, 0)
+        >>> Box(torch.zeros(2, 3), shape=(8, 3), offsets=(4, 0)).is_whole
+        False
+    """
+
+    local: Tensor
+    """On its device."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Of the box's first element, by dimension."""
+    is_written: bool = True
+    """False where another rank holds the same and writes it."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Box:
+        """A plain tensor, which is whole, or this rank's shard of a DTensor on any mesh.
+
+        A shard that several ranks hold (a mesh that also replicates) is written by the first.
+        """
+        tensor = tensor.detach()
+        if not isinstance(tensor, DTensor):
+            return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+        (item,) = create_default_local_save_plan({"": tensor}, is_coordinator=True).items
+        at = tensor.device_mesh.get_coordinate() or ()
+        again = any(
+            where
+            for where, placed in zip(at, tensor.placements, strict=True)
+            if placed.is_replicate()
+        )
+        offsets = tuple(item.index.offset or ())
+        return cls(tensor.to_local(), tuple(tensor.shape), offsets, not again)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds the whole tensor."""
+        return tuple(self.local.shape) == self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this rank writes of one tensor."""
+
+    name: str
+    box: Box
+
+    @property
+    def local(self) -> Tensor:
+        """Of the box."""
+        return self.box.local
+
+    @property
+    def key(self) -> str:
+        """Its name in a file."""
+        if self.box.is_whole:
+            return self.name
+        return f"{self.name}@{','.join(map(str, self.box.offsets))}"
+
+
+def held_by(boxes: Mapping[str, Box], rank: int) -> list[Held]:
+    """What this rank writes: its boxes, and as rank 0 every tensor that each rank holds whole."""
+    return [
+        Held(name, box)
+        for name, box in boxes.items()
+        if box.is_written
+        and (rank == 0 or not box.is_whole or name.startswith(f"random/{rank}/"))
+        and (box.local.numel() or box.is_whole)
+    ]
+
+
+def write_tensors(directory: Path, held: Sequence[Held], rank: int) -> Part:
+    """Write this rank's files to `directory/state/`, each of them to the disk.
+
+    Raises:
+        OSError, SafetensorError: they could not be written.
+    """
+    tensors: dict[str, SavedTensor] = {}
+    files = {}
+    for name, part in _files(held, rank):
+        path = directory / STATE / name
+        save_file({one.key: _saveable(one.local) for one in part}, path)
+        files[f"{STATE}/{name}"] = digest_of(path)
+        sync(path)
+        for one in part:
+            chunk = Chunk(name, one.key, one.box.offsets, tuple(one.local.shape))
+            tensors[one.name] = SavedTensor(name_of(one.local.dtype), one.box.shape, (chunk,))
+    return Part(tensors, files)
+
+
+def load_tensors(checkpoint: Path, index: Index, boxes: Mapping[str, Box]) -> None:
+    """Fill boxes, which may be others than the saved ones.
+
+    Raises:
+        CheckpointError: a tensor has another shape or data type than the saved one, or is missing.
+        OSError, SafetensorError: a file is not as written.
+    """
+    by_file: defaultdict[str, list[tuple[Chunk, ReadItem, Tensor]]] = defaultdict(list)
+    for name, box in boxes.items():
+        saved = index.tensors.get(name)
+        if saved is None or (name_of(box.local.dtype), box.shape) != (saved.dtype, saved.shape):
+            raise CheckpointError(f"{checkpoint} is of another model: {name} differs")
+        if not box.local.numel():
+            continue
+        wanted = ChunkStorageMetadata(torch.Size(box.offsets), box.local.shape)
+        chunks = {one.offsets: one for one in saved.chunks}
+        for item in create_read_items_for_chunk_list(name, _known(saved), [wanted]):
+            chunk = chunks[tuple(item.storage_index.offset or ())]
+            by_file[chunk.file].append((chunk, item, box.local))
+    for file_name, reads in by_file.items():
+        with safe_open(checkpoint / STATE / file_name, framework="pt") as file:
+            for chunk, item, local in reads:
+                _part_of(local, item).copy_(_read(file, chunk, item))
+
+
+def _part_of(local: Tensor, item: ReadItem) -> Tensor:
+    for dimension, (at, size) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+        local = local.narrow(dimension, at, size)
+    return local
+
+
+def _read(file: safe_open, chunk: Chunk, item: ReadItem) -> Tensor:
+    """The part of a chunk that a read asks for."""
+    if not chunk.sizes or tuple(item.lengths) == chunk.sizes:
+        whole: Tensor = file.get_tensor(chunk.key)
+        return whole
+    box = tuple(
+        slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True)
+    )
+    part: Tensor = file.get_slice(chunk.key)[box]
+    return part
+
+
+def _known(saved: SavedTensor) -> TensorStorageMetadata:
+    """As the planner reads it. Chunks without elements overlap with nothing and are left out."""
+    return TensorStorageMetadata(
+        TensorProperties(getattr(torch, saved.dtype)),
+        torch.Size(saved.shape),
+        [
+            ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+            for chunk in saved.chunks
+        ],
+    )
+
+
+def _files(held: Sequence[Held], rank: int) -> Iterator[tuple[str, list[Held]]]:
+    """Names of files and what is in them: weights apart from what only training needs."""
+    for kind, of_weights in (("weights", True), ("training", False)):
+        chosen = [one for one in held if one.name.startswith("weights/") == of_weights]
+        for number, part in enumerate(_parts(chosen), start=1):
+            yield f"{kind}-{rank:05d}-{number:05d}.safetensors", part
+
+
+def _parts(held: Iterable[Held]) -> Iterator[list[Held]]:
+    """What a rank writes, so much at a time that it fills a file."""
+    part: list[Held] = []
+    size = 0
+    for one in held:
+        part.append(one)
+        size += one.local.nbytes
+        if size >= _FILE_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _saveable(tensor: Tensor) -> Tensor:
+    """On the host, contiguous and whole: two entries of a file may not share memory."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    return tensor.to("cpu", copy=True).contiguous()
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """What torch calls it, without prefix."""
+    return str(dtype).removeprefix("torch.")

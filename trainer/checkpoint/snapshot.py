@@ -1,0 +1,140 @@
+"""A copy of the training state in host memory, made while training continues.
+
+    take ──► thread: device to host ──► `copied`: weights may change ──► written ──► `take` again
+
+Weights and moments change in an optimizer step only. So a copy that begins after one step runs
+next to the forward and backward passes of the next, and training waits for it only where it would
+change something (`wait`). The buffers take as much host memory as this rank's part of the state
+(12 bytes a parameter, divided by the ranks) and are kept for the next copy: pages that are used for
+the first time cost more than the copy.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.trainer.checkpoint.format.tensors import Held
+from asyncrl.trainer.model.host_memory import memory_left
+
+
+class Snapshot:
+    """Copies what a rank holds; one at a time, into buffers that are reused."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.Size], Tensor] = {}
+        self._copying: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def take(self, held: Sequence[Held]) -> list[Held]:
+        """Begin to copy; what is returned is filled when `wait` has returned.
+
+        The caller must not have an earlier copy in use any more.
+        """
+        self._join()
+        buffers = {_key(one): self._buffers.get(_key(one)) for one in held}
+        self._buffers = {}  # what no longer fits is freed first
+        for one in held:
+            kept = buffers[_key(one)]
+            self._buffers[_key(one)] = _buffer(one.local) if kept is None else kept
+        copies = [
+            replace(one, box=replace(one.box, local=self._buffers[_key(one)])) for one in held
+        ]
+        streams = _side_streams(held)
+        self._error = None
+        self._copying = threading.Thread(
+            target=self._copy, args=(held, copies, streams), name="snapshot", daemon=True
+        )
+        self._copying.start()
+        return copies
+
+    def needed(self, held: Sequence[Held]) -> int:
+        """Bytes of host memory that a copy would take now.
+
+        Torch rounds page-locked memory, which a GPU's tensors get, up to powers of two.
+        """
+        new = [one.local for one in held if _key(one) not in self._buffers]
+        return sum(
+            1 << (one.nbytes - 1).bit_length() if one.is_cuda and one.nbytes else one.nbytes
+            for one in new
+        )
+
+    @staticmethod
+    def lacks(needed: int) -> str:
+        """Why this machine or this container has no memory for so many bytes; empty if it has."""
+        left = memory_left()
+        if left is None or needed <= left:
+            return ""
+        return (
+            f"a copy of the training state takes {needed} bytes of this machine's memory, and "
+            f"{left} are left"
+        )
+
+    def wait(self) -> float:
+        """Until everything is copied; seconds that this took. Raises what the copy raised."""
+        began = time.monotonic()
+        self._join()
+        if self._error is not None:  # also for whoever waits second: training, or the writer
+            raise self._error
+        return time.monotonic() - began
+
+    def _join(self) -> None:
+        if (thread := self._copying) is not None:
+            thread.join()
+            self._copying = None
+
+    def _copy(
+        self,
+        held: Sequence[Held],
+        copies: Sequence[Held],
+        streams: dict[torch.device, torch.cuda.Stream],
+    ) -> None:
+        try:
+            with torch.no_grad():
+                for one, copy in zip(held, copies, strict=True):
+                    _copy_one(one.local, copy.local, streams.get(one.local.device))
+            for stream in streams.values():
+                stream.synchronize()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self._error = error
+
+
+def _key(one: Held) -> tuple[str, torch.dtype, torch.Size]:
+    return one.name, one.local.dtype, one.local.shape
+
+
+def _buffer(tensor: Tensor) -> Tensor:
+    """Pinned for a GPU's tensor, so that the copy does not hold up the GPU."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+def _side_streams(held: Sequence[Held]) -> dict[torch.device, torch.cuda.Stream]:
+    """A stream for each GPU, behind what was queued there so far."""
+    streams = {}
+    for device in {one.local.device for one in held if one.local.is_cuda}:
+        streams[device] = torch.cuda.Stream(device)
+        streams[device].wait_stream(torch.cuda.current_stream(device))
+    return streams
+
+
+def _copy_one(source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) -> None:
+    if stream is not None:
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+    elif source.is_contiguous():
+        # One thread, without the interpreter's lock; torch would take all cores from training.
+        np.copyto(_bytes_of(target), _bytes_of(source))
+    else:
+        target.copy_(source)
+
+
+def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    data: NDArray[np.uint8] = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return data

@@ -1,0 +1,115 @@
+"""What a learner optimises: the configured algorithm, fitted to the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from asyncrl.rollout.contexts import longest_response
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.algorithms.base import (
+    STD_EPSILON,
+    Algorithm,
+    Rewards,
+    finisher,
+    innermost,
+    needs_critic,
+    uses_proximal,
+)
+from asyncrl.trainer.algorithms.overlong import overlong_penalties
+from asyncrl.trainer.algorithms.reference_kl import WithReferenceKl
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.base.errors import TrainerError
+from asyncrl.trainer.model.normalization import denominator
+from asyncrl.trainer.objective.algorithm_factory import make
+from asyncrl.trainer.objective.gradient_parts import GradientParts
+from asyncrl.trainer.objective.step_statistics import StepTotals
+from asyncrl.trainer.ranks import World
+from asyncrl.trainer.step_targets import Fixed, normalise
+
+
+class Objective:
+    """Advantages, and how a step's sums become a gradient. Attribute: `algorithm`.
+
+    Args:
+        config: the trainer's settings.
+        group_size: samples in every group.
+        max_tokens: of the longest response; None: not known.
+
+    Raises:
+        TrainerError: the algorithm cannot use groups of this size, or `overlong_buffer` is longer
+            than the longest response.
+    """
+
+    def __init__(self, config: TrainerConfig, group_size: int, max_tokens: int | None) -> None:
+        self.algorithm: Algorithm = make(config)
+        self._config = config
+        self._finisher = finisher(self.algorithm)
+        self._longest = max_tokens or 0
+        if config.overlong_buffer > self._longest:
+            raise TrainerError(
+                f"trainer.overlong_buffer ({config.overlong_buffer}) is longer than the longest "
+                f"response ({max_tokens})"
+            )
+        try:
+            alike = self.algorithm.advantages(np.ones(group_size))
+        except ValueError as error:
+            raise TrainerError(f"trainer.algorithm {config.algorithm!r}: {error}") from error
+        # Otherwise they are rewards, of which something is subtracted later.
+        self._are_advantages = not (self._needs_every_group and alike.any())
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether advantages are made of a critic's values."""
+        return needs_critic(self.algorithm)
+
+    @property
+    def uses_proximal(self) -> bool:
+        """Whether the loss compares with the policy of the step's start."""
+        return uses_proximal(self.algorithm)
+
+    @property
+    def skips_zero_variance(self) -> bool:
+        """Whether groups whose advantages are all 0 are not computed."""
+        needed = self._needs_every_group or self.algorithm.needs_reference
+        return self._config.skip_zero_variance_groups and not needed
+
+    @property
+    def _needs_every_group(self) -> bool:
+        return bool(getattr(innermost(self.algorithm), "needs_every_group", False))
+
+    def is_silent(self, advantages: Rewards) -> bool:
+        """Whether a group's `[G]` advantages, as `advantages` gave them, are all 0."""
+        return self._are_advantages and not advantages.any()
+
+    def advantages(self, trajectories: Sequence[Trajectory], rewards: Rewards) -> Rewards:
+        """`[G]` rewards of the task to `[G]` advantages."""
+        penalties = overlong_penalties(
+            np.array([longest_response(one) for one in trajectories]),
+            longest=self._longest,
+            buffer=self._config.overlong_buffer,
+        )
+        return self.algorithm.advantages(rewards + penalties)
+
+    def penalty_in_reward(self, logprobs: Tensor, reference: Tensor | None) -> Tensor | None:
+        """`[N]` that k1 takes from the reward at each token; None: it takes nothing."""
+        kl = self.algorithm
+        if not isinstance(kl, WithReferenceKl) or kl.estimator != "k1" or reference is None:
+            return None
+        return kl.coefficient * kl.per_token(reference - logprobs.detach())
+
+    def normalise(self, fixed: Sequence[Fixed], world: World) -> None:
+        """Normalise the advantages of a whole step, if the algorithm does (`trainer.fixed`)."""
+        if self._config.normalises_over_step:
+            normalise(fixed, STD_EPSILON, world)
+
+    def finish(self, totals: StepTotals, parts: GradientParts) -> float:
+        """Apply the step's factors to the summed gradients and the loss; gives the denominator."""
+        if self._finisher is not None and totals.groups:
+            factors = self._finisher.finish(totals.whole())
+            parts.finish(factors)
+            totals.finish(factors)
+        kind = self._config.loss_normalization
+        return denominator(kind, tokens=totals.tokens, samples=totals.samples)

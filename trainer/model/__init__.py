@@ -1,0 +1,1 @@
+"""A policy's forward and backward pass: loading, packing, attention, the head, and their memory."""

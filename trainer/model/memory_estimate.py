@@ -1,0 +1,359 @@
+"""What memory a training step needs, by kind. Pure arithmetic; no torch.
+
+The first kinds are exact: so many bytes a parameter. Activations are what the backward pass of one
+micro-batch needs, counted from the operations of a Llama-like layer; tests compare them with what a
+learner allocates, and ACTIVATIONS_FACTOR says within what. A model of another kind needs about as
+much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from pydantic import ValidationError
+
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.lora.memory import adapter_parameters
+
+GIB = 2**30
+ACTIVATIONS_FACTOR = 1.5
+"""Measured activations are between 1 / this and this times the estimate (tests/trainer)."""
+_PROCESS = int(0.6 * GIB)
+"""Of a process that has loaded torch, on a CPU; of CUDA's context and libraries on a GPU."""
+_LOGITS_AT_ONCE = 1 << 25
+_BLOCK = {False: 1 << 23, True: 1 << 26}
+"""`LOGIT_BUDGET` and `BLOCK` of `asyncrl.trainer.model.head`, with and without a GPU."""
+FULL = 0.92
+"""Share of a GPU's memory that a step may need by estimate: what varies is estimated within
+ACTIVATIONS_FACTOR, and the driver keeps about 1% to itself."""
+_NCCL = 1 * GIB
+"""Of NCCL on each GPU: buffers of 4 MiB for each of 32 channels and 4 connections of a channel are
+0.5 GiB, and about as much again is its other protocols', its kernels' and the driver's."""
+_WORKSPACES = 96 << 20
+"""32 MiB each for cuBLAS (on Hopper), cuBLASLt and attention."""
+_FRAGMENTED = 0.05
+"""Of what varies from step to step: the allocator keeps blocks that no later tensor fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The numbers of a model's config.json that memory depends on."""
+
+    parameters: int
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    """Of queries."""
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    tied: bool = False
+    """Whether the head's weight is the embedding's."""
+    critic: int = 0
+    """Parameters of a value model next to it."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], parameters: int | None = None) -> Self | None:
+        """From config.json; None if it is not that of a transformer.
+
+        Args:
+            config: the file's contents.
+            parameters: counted in the weights; None: by arithmetic, for a dense Llama-like model.
+        """
+        config = config.get("text_config") or config
+        try:
+            hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+            heads, vocabulary = int(config["num_attention_heads"]), int(config["vocab_size"])
+            intermediate = int(config["intermediate_size"])
+        except (KeyError, TypeError, ValueError):
+            return None
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        size = int(config.get("head_dim") or hidden // max(1, heads))
+        tied = bool(config.get("tie_word_embeddings", False))
+        if parameters is None:
+            layer = hidden * size * (2 * heads + 2 * kv_heads) + 3 * hidden * intermediate
+            parameters = layers * (layer + 2 * hidden) + vocabulary * hidden * (1 if tied else 2)
+        return cls(
+            parameters, hidden, layers, intermediate, heads, kv_heads, size, vocabulary, tied
+        )
+
+
+_OF_THE_HOST = ("host_moments", "host_copy", "published")
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes by kind, on the trainer's device unless they say otherwise."""
+
+    weights: int
+    """Float32 masters, and what is computed with in bfloat16; with `sharding: full` this rank's
+    part. With LoRA the model as it is computed with, and the adapter."""
+    gradients: int
+    """Sums, one per part of the loss, and the newest of the largest matrix; or this rank's part of
+    the sums."""
+    moments: int
+    """Adam's two, this rank's part."""
+    reference: int
+    """The initial model, for a KL penalty."""
+    activations: int
+    """Of one micro-batch."""
+    head: int
+    """Logits in memory at once, and hidden states of response tokens."""
+    process: int
+    critic: int = 0
+    """A value model's weights, gradients, moments and activations."""
+    libraries: int = 0
+    """On a GPU: buffers of NCCL and cuBLAS, and memory that is lost to fragmentation."""
+    gathered: int = 0
+    """With `sharding: full`, whole weights and gradients of what is computed, and what carries them
+    to the other ranks."""
+    copy: int = 0
+    """Of what a checkpoint is written from, if the device is the host."""
+    host_moments: int = 0
+    """Moments that are kept on the host."""
+    host_copy: int = 0
+    """The copy for checkpoints, next to a GPU."""
+    published: int = 0
+    """Two versions of the weights in shared memory, of the host."""
+
+    @property
+    def device(self) -> int:
+        """Bytes of the trainer's device at the peak."""
+        return sum(size for _, size in self.kinds())
+
+    @property
+    def least(self) -> int:
+        """Bytes without which the step cannot work, however the estimate errs.
+
+        Where the copy for checkpoints does not fit, they are written without it.
+        """
+        unsure = self.activations * (2 if self.critic else 1) + self.head
+        return self.device - self.copy - unsure + int(unsure / ACTIVATIONS_FACTOR)
+
+    def kinds(self) -> list[tuple[str, int]]:
+        """What is on the device, largest first, without what is 0."""
+        found = [
+            (one.name, getattr(self, one.name))
+            for one in fields(self)
+            if one.name not in _OF_THE_HOST
+        ]
+        return sorted(((n, size) for n, size in found if size), key=lambda one: -one[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Of what a step trains on."""
+
+    longest: int
+    """Tokens of the longest sample, prompt included."""
+    group_size: int
+
+
+def step_memory(
+    shape: ModelShape,
+    config: TrainerConfig,
+    samples: Samples,
+    *,
+    on_gpu: bool,
+    engine_bytes: int = 2,
+) -> StepMemory:
+    """What one rank of a trainer needs.
+
+    Args:
+        shape: of the model.
+        config: of the trainer.
+        samples: of a step.
+        on_gpu: whether the device is a GPU.
+        engine_bytes: of a number of the published weights.
+    """
+    count, low = shape.parameters, config.compute_dtype == "bfloat16"
+    width = 8 if config.compute_dtype == "float64" else 4
+    head = shape.vocabulary * shape.hidden
+    parts = 2 if config.algorithm == "reinforce_plus_plus" else 1
+    adapter = adapter_parameters(shape, config.lora) if config.lora.enabled else 0
+    trained = adapter or count
+    moments = int(2 * trained // config.ranks * _bytes_of_a_moment(config, width))
+    activations = _activations(shape, config, samples)
+    full = config.sharding == "full"
+    own = width / config.ranks if full else width
+    of_critic = int(shape.critic * (2 * own + moments / max(1, trained))) + activations
+    if low and not full and not config.gradient_checkpointing:
+        of_critic += 2 * shape.critic  # its copies in bfloat16
+    weights = int(count * own) + (_low_copies(shape, config) if low and not full else 0)
+    if adapter:
+        weights = count * (2 if low else width) + adapter * width
+    copy = _copy(shape, config, trained * width // config.ranks + moments)
+    logits = _head(shape, config, samples, on_gpu=on_gpu)
+    gathered = _gathered(shape, config) if full else 0
+    varying = logits + gathered + activations * (2 if shape.critic else 1)
+    return StepMemory(
+        weights=weights,
+        gradients=int(parts * trained * own) + (0 if full or adapter else head * width),
+        moments=0 if config.optimizer_offload else moments,
+        reference=int(count * own) if config.kl_coefficient > 0 and not adapter else 0,
+        activations=activations,
+        head=logits,
+        process=_PROCESS,
+        critic=of_critic if shape.critic else 0,
+        libraries=_libraries(config, varying) if on_gpu else 0,
+        gathered=gathered,
+        copy=0 if on_gpu else copy,
+        host_copy=copy if on_gpu else 0,
+        host_moments=moments if config.optimizer_offload else 0,
+        published=2 * adapter * 4 if adapter else 2 * count * engine_bytes,
+    )
+
+
+def _libraries(config: TrainerConfig, varying: int) -> int:
+    """Bytes on a GPU that are nobody's tensor; `varying` is of what changes from step to step."""
+    return _WORKSPACES + _NCCL * (config.ranks > 1) + int(_FRAGMENTED * varying)
+
+
+def _bytes_of_a_moment(config: TrainerConfig, width: int) -> float:
+    coded = 1 + 4 / 256  # a byte, and a scale for each 256
+    return {"float32": width, "bfloat16": 2, "int8": coded}[config.optimizer_state]
+
+
+def _copy(shape: ModelShape, config: TrainerConfig, of_policy: int) -> int:
+    """What a rank writes to a checkpoint: its part of the weights and moments."""
+    if not config.async_checkpoints:
+        return 0
+    return of_policy + of_policy * shape.critic // max(1, shape.parameters)
+
+
+def _low_copies(shape: ModelShape, config: TrainerConfig) -> int:
+    """Bytes of weights in bfloat16 at a time: all, or where blocks are recomputed those of one."""
+    if not config.gradient_checkpointing:
+        return 2 * shape.parameters
+    head = shape.vocabulary * shape.hidden
+    blocks = shape.parameters - head * (1 if shape.tied else 2)
+    return 2 * max(head, 2 * blocks // shape.layers)
+
+
+def _gathered(shape: ModelShape, config: TrainerConfig) -> int:
+    """Bytes of what is whole at a time.
+
+    In the backward pass of a block: its weights, those of the next one as they arrive and as they
+    are laid out, its gradients, and those of two blocks on their way to the ranks that sum them.
+    Head and embedding: weight and gradient, or the gradient twice, when it leaves; a tied one stays
+    from the head's backward pass to the embedding's.
+    """
+    width = 8 if config.compute_dtype == "float64" else 4
+    low = 2 if config.compute_dtype == "bfloat16" else width
+    head = shape.vocabulary * shape.hidden
+    block = (shape.parameters - head * (1 if shape.tied else 2)) // shape.layers
+    of_block = block * (4 * low + 2 * width)
+    of_head = head * (2 * width + (low if low < width else 0))
+    return of_block + of_head if shape.tied else max(of_block, of_head)
+
+
+def remedies(
+    shape: ModelShape,
+    config: TrainerConfig,
+    samples: Samples,
+    available: int,
+    *,
+    on_gpu: bool,
+) -> tuple[list[str], int]:
+    """Settings with which the step fits: one that is enough by itself, the cheapest, or several.
+
+    Returns:
+        The settings as `trainer.NAME: VALUE`, and the bytes that are needed with them, which are
+        more than `available` if nothing is enough.
+    """
+    ways: list[tuple[str, object]] = [
+        ("gradient_checkpointing", "selective"),
+        ("micro_batch_tokens", samples.longest),
+        ("gradient_checkpointing", True),
+        ("optimizer_state", "bfloat16"),
+        ("optimizer_state", "int8"),
+    ]
+    if on_gpu:  # on a CPU the host's memory is the device's
+        ways.append(("optimizer_offload", True))
+    if config.ranks > 1 and not config.lora.enabled:
+        ways.append(("sharding", "full"))
+    ways = [way for way in ways if _saves(config, *way) and _is_possible(config, *way)]
+
+    def needed(changes: Mapping[str, object]) -> int:
+        changed = config.model_copy(update=dict(changes))
+        found = step_memory(shape, changed, samples, on_gpu=on_gpu)
+        return found.device - found.copy  # which a run can do without
+
+    for name, value in ways:
+        if needed({name: value}) <= available:
+            return [f"trainer.{name}: {_written(value)}"], needed({name: value})
+    together: dict[str, object] = {}
+    for name, value in ways:
+        together[name] = value
+        if needed(together) <= available:
+            break
+    for name in reversed(list(together)):
+        others = {other: value for other, value in together.items() if other != name}
+        if needed(others) <= max(available, needed(together)):
+            together = others
+    listed = [f"trainer.{name}: {_written(value)}" for name, value in together.items()]
+    return listed, needed(together)
+
+
+def _saves(config: TrainerConfig, name: str, value: object) -> bool:
+    """Whether a setting is a change, and not one for the worse."""
+    now = getattr(config, name)
+    if name == "micro_batch_tokens":
+        return bool(now > value)
+    if name == "optimizer_state":
+        kinds = ("float32", "bfloat16", "int8")
+        return kinds.index(now) < kinds.index(str(value))
+    return bool(now != value and now is not True)
+
+
+def _is_possible(config: TrainerConfig, name: str, value: object) -> bool:
+    """Whether a setting goes with the others."""
+    try:
+        type(config).model_validate({**config.model_dump(), name: value})
+    except ValidationError:
+        return False
+    return True
+
+
+def _written(value: object) -> str:
+    return str(value).lower()
+
+
+def tokens_at_once(config: TrainerConfig, samples: Samples) -> int:
+    """Tokens of the largest micro-batch."""
+    most = max(config.micro_batch_tokens, samples.longest)
+    return most if config.mix_groups else min(most, samples.longest * samples.group_size)
+
+
+def _activations(shape: ModelShape, config: TrainerConfig, samples: Samples) -> int:
+    """Kept for the backward pass: of every layer, or of every layer's input and one layer."""
+    tokens = tokens_at_once(config, samples)
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    # A layer's two norms and the residual stream, in float32; queries, keys, values and attention's
+    # output, before and after rotation and once more for its padded block; the MLP's four tensors.
+    stream = 4 * shape.hidden
+    products = 4 * queries + 5 * keys + 4 * shape.intermediate
+    width = {"float32": 4, "float64": 8, "bfloat16": 2}[config.compute_dtype]
+    wide = max(4, width)
+    layer = stream * wide + products * width
+    if width == 2:  # casts of the norms' results, and norms that keep their steps
+        layer += 2 * shape.hidden * (width + wide)
+    if config.gradient_checkpointing:
+        kept = shape.hidden * wide
+        if config.gradient_checkpointing == "selective":
+            kept += 2 * (shape.hidden + queries + keys) * width
+        return tokens * (shape.layers * kept + layer)
+    return tokens * shape.layers * layer
+
+
+def _head(shape: ModelShape, config: TrainerConfig, samples: Samples, *, on_gpu: bool) -> int:
+    tokens = tokens_at_once(config, samples)
+    width = 8 if config.compute_dtype == "float64" else 4
+    logits = tokens * shape.vocabulary
+    copies = 4 if logits <= _LOGITS_AT_ONCE else 2
+    if logits > _LOGITS_AT_ONCE:
+        logits = max(_BLOCK[on_gpu], shape.vocabulary)
+    return (copies * logits + 3 * tokens * shape.hidden) * width

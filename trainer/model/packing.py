@@ -1,0 +1,315 @@
+"""Packs sequences of different lengths into one row without padding, a shared prompt once.
+
+Linear layers, norms and activations see `[1, T]` real tokens. Only attention needs to know where a
+sequence ends: `packed_attention`, registered with transformers under `ATTENTION_NAME`, spreads
+queries, keys and values over `[B, H, L_max, D]`, runs causal SDPA, and gathers the real tokens
+again. Where lengths are uneven and the padding would be large, it does so for several blocks, each
+of successive sequences of similar lengths. It pads nothing on a GPU in 16 bits
+(`asyncrl.trainer.model.varlen`) and on a CPU where sequences are not short
+(`trainer.model.tiled_attention`). Positions restart at 0 in each sequence, so rotary and learned
+positions are those of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from asyncrl.trainer.base.errors import UnsupportedModelError
+from asyncrl.trainer.model import tiled_attention as tiled
+from asyncrl.trainer.model import varlen
+from asyncrl.trainer.model.capped_attention import capped_attention
+from asyncrl.trainer.model.device_copy import to_device
+
+ATTENTION_NAME = "asyncrl_packed"
+"""The name under which the attention function is registered with transformers."""
+
+WORTHWHILE = 1024
+"""Padded slots that must be saved for sequences to be spread over more than one block."""
+_SIMILAR = 0.8
+"""A block's sequences have at least this share of the tokens of its first one, and no more."""
+
+_PLAIN_ARGUMENTS = {
+    *("position_ids", "use_cache", "cache_position", "layer_idx", "output_attentions"),
+    "output_router_logits",
+}
+"""Arguments that some models pass to the attention function and that do not affect its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Sequences that follow one another in a row and share their first tokens."""
+
+    sequences: int
+    shared: int = 0
+    """First tokens that all of them have in common; they come once, before the rest of each."""
+
+
+class Block(NamedTuple):
+    """Successive sequences that attention computes together, padded to the longest."""
+
+    first: int
+    last: int
+    """One after the last sequence."""
+    longest: int
+    """Tokens, and slots of each sequence."""
+    start: int
+    """The first slot."""
+
+    @property
+    def slots(self) -> slice:
+        """Of all sequences."""
+        return slice(self.start, self.start + (self.last - self.first) * self.longest)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Positions of B sequences in a packed row of T tokens and in attention's S padded slots.
+
+    Sequences may share their first tokens, as the samples of a group share their prompt. These come
+    once, before the rest of each. In the padded slots each sequence has them, and those of the
+    family's first sequence are the tokens' own: there they get what attention gives to queries.
+    """
+
+    positions: Tensor
+    """`[1, T]` int64, from 0 in each sequence."""
+    spread: Tensor
+    """`[S]` int64: the packed token in each padded slot; 0 where there is none."""
+    own: Tensor
+    """`[S, 1, 1]` bool: whether the padded slot is a token's own."""
+    gather: Tensor
+    """`[T]` int64: the padded slot of each packed token, its own one."""
+    blocks: tuple[Block, ...]
+    """Of the padded slots, in order."""
+    longest: int
+    """Tokens of the longest sequence."""
+    lengths: tuple[int, ...]
+    """`[B]` tokens of each whole sequence."""
+    segments: tuple[tuple[int, int, int, int], ...]
+    """In the order of the row, without empty ones: first token, one after the last, place in the
+    row of what it shares, tokens of that. Its tokens attend to those and to the segment's own."""
+    families: tuple[tuple[int, int, int, int], ...]
+    """Of those that share tokens: place in the row, tokens, first sequence, one after the last."""
+
+    _keys: list[varlen.Keys] = field(default_factory=list)
+
+    def keys(self) -> varlen.Keys:
+        """For attention without padding; made once."""
+        if not self._keys:
+            self._keys.append(varlen.Keys.of(self.segments, self.positions.device))
+        return self._keys[0]
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], device: torch.device, families: Sequence[Family] = ()
+    ) -> Layout:
+        """Lay out sequences of these lengths (each at least 1), one after another.
+
+        Args:
+            lengths: of the whole sequences.
+            device: of all tensors.
+            families: which sequences share tokens, in order; empty: none. What a family shares is
+                at most its shortest sequence.
+        """
+        counts = np.asarray(lengths, np.int64)
+        kin = families or [Family(len(lengths))]
+        sizes = [one.sequences for one in kin]
+        shared = np.repeat([one.shared for one in kin], sizes)
+        firsts = np.cumsum([0, *sizes])[:-1]
+        rest = counts - shared
+        own_tokens = rest.copy()
+        own_tokens[firsts] += [one.shared for one in kin]  # the first one's are before its rest
+        starts = np.cumsum(own_tokens) - rest
+        prefix = np.repeat(starts[firsts] - shared[firsts], sizes)
+        blocks = _blocks(counts.tolist())
+        sizes_of_blocks = [one.last - one.first for one in blocks]
+        widths = np.repeat([one.longest for one in blocks], sizes_of_blocks)
+        sequence = np.repeat(np.arange(len(counts)), widths)
+        column = np.arange(len(sequence)) - np.repeat(np.cumsum(widths) - widths, widths)
+        real = column < counts[sequence]
+        of_prefix = column < shared[sequence]
+        spread = np.where(of_prefix, prefix[sequence], (starts - shared)[sequence]) + column
+        spread[~real] = 0
+        others = np.ones(len(counts), bool)
+        others[firsts] = False
+        own = real & ~(of_prefix & others[sequence])
+
+        together = tuple(
+            (int(prefix[first]), one.shared, int(first), int(first) + one.sequences)
+            for one, first in zip(kin, firsts, strict=True)
+            if one.shared
+        )
+        own_parts = [
+            (start, start + count, place, tokens)
+            for start, count, place, tokens in np.stack([starts, rest, prefix, shared], 1).tolist()
+            if count
+        ]
+
+        def put(values: NDArray[Any]) -> Tensor:
+            return to_device(values, device)
+
+        return cls(
+            positions=put(column[own])[None, :],
+            spread=put(spread),
+            own=put(own.reshape(-1, 1, 1)),
+            gather=put(np.flatnonzero(own)),
+            blocks=blocks,
+            longest=int(counts.max()),
+            lengths=tuple(lengths),
+            segments=tuple(sorted([*own_parts, *((a, a + n, a, 0) for a, n, _, _ in together)])),
+            families=together,
+        )
+
+
+def _blocks(counts: Sequence[int]) -> tuple[Block, ...]:
+    """Of sequences with so many tokens: one, or several if they save much padding."""
+    whole = Block(0, len(counts), max(counts), 0)
+    found: list[Block] = []
+    first = start = 0
+    for place in range(1, len(counts) + 1):
+        top = counts[first]
+        if place < len(counts) and _SIMILAR * top <= counts[place] <= top:
+            continue
+        found.append(Block(first, place, top, start))
+        first, start = place, found[-1].slots.stop
+    return tuple(found) if whole.slots.stop - start >= WORTHWHILE else (whole,)
+
+
+class _Spread(torch.autograd.Function):
+    """`[T, H, D]` to `[S, H, D]`; padding repeats token 0, and its gradient is dropped.
+
+    The backward pass is written by hand because it is then a plain gather, and a sum over the
+    sequences for the tokens that they share. That of autograd would be a scatter-add over colliding
+    indices.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return packed.index_select(0, layout.spread)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        layout = ctx.layout
+        out = grads[0].index_select(0, layout.gather)
+        for block in layout.blocks:
+            slots = grads[0][block.slots].unflatten(0, (-1, block.longest))
+            for place, shared, first, last in layout.families:
+                others = slots[max(0, first + 1 - block.first) : max(0, last - block.first)]
+                if len(others):
+                    out[place : place + shared] += others[:, :shared].sum(0)
+        return out, None
+
+
+class _Gather(torch.autograd.Function):
+    """`[S, H, D]` to `[T, H, D]`, the inverse of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return padded.index_select(0, layout.gather)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        layout = ctx.layout
+        return grads[0].index_select(0, layout.spread).mul_(layout.own), None
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    packed_layout: Layout | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence, by transformers' attention interface.
+
+    `query` is `[1, H, T, D]`, `key` and `value` `[1, H_kv, T, D]`; returns `[1, T, H, D]`.
+    `softcap` and `s_aux` (sinks) are those of `asyncrl.trainer.model.capped_attention`.
+
+    Raises:
+        UnsupportedModelError: the model does not pass the layout on, or needs something that this
+            function does not do (its own mask, non-causal attention).
+    """
+    if packed_layout is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not pass keyword arguments on to attention"
+        )
+    if others.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"{type(module).__name__} is not causal")
+    unknown = [k for k, v in others.items() if v is not None and k not in _PLAIN_ARGUMENTS]
+    if attention_mask is not None or unknown:
+        asked = ", ".join(unknown) or "its own attention mask"
+        raise UnsupportedModelError(
+            f"{type(module).__name__} needs {asked}, which packed attention lacks"
+        )
+
+    is_capped = softcap is not None or s_aux is not None
+    if varlen.serves(query) and not is_capped:
+        out = varlen.attend(
+            query, key, value, packed_layout.keys(), scale=scaling, window=sliding_window
+        )
+        return out, None
+    sees_all = sliding_window is None or sliding_window >= packed_layout.longest
+    if sees_all and not (is_capped or dropout) and tiled.serves(query, packed_layout.segments):
+        return tiled.attend(query, key, value, packed_layout.segments, scale=scaling), None
+
+    parts = [_spread(one, packed_layout) for one in (query, key, value)]
+    padded: list[Tensor] = []
+    for block, q, k, v in zip(packed_layout.blocks, *parts, strict=True):
+        if is_capped:
+            found = capped_attention(
+                q, k, v, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
+            )
+        else:
+            mask = _window_mask(block.longest, sliding_window, query.device)
+            found = scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=key.shape[1] != query.shape[1],
+            )
+        padded.append(found.transpose(1, 2).flatten(0, 1))
+    whole = padded[0] if len(padded) == 1 else torch.cat(padded)
+    return _Gather.apply(whole, packed_layout)[None], None
+
+
+def _spread(packed: Tensor, layout: Layout) -> list[Tensor]:
+    """`[1, H, T, D]` to `[B, H, L, D]` of each block."""
+    flat: Tensor = _Spread.apply(packed[0].transpose(0, 1), layout)
+    sizes = [block.slots.stop - block.start for block in layout.blocks]
+    parts = flat.split(sizes) if len(sizes) > 1 else [flat]
+    return [
+        part.unflatten(0, (-1, block.longest)).transpose(1, 2)
+        for part, block in zip(parts, layout.blocks, strict=True)
+    ]
+
+
+def _window_mask(longest: int, window: int | None, device: torch.device) -> Tensor | None:
+    """`[L, L]` bool: a causal band of `window` keys; None where plain causal attention is equal."""
+    if window is None or window >= longest:
+        return None
+    ones = torch.ones(longest, longest, dtype=torch.bool, device=device)
+    return ones.tril().triu(1 - window)
+
+
+AttentionInterface.register(ATTENTION_NAME, packed_attention)

@@ -1,0 +1,59 @@
+"""The trained tokens of some samples, as a loss takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.rollout.trajectory import CUT_OFF, FloatArray, Trajectory
+from asyncrl.trainer.algorithms.base import Rewards, TokenBatch
+from asyncrl.trainer.model.device_copy import to_device
+from asyncrl.trainer.model.normalization import Normalization, token_weights
+
+
+def token_batch(
+    logprobs: Tensor,
+    trajectories: Sequence[Trajectory],
+    advantages: Rewards,
+    normalization: Normalization,
+    *,
+    masks_truncated: bool = False,
+) -> TokenBatch:
+    """B trajectories with `[N]` log-probabilities under the policy and `[B]` advantages.
+
+    N tokens are trained; observed ones (`Trajectory.trained`) count nowhere. `masks_truncated` as
+    in `weights_of`.
+    """
+    lengths = np.array([t.trained_count for t in trajectories])
+
+    def put(values: NDArray[Any]) -> Tensor:
+        return to_device(values, logprobs.device, logprobs.dtype)
+
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    return TokenBatch(
+        logprobs=logprobs,
+        behaviour_logprobs=put(behaviour_logprobs_of(trajectories)),
+        advantages=put(np.repeat(advantages, lengths)),
+        weights=put(weights_of(trajectories, normalization, masks_truncated=masks_truncated)),
+        owners=to_device(owners, logprobs.device),
+    )
+
+
+def weights_of(
+    trajectories: Sequence[Trajectory], normalization: Normalization, *, masks_truncated: bool
+) -> NDArray[np.float64]:
+    """`[N]` weights of the trained tokens; `masks_truncated`: 0 in samples that were cut off."""
+    lengths = np.array([t.trained_count for t in trajectories])
+    weights = token_weights(normalization, lengths)
+    if masks_truncated:
+        weights = weights * [one.finish_reason not in CUT_OFF for one in trajectories]
+    return np.repeat(weights, lengths)
+
+
+def behaviour_logprobs_of(trajectories: Sequence[Trajectory]) -> FloatArray:
+    """`[N]` of the trained tokens, as the engine has recorded them."""
+    return np.concatenate([one.behaviour_logprobs[one.trained] for one in trajectories])

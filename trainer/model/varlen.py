@@ -1,0 +1,142 @@
+"""Attention of packed rows on a GPU, without padding, by torch's variable-length kernel.
+
+The kernel takes queries, keys and values of all sequences one after another, and where each ends.
+Queries are the row itself. What sequences share stands in the row once, so keys and values are
+copied into the order in which each segment needs them:
+
+    row       p p p a a b b b        p: a prompt, a and b: two responses to it
+    queries   |p p p|a a|b b b|
+    keys      |p p p|p p p a a|p p p b b b|
+
+With fewer queries than keys, the kernel's causal mask is that of the last queries, as it must be.
+It exists for 16-bit types on CUDA only; everything else takes the padded way
+(`asyncrl.trainer.model.packing`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from asyncrl.trainer.model.device_copy import to_device
+
+MAX_HEAD = 256
+"""Numbers of a head that the kernel takes at most."""
+_LOW = (torch.bfloat16, torch.float16)
+_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether several heads of queries may share one of keys. In torch 2.11 they may not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Where each segment's queries and keys are. N segments, T tokens in the row, K keys."""
+
+    order: Tensor | None
+    """`[K]` int64: the token of the row of each key; None: the row itself, nothing is shared."""
+    query_ends: Tensor
+    """`[N + 1]` int32, from 0."""
+    key_ends: Tensor
+    """`[N + 1]` int32, from 0."""
+    max_queries: int
+    max_keys: int
+
+    @classmethod
+    def of(cls, segments: Sequence[tuple[int, int, int, int]], device: torch.device) -> Keys:
+        """From `Layout.segments`."""
+        starts, ends, _, shared = np.array(segments, np.int64).T
+        queries = ends - starts
+        keys = queries + shared
+        order = None
+        if shared.any():
+            parts: list[Any] = []
+            for start, end, place, count in segments:
+                parts += [np.arange(place, place + count), np.arange(start, end)]
+            order = to_device(np.concatenate(parts), device)
+
+        def ends_of(counts: Any) -> Tensor:
+            return to_device(np.append(0, np.cumsum(counts)).astype(np.int32), device)
+
+        return cls(order, ends_of(queries), ends_of(keys), int(queries.max()), int(keys.max()))
+
+
+class _InOrder(torch.autograd.Function):
+    """`[T, H, D]` to `[K, H, D]`. Gradients of a shared token are summed in float32 or more."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, order: Tensor) -> Tensor:
+        ctx.tokens = len(packed)
+        ctx.save_for_backward(order)
+        return packed.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (order,) = ctx.saved_tensors
+        (grad,) = grads
+        kind = torch.promote_types(grad.dtype, torch.float32)
+        sums = grad.new_zeros(ctx.tokens, *grad.shape[1:], dtype=kind)
+        return sums.index_add_(0, order, grad.to(kind)).to(grad.dtype), None
+
+
+def _kind(query: Tensor) -> torch.dtype:
+    """The data type that attention computes in."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return query.dtype
+
+
+def serves(query: Tensor) -> bool:
+    """Whether the kernel exists for `[1, H, T, D]` queries, where and as they are computed."""
+    return query.is_cuda and _kind(query) in _LOW and query.shape[-1] <= MAX_HEAD
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Keys,
+    *,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Causal attention within segments: `[1, H, T, D]` and `[1, H_kv, T, D]` to `[1, T, H, D]`.
+
+    Args:
+        query: of all tokens.
+        key: of all tokens.
+        value: of all tokens.
+        keys: of the row.
+        scale: of the scores; None: 1 over the root of D.
+        window: most keys that a token attends to; None: all before it.
+    """
+    kind = _kind(query)
+    queries, heads, values = (one[0].transpose(0, 1).to(kind) for one in (query, key, value))
+    if keys.order is not None:
+        heads, values = (_InOrder.apply(one, keys.order) for one in (heads, values))
+    shared = queries.shape[1] // heads.shape[1]
+    grouped: dict[str, Any] = {}
+    if _GROUPED:
+        grouped = {"enable_gqa": shared > 1}
+    elif shared > 1:
+        heads, values = (one.repeat_interleave(shared, 1) for one in (heads, values))
+    out = varlen_attn(
+        queries.contiguous(),
+        heads.contiguous(),
+        values.contiguous(),
+        keys.query_ends,
+        keys.key_ends,
+        keys.max_queries,
+        keys.max_keys,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouped,
+    )
+    assert isinstance(out, Tensor)  # noqa: S101 - a tuple only where more is asked for
+    return out[None]

@@ -1,0 +1,102 @@
+"""What the gradient of a configuration estimates. Pure; no torch.
+
+The policy gradient is that of the expected reward, a prompt's samples being drawn by the policy
+that is trained. An estimator is unbiased if its expectation is a positive multiple of it, the same
+for all prompts. tests/trainer/test_estimators.py compares what is said here with exact
+expectations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.trainer.base.algorithm_registry import has_critic, is_own
+from asyncrl.trainer.base.config import TrainerConfig
+
+_CLIPS_TOWARDS_THE_STEP = ("dapo", "dr_grpo", "grpo", "ppo")
+"""With `proximal_policy: current`."""
+_SCALED_BY_GROUP = ("cispo", "dapo", "grpo", "gspo")
+_OTHER_OBJECTIVES = (
+    "overlong_buffer",
+    "mask_truncated_completions",
+    "kl_coefficient",
+    "router_loss_coefficient",
+)
+"""With one of these, what is maximised is not the expected reward of the task alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What is known of a configuration."""
+
+    known: bool
+    """False for algorithms of a user's own."""
+    biases: tuple[str, ...]
+    """What makes it differ from the policy gradient, a few words each; empty: it is unbiased.
+    docs/algorithms.md says why."""
+
+
+def estimate_of(config: TrainerConfig, *, stale: bool) -> Estimate:
+    """Of the trainer's settings.
+
+    Args:
+        config: of the trainer.
+        stale: whether tokens may be of an older policy than the step's. Within a step they are,
+            from its second update on.
+    """
+    if is_own(config.algorithm):
+        return Estimate(known=False, biases=())
+    found = [_of_normalization(config), _of_advantages(config)]
+    found += [name for name in _OTHER_OBJECTIVES if getattr(config, name)]
+    if has_critic(config.algorithm):
+        found.append(_of_values(config))
+    if stale or config.updates_per_step > 1:
+        found.append(_of_stale_tokens(config))
+    if config.ppo_epochs > 1:
+        found.append("samples seen before")
+    return Estimate(known=True, biases=tuple(one for one in found if one))
+
+
+def _of_normalization(config: TrainerConfig) -> str:
+    if config.loss_normalization == "token":
+        return "loss_normalization: token"
+    return "loss_normalization: sequence" if config.loss_normalization == "sequence" else ""
+
+
+def _of_advantages(config: TrainerConfig) -> str:
+    if config.normalises_over_step:
+        return "advantages normalised over the step"
+    if config.algorithm in _SCALED_BY_GROUP and config.advantage_normalization == "std":
+        return "advantage_normalization: std"
+    if config.algorithm == "gpg":
+        return "its factor for groups without signal"
+    return ""
+
+
+def _of_values(config: TrainerConfig) -> str:
+    """With gamma and lambda 1 the value of a state is its baseline, and no more.
+
+    The value loss moves the weights of a trunk that policy and critic share.
+    """
+    if config.critic.gamma < 1:
+        return "critic.gamma"
+    if config.critic.truncated == "bootstrap":
+        return "critic.truncated: bootstrap"
+    if config.critic.shared_trunk:
+        return "critic.shared_trunk"
+    return "critic.gae_lambda" if config.critic.gae_lambda < 1 else ""
+
+
+def _of_stale_tokens(config: TrainerConfig) -> str:
+    clips = config.updates_per_step > 1 and config.algorithm in _CLIPS_TOWARDS_THE_STEP
+    if config.proximal_policy == "behaviour" or clips:
+        return "clipped ratios of stale tokens"
+    if config.correction == "none":
+        return "stale tokens without a correction"
+    if config.correction == "sequence_truncated":
+        if config.importance_cap >= 1e6:
+            return ""
+        return "stale samples beyond importance_cap"
+    if config.correction == "sequence_masked":
+        return "stale samples outside correction_band"
+    return "stale tokens weighed one by one"

@@ -1,0 +1,153 @@
+"""How far the log-probabilities of an engine are from the trainer's, on tokens of one policy.
+
+For a token x that an engine drew under exactly the trainer's version, d = trainer's minus engine's
+log-probability is rounding if both have the same policy. Two numbers are judged:
+
+    mean   of min(|d|, 1): rounding keeps it small whatever happens
+    slope  of the regression of d on g = log p(x) + H(p), without intercept
+
+g is the derivative of log p(x) with respect to the logarithm of the inverse temperature. So an
+engine that samples at temperature T * exp(slope) in place of T has d = slope * g to first order.
+Rounding is uncorrelated with g, so the slope shows a wrong temperature far below the size of d.
+
+Where a policy is sure of its token, d and g are both near 0, so a few uncertain tokens may decide
+about the slope. Its error must then not be estimated from the residuals of all tokens: they are
+near 0 by themselves. So a slope is judged by a ratio, with e = d - limit * g:
+
+    sum of sign(g) * e  /  root of (sum of e**2)
+
+If the slope is at the limit and the signs of e are random, the ratio exceeds x with a probability
+below exp(-x**2 / 2), however large or small each e is (Hoeffding). It is at most the root of the
+number of tokens, so a few tokens that decide alone cannot exceed it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer.model.device_copy import to_device
+from asyncrl.trainer.model.token_batch import behaviour_logprobs_of
+
+MIN_TOKENS = 64
+"""Fewer say nothing: a single token of small probability can be far off."""
+MIN_RATIO = 7.0
+"""That shows a slope beyond its limit: by chance, once in 2 * 10**10 checks of either sign."""
+
+SUMS = 7
+"""Columns of `disagreement_of`: the fields of `Disagreement`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Sums over some tokens. They add."""
+
+    tokens: float = 0.0
+    gaps: float = 0.0
+    """Of min(|d|, 1), in nats."""
+    squares: float = 0.0
+    """Of d**2. Here and below, d is cut to -1 and 1."""
+    products: float = 0.0
+    """Of d * g."""
+    slopes: float = 0.0
+    """Of g**2."""
+    signed: float = 0.0
+    """Of d * sign(g)."""
+    sizes: float = 0.0
+    """Of |g|."""
+
+    def __add__(self, other: Self) -> Self:
+        """The sums over both."""
+        return type(self)(
+            self.tokens + other.tokens,
+            self.gaps + other.gaps,
+            self.squares + other.squares,
+            self.products + other.products,
+            self.slopes + other.slopes,
+            self.signed + other.signed,
+            self.sizes + other.sizes,
+        )
+
+    @classmethod
+    def total(cls, rows: Tensor) -> Self:
+        """The sum of `[B, SUMS]` rows of `disagreement_of`."""
+        return cls(*rows.sum(0).tolist())
+
+    @property
+    def mean(self) -> float:
+        """Mean of min(|d|, 1), in nats; 0 without tokens."""
+        return self.gaps / self.tokens if self.tokens else 0.0
+
+    @property
+    def slope(self) -> float:
+        """Logarithm of the engine's temperature over the trainer's, to first order."""
+        return self.products / self.slopes if self.slopes else 0.0
+
+    def ratio_beyond(self, limit: float) -> float:
+        """The ratio of the module's docstring; above MIN_RATIO, |slope| is beyond this limit."""
+        side = math.copysign(1.0, self.signed)
+        over = abs(self.signed) - limit * self.sizes
+        scale = self.squares - 2 * limit * side * self.products + limit**2 * self.slopes
+        return over / math.sqrt(scale) if over > 0 and scale > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What rounding can explain, by how the engine computes."""
+
+    mean: float
+    """Of `Disagreement.mean`, in nats."""
+    slope: float
+    """Of the absolute value of `Disagreement.slope`."""
+
+    def exceeded_by(self, found: Disagreement) -> bool:
+        """Whether these tokens follow another policy than the trainer's."""
+        if found.tokens < MIN_TOKENS:
+            return False
+        return found.mean > self.mean or found.ratio_beyond(self.slope) > MIN_RATIO
+
+
+FLOAT32_CPU = Limits(mean=1e-3, slope=1e-3)
+TENSOR_CORES = Limits(mean=0.1, slope=0.02)
+"""bfloat16, and float32 on a GPU, where kernels may round products to TensorFloat-32.
+
+docs/reliability.md derives the limits and has what healthy runs measured."""
+ROUTED_TENSOR_CORES = Limits(mean=0.3, slope=0.06)
+"""The same for mixtures of experts, where rounding sends some tokens to other experts."""
+
+
+def disagreement_of(
+    logprobs: Tensor,
+    entropy: Tensor,
+    trajectories: Sequence[Trajectory],
+    counted: NDArray[np.bool_],
+) -> Tensor:
+    """`[B, SUMS]` float64 sums over the tokens of each trajectory, on the device, not read.
+
+    Args:
+        logprobs: `[N]` the trainer's, of all trained tokens of the trajectories in order, in nats.
+        entropy: `[N]` of the distributions that they are from, in nats.
+        trajectories: B, with what the engine recorded.
+        counted: `[B]` whether a trajectory is wholly of the trainer's version; others get zeros.
+    """
+    logprobs = logprobs.detach().double()
+    recorded = behaviour_logprobs_of(trajectories)
+    device = logprobs.device
+    gap = (logprobs - to_device(recorded, device)).clamp(-1.0, 1.0)
+    slope = logprobs + entropy.detach().double()
+    ones, sign = torch.ones_like(gap), slope.sign()
+    columns = torch.stack(
+        [ones, gap.abs(), gap**2, gap * slope, slope**2, gap * sign, slope.abs()], 1
+    )
+    lengths = [one.trained_count for one in trajectories]
+    owner = to_device(np.repeat(np.arange(len(lengths)), lengths), device)
+    sums = columns.new_zeros(len(lengths), SUMS).index_add_(0, owner, columns)
+    return sums * to_device(counted, device)[:, None]

@@ -1,0 +1,123 @@
+"""Find out which other policy an engine has sampled from, by scoring its tokens under candidates.
+
+Slow, and needs memory for another copy of the weights; used only when something is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.rollout.trajectory import FloatArray, Trajectory
+from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.model.policy import Policy
+from asyncrl.trainer.objective.logprob_mismatch import Disagreement, Limits, disagreement_of
+from asyncrl.wire.records.wrong_policy import Cause
+
+_NEWTON_STEPS = 6
+_MAX_FACTOR = 100.0
+"""Temperatures are looked for between the right one divided and multiplied by this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What explains the log-probabilities that an engine recorded."""
+
+    cause: Cause
+    text: str
+    """Continues a sentence about the generator."""
+
+
+def explain(
+    policy: Policy,
+    trajectories: Sequence[Trajectory],
+    limits: Limits,
+    *,
+    previous: Sequence[tuple[str, Tensor]],
+    version: int,
+) -> Explanation | None:
+    """Which policy the tokens follow: another temperature, or the version before.
+
+    Args:
+        policy: the trainer's, with the weights that the tokens should follow.
+        trajectories: suspicious ones, wholly of this version; not empty.
+        limits: what rounding explains.
+        previous: the weights of the version before by HF name; empty: they are not known.
+        version: that the tokens should follow.
+
+    Returns:
+        None if neither explains them.
+    """
+    own = rescored(policy, trajectories).mean
+    # An explanation leaves rounding only, and not much of what there was to explain.
+    good = limits.mean if own <= limits.mean else min(limits.mean, own / 2)
+    temperature = _temperature(policy, trajectories)
+    at_that = rescored(policy, trajectories, temperature=temperature)
+    if at_that.mean <= good:
+        return Explanation(
+            "temperature",
+            f"it samples at temperature {temperature:.3g} instead of {policy.temperature:.3g}: "
+            f"there the log-probabilities agree within {at_that.mean:.2g}",
+        )
+    if previous:
+        before = rescored(policy, trajectories, weights=previous)
+        if before.mean <= good:
+            return Explanation(
+                "lag",
+                f"its tokens follow version {version - 1}, one step behind: with those weights the "
+                f"log-probabilities agree within {before.mean:.2g}",
+            )
+    return None
+
+
+@torch.no_grad()
+def rescored(
+    policy: Policy,
+    trajectories: Sequence[Trajectory],
+    *,
+    temperature: float | None = None,
+    weights: Sequence[tuple[str, Tensor]] = (),
+) -> Disagreement:
+    """How far the recorded log-probabilities are from those of a changed policy.
+
+    Args:
+        policy: the same as before afterwards.
+        trajectories: not empty.
+        temperature: None: the policy's own.
+        weights: by HF name; empty: the policy's own.
+    """
+    found = Disagreement()
+    with policy.changed(temperature, weights):
+        for one in trajectories:
+            scores = policy.score(_packed(policy, one))
+            rows = disagreement_of(scores.logprobs, scores.entropy, [one], np.ones(1, bool))
+            found += Disagreement.total(rows)
+    return found
+
+
+@torch.no_grad()
+def logprobs_of(policy: Policy, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
+    """The policy's log-probabilities of each trajectory's trained tokens, in nats."""
+    return [
+        policy.score(_packed(policy, one)).logprobs.float().cpu().numpy() for one in trajectories
+    ]
+
+
+def _packed(policy: Policy, trajectory: Trajectory) -> PackedBatch:
+    """One at a time: together they may be longer than a micro-batch that fits into memory."""
+    return PackedBatch.of_samples([trajectory], policy.device)
+
+
+def _temperature(policy: Policy, trajectories: Sequence[Trajectory]) -> float:
+    """The temperature at which the recorded log-probabilities fit best, by Newton's method."""
+    low, high = policy.temperature / _MAX_FACTOR, policy.temperature * _MAX_FACTOR
+    temperature = policy.temperature
+    for _ in range(_NEWTON_STEPS):
+        slope = rescored(policy, trajectories, temperature=temperature).slope
+        temperature = min(high, max(low, temperature * math.exp(slope)))
+    return temperature

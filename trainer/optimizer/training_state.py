@@ -1,0 +1,286 @@
+"""Everything that training changes, as named tensors: what a checkpoint holds.
+
+```
+weights/MODULE/NAME                 parameters and persistent buffers; a tied weight once
+optimizer/OPTIMIZER/MODULE/NAME/KEY optimizer's state of a parameter, as `exp_avg`
+tensors/NAME                        more of them, as an algorithm names them
+random/RANK/cpu, random/RANK/cuda.0 random states of each rank
+```
+
+Of a sharded parameter and its moments a rank holds a box. Names do not depend on how many ranks
+there are, so a state that 8 ranks saved is one that 2 can load. An optimizer's settings (learning
+rate, weight decay) come from the configuration and are not part of it.
+
+    state = TrainingState({"policy": model}, {"policy": optimizer})
+    boxes = state.boxes(rank=0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from asyncrl.trainer.base.errors import CheckpointError
+from asyncrl.trainer.checkpoint.format.index import Index, SavedTensor
+from asyncrl.trainer.checkpoint.format.tensors import Box
+from asyncrl.trainer.optimizer.coded_moments import SCALE
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""That torch puts into the names of a wrapped module's parameters."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Sharding(Protocol):
+    """What this rank's optimizers have of the modules' parameters."""
+
+    def own(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What an optimizer has of a module's parameter: a part of it, or the parameter itself."""
+
+    def box(self, parameter: nn.Parameter, local: Tensor) -> Box:
+        """Where a tensor that is like `own(parameter)` lies in one that is like the parameter."""
+
+
+class Unsharded:
+    """The optimizers have the parameters themselves, which may be DTensors."""
+
+    def own(self, parameter: nn.Parameter) -> nn.Parameter:
+        """As in `Sharding`."""
+        return parameter
+
+    def box(self, parameter: nn.Parameter, local: Tensor) -> Box:  # noqa: ARG002
+        """As in `Sharding`."""
+        return Box.of(local)
+
+
+class Shardings:
+    """Those of several optimizers, each of other parameters."""
+
+    def __init__(self, each: Sequence[Sharding]) -> None:
+        self._each = each
+
+    def own(self, parameter: nn.Parameter) -> nn.Parameter:
+        """As in `Sharding`."""
+        return self._of(parameter).own(parameter)
+
+    def box(self, parameter: nn.Parameter, local: Tensor) -> Box:
+        """As in `Sharding`."""
+        return self._of(parameter).box(parameter, local)
+
+    def _of(self, parameter: nn.Parameter) -> Sharding:
+        having = (one for one in self._each if one.own(parameter) is not parameter)
+        return next(having, Unsharded())
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """Modules, their optimizers and whatever else is trained, by name.
+
+    A critic, adapters or a refreshed reference are further entries.
+    """
+
+    modules: Mapping[str, nn.Module]
+    optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
+    """Each of parameters of these modules, of one or several."""
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    """Other tensors, changed in place when a checkpoint is loaded."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """What is not a tensor, as JSON types."""
+    sharding: Sharding = field(default_factory=Unsharded)
+
+    def boxes(self, rank: int) -> dict[str, Box]:
+        """What this rank holds, alive; random states are those of now."""
+        named: dict[str, Box] = {}
+        for name, tensor in self._weights():
+            named[name] = Box.of(tensor)
+            if isinstance(tensor, nn.Parameter):
+                own = self.sharding.own(tensor)
+                if own is not tensor:
+                    named[name] = self.sharding.box(tensor, own.detach())
+        named |= {f"tensors/{name}": Box.of(one) for name, one in self.extra.items()}
+        for optimizer, name, parameter, state in self._states():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    box = self._box(parameter, value, key)
+                    named[f"optimizer/{optimizer}/{name}/{key}"] = box
+        return named | {name: Box.of(one) for name, one in random_states(rank).items()}
+
+    def plain(self) -> dict[str, Any]:
+        """What is not a tensor, as JSON types.
+
+        Raises:
+            TypeError: an optimizer's state holds something that is neither a tensor nor JSON.
+        """
+        states: dict[str, dict[str, dict[str, Any]]] = {}
+        for optimizer, name, _, state in self._states():
+            for key, value in state.items():
+                if not isinstance(value, (Tensor, *_PLAIN)):
+                    raise TypeError(
+                        f"optimizer/{optimizer}/{name}/{key} is a {type(value).__name__}, which a "
+                        "checkpoint cannot hold"
+                    )
+            of = states.setdefault(optimizer, {})
+            of[name] = {k: v for k, v in state.items() if not isinstance(v, Tensor)}
+        return {"values": dict(self.values), "states": states}
+
+    def targets(self, index: Index) -> tuple[dict[str, Box], Restored]:
+        """What a saved state is loaded into.
+
+        Returns:
+            Weights and other tensors, which are changed in place; and the rest, which takes effect
+            with `Restored.apply` once all tensors are loaded.
+
+        Raises:
+            CheckpointError: names differ, so the saved state is of another model.
+            KeyError, TypeError, AttributeError: the index is not as written.
+        """
+        named = {name: Box.of(tensor) for name, tensor in self._weights()}
+        named |= {f"tensors/{name}": Box.of(one) for name, one in self.extra.items()}
+        rest = Restored(index.values["values"], list(self.optimizers.values()))
+        parameters = self._parameters()
+        for optimizer, states in index.values["states"].items():
+            of = self.optimizers.get(optimizer)
+            for name, plain in states.items():
+                if of is None or name not in parameters:
+                    raise CheckpointError(f"it is of another model: no {optimizer}/{name} is here")
+                prefix = f"optimizer/{optimizer}/{name}/"
+                state: dict[str, Any] = dict(plain)
+                own = self.sharding.own(parameters[name])
+                for full, saved in index.tensors.items():
+                    if not full.startswith(prefix):
+                        continue
+                    key = full.removeprefix(prefix)
+                    like = key != "step" and saved.shape == tuple(parameters[name].shape)
+                    if key.endswith(SCALE):
+                        state[key] = empty = _empty_scales(own, saved, of)
+                    else:
+                        state[key] = empty = _empty(own, saved, of, like=like)
+                    named[full] = self._box(parameters[name], empty, key)
+                rest.states.append((of, own, state))
+        saved_names = {one for one in index.tensors if not one.startswith("random/")}
+        wrong = sorted(saved_names ^ named.keys())
+        if wrong:
+            raise CheckpointError(f"it is of another model: {wrong[:3]} are not in both")
+        return named, rest
+
+    def _box(self, parameter: nn.Parameter, value: Tensor, key: str) -> Box:
+        """Of an optimizer's tensor: sharded as the parameter is if it has its shape, or its rows.
+
+        Moments in 8 bits have scales (`trainer.optimizer.coded_moments`), some for each row.
+        """
+        own = self.sharding.own(parameter)
+        if own is not parameter and (value.shape == own.shape or key.endswith(SCALE)):
+            return self.sharding.box(parameter, value)
+        return Box.of(value)
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        for module, one in self.modules.items():
+            seen: set[int] = set()
+            for name, tensor in one.state_dict(keep_vars=True).items():
+                if isinstance(tensor, Tensor) and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield f"weights/{module}/{unwrapped(name)}", tensor
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {
+            f"{module}/{unwrapped(name)}": parameter
+            for module, one in self.modules.items()
+            for name, parameter in one.named_parameters()
+        }
+
+    def _states(self) -> Iterator[tuple[str, str, nn.Parameter, dict[str, Any]]]:
+        """Optimizer, parameter by name, and its state, of those that have one."""
+        known = {
+            id(self.sharding.own(parameter)): (name, parameter)
+            for name, parameter in self._parameters().items()
+        }
+        for optimizer, one in self.optimizers.items():
+            for own, state in one.state.items():
+                yield optimizer, *known[id(own)], state
+
+
+@dataclass(slots=True)
+class Restored:
+    """The part of a saved state that is not loaded in place."""
+
+    values: dict[str, Any]
+    """As `TrainingState.values`."""
+    optimizers: list[Optimizer] = field(default_factory=list)
+    states: list[tuple[Optimizer, nn.Parameter, dict[str, Any]]] = field(default_factory=list)
+
+    def apply(self) -> None:
+        """Give the optimizers their states."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        for optimizer, parameter, state in self.states:
+            optimizer.state[parameter] = state
+
+
+def random_states(rank: int) -> dict[str, Tensor]:
+    """Of this process's random generators, by name."""
+    states = {f"random/{rank}/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        for index, state in enumerate(torch.cuda.get_rng_state_all()):
+            states[f"random/{rank}/cuda.{index}"] = state
+    return states
+
+
+def random_targets(index: Index, rank: int) -> dict[str, Tensor]:
+    """Empty tensors for the random states of a rank; none if fewer ranks saved them."""
+    return {
+        name: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+        for name, saved in index.tensors.items()
+        if name.startswith(f"random/{rank}/")
+    }
+
+
+def set_random_states(states: Mapping[str, Tensor], rank: int) -> None:
+    """Set what `random_targets` named, where there are such generators."""
+    for name, state in states.items():
+        generator = name.removeprefix(f"random/{rank}/")
+        if generator == "cpu":
+            torch.set_rng_state(state)
+        elif torch.cuda.is_available():
+            device = int(generator.removeprefix("cuda."))
+            if device < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, device)
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name without what wrappers add.
+
+    Example:
+        >>> unwrapped("model.layers.0._orig_mod.mlp.up_proj.weight")
+        'model.layers.0.mlp.up_proj.weight'
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _empty_scales(own: nn.Parameter, saved: SavedTensor, optimizer: Optimizer) -> Tensor:
+    """Scales for this rank's rows."""
+    shape, dtype = (len(own), *saved.shape[1:]), getattr(torch, saved.dtype)
+    if getattr(optimizer, "on_host", False):
+        return torch.zeros(shape, dtype=dtype, pin_memory=own.is_cuda)
+    return torch.zeros(shape, dtype=dtype, device=own.device)
+
+
+def _empty(own: nn.Parameter, saved: SavedTensor, optimizer: Optimizer, *, like: bool) -> Tensor:
+    """A tensor of an optimizer's state, `like` this rank's part of the parameter or small."""
+    dtype = getattr(torch, saved.dtype)
+    if like and getattr(optimizer, "on_host", False):
+        return torch.zeros(own.shape, dtype=dtype, pin_memory=own.is_cuda)
+    if like:
+        with torch.no_grad():
+            return torch.zeros_like(own, dtype=dtype, requires_grad=False)
+    device = own.to_local().device if isinstance(own, DTensor) else own.device
+    counts_on_device = any(
+        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
+    )
+    return torch.zeros(saved.shape, dtype=dtype, device=device if counts_on_device else "cpu")

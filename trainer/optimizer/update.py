@@ -1,0 +1,77 @@
+"""The optimizer step of one rank, and of a trainer that has only one."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.optimizer.optimizer import make_adamw, take_step
+from asyncrl.trainer.optimizer.training_state import Sharding, Shardings, Unsharded
+from asyncrl.trainer.ranks.rows import Rows
+from asyncrl.trainer.ranks.shards import Shards
+from asyncrl.trainer.ranks.world import World
+from asyncrl.trainer.sharding.rows import LocalRows
+
+
+class Update:
+    """AdamW over a model's trained parameters, or over this rank's rows of them.
+
+    Attribute: `optimizer`.
+
+    Args:
+        model: whose parameters are trained.
+        config: the trainer's settings.
+        world: the ranks.
+    """
+
+    def __init__(self, model: nn.Module, config: TrainerConfig, world: World) -> None:
+        self._model = model
+        self._world = world
+        self._shards: Shards | None = None
+        self._divided = LocalRows([])
+        self.sharding: Sharding = Unsharded()
+        """What the optimizer has of the model's parameters, for checkpoints."""
+        trained = [one for one in model.parameters() if one.requires_grad]
+        if world.size == 1:
+            self.optimizer = make_adamw(trained, config)
+            return
+        # In the order in which the optimizer numbers them, which is that of its state.
+        trained.sort(key=lambda one: one.ndim < 2)
+        divided = [one for one in trained if isinstance(one, DTensor)]
+        self._divided = LocalRows(divided)
+        self._shards = Shards([one for one in trained if not isinstance(one, DTensor)], world)
+        self.sharding = Shardings([self._divided, Rows(self._shards, world)])
+        matrices = [share.parameter.ndim >= 2 for share in self._shards.shares]
+        self.optimizer = make_adamw(self._own, config, [True] * len(divided) + matrices)
+
+    def step(self, rate: float, denominator: float, max_norm: float) -> float:
+        """Sum gradients over the ranks, divide, clip, step; gives the norm before clipping.
+
+        A collective of all ranks. Those of divided parameters are summed already.
+
+        Raises:
+            NonFiniteError: a gradient is not finite; the weights are unchanged.
+            RankLost: another rank did not take part.
+        """
+        if self._shards is None:
+            trained = [one for one in self._model.parameters() if one.requires_grad]
+            return take_step(self.optimizer, trained, rate, denominator, max_norm)
+        self._shards.reduce()
+        self._divided.take_gradients()
+        norm = take_step(self.optimizer, self._own, rate, denominator, max_norm, self._world.norm)
+        for one in self._own:
+            one.grad = None
+        self._shards.gather()
+        return norm
+
+    @property
+    def _own(self) -> list[nn.Parameter]:
+        """What this rank's optimizer changes, where there are several ranks."""
+        assert self._shards is not None  # noqa: S101 - for the type checker
+        return [*self._divided.rows, *self._shards.own]
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for one in self._model.parameters():
+            one.grad = None

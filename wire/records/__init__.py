@@ -1,0 +1,1 @@
+"""Records that messages carry and files keep: steps, evaluations, counts."""

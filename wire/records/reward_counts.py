@@ -1,0 +1,82 @@
+"""What went wrong in reward functions, and what they used of servers: counts of generators."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import msgspec
+
+from asyncrl.wire.transport.decoding import Amount, Count
+
+
+class ServiceCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reward function used of a server. Counts add."""
+
+    requests: Count = 0
+    """Attempts, those that failed included."""
+    retries: dict[str, Count] = {}
+    """Attempts that were repeated, by what was wrong with them."""
+    seconds: Amount = 0.0
+    """Of all calls together, from the beginning of the function to the answer."""
+    opened: Count = 0
+    """How often a breaker opened, or stayed open after a probe."""
+
+    def __add__(self, other: Self) -> Self:
+        """Both together."""
+        kinds = sorted({*self.retries, *other.retries})
+        return type(self)(
+            requests=self.requests + other.requests,
+            retries={
+                kind: self.retries.get(kind, 0) + other.retries.get(kind, 0) for kind in kinds
+            },
+            seconds=self.seconds + other.seconds,
+            opened=self.opened + other.opened,
+        )
+
+
+class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong in reward functions. Counts of several processes add."""
+
+    failed: dict[str, dict[str, Count]] = {}
+    """Calls that gave no reward, by function and reason."""
+    retried: Count = 0
+    """Calls that were repeated because their process had died."""
+    largest: dict[str, float] = {}
+    """By function, the largest absolute value of those that are suspiciously large."""
+    services: dict[str, ServiceCounts] = {}
+    """By function, of those that ask a server."""
+
+    def __add__(self, other: Self) -> Self:
+        """Both together; of `largest` the larger value."""
+        failed = {function: dict(reasons) for function, reasons in self.failed.items()}
+        for function, reasons in other.failed.items():
+            counts = failed.setdefault(function, {})
+            for reason, count in reasons.items():
+                counts[reason] = counts.get(reason, 0) + count
+        # Sorted, so that the order in which failures happen does not show in metrics.jsonl.
+        failed = {function: dict(sorted(failed[function].items())) for function in sorted(failed)}
+        largest = dict(self.largest)
+        for function, value in other.largest.items():
+            largest[function] = max(value, largest.get(function, value))
+        services = dict(self.services)
+        for function, used in other.services.items():
+            services[function] = services.get(function, ServiceCounts()) + used
+        return type(self)(
+            failed=failed,
+            retried=self.retried + other.retried,
+            largest=largest,
+            services=services,
+        )
+
+    @property
+    def failures(self) -> int:
+        """All calls that gave no reward."""
+        return sum(sum(reasons.values()) for reasons in self.failed.values())
+
+    def describe_failures(self) -> str:
+        """The failures by function and reason, for people: `score: 3 raised, 1 timeout`."""
+        return "; ".join(
+            f"{function}: "
+            + ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in reasons.items())
+            for function, reasons in self.failed.items()
+        )
