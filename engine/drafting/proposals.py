@@ -14,6 +14,7 @@ from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.continuation import Continuations, path_probabilities
 from asyncrl.engine.drafting.source import NO_HANDLE, DraftSource
 from asyncrl.engine.jit import kernel
+from asyncrl.engine.sampling.verification import offsets_of
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 Index = NDArray[np.integer[Any]]
@@ -149,13 +150,6 @@ def warm_up() -> None:
     _up_to_stops(
         Drafts(one, one - 1, np.arange(2, dtype=np.int32), chance), np.zeros((1, 1), np.int64)
     )
-
-
-def offsets_of(lengths: Index) -> IntArray:
-    """`[n + 1]` offsets of a ragged array with rows of these lengths."""
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
 
 
 def _places(offsets: IntArray, rows: NDArray[np.int64]) -> NDArray[np.int64]:

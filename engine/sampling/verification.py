@@ -20,13 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.engine.drafting.proposals import offsets_of
 from asyncrl.engine.sampling.drawing import identify, noise_seeds
 from asyncrl.engine.sampling.truncation import Purpose, forked, uniforms
 from asyncrl.rollout.acceptance import accept_lenient, symbols_of, verify_kept
@@ -374,3 +373,10 @@ def _at(logprobs: torch.Tensor, rows: NDArray[np.int64], ids: NDArray[np.integer
     row, column = where.to(logprobs.device)
     values: FloatArray = logprobs[row, column].float().cpu().numpy()
     return np.where(ids >= 0, values, np.float32(-np.inf))
+
+
+def offsets_of(lengths: NDArray[np.integer[Any]]) -> IntArray:
+    """`[n + 1]` offsets of a ragged array with rows of these lengths."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

@@ -14,7 +14,7 @@ pass.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from asyncrl.rollout.trajectory import FloatArray
 from asyncrl.trainer.cpu import attention_kernels
 from asyncrl.trainer.cpu import fused_kernels as kernels
 from asyncrl.trainer.cpu.layers import OnednnLinear, fast_linear, whole_blocks
-from asyncrl.trainer.model.packing import Layout
 
 MAX_LENGTH = 512
 """Tokens of the longest sequence; beyond it torch's attention, in blocks, is faster."""
@@ -156,10 +155,21 @@ class _Heads:
         self.epsilon = np.float32(0 if norm is None else norm.variance_epsilon)
 
 
+class _Layout(Protocol):
+    """What is read of a `model.packing.Layout`, which imports this module's package."""
+
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def segments(self) -> tuple[tuple[int, int, int, int], ...]: ...
+    @property
+    def longest(self) -> int: ...
+
+
 class _Sequences:
     """Positions, rotary angles and segments of a packed row."""
 
-    def __init__(self, layout: Layout, rotary: _Rotary) -> None:
+    def __init__(self, layout: _Layout, rotary: _Rotary) -> None:
         self.rotary = rotary
         self.positions: LongArray = layout.positions[0].numpy()
         starts, ends, places, shared = np.array(layout.segments, np.int64).T.copy()
@@ -182,7 +192,7 @@ class FusedDecoder:
         first: nn.Module = self._inner.layers[0]
         return first
 
-    def hidden(self, tokens: Tensor, layout: Layout) -> Tensor:
+    def hidden(self, tokens: Tensor, layout: _Layout) -> Tensor:
         """`[T or more, C]` normed states of `[1, T]` tokens; the rows after T mean nothing."""
         if layout.longest > len(self._rotary[0]):
             self._rotary = _angles(self._inner, 2 * layout.longest)

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.continuation import Continuations
 from asyncrl.engine.drafting.planner import Planner
-from asyncrl.engine.drafting.proposals import Proposer, offsets_of
+from asyncrl.engine.drafting.proposals import Proposer
 from asyncrl.engine.drafting.source import NO_HANDLE, DraftSource
 from asyncrl.engine.remote.worker.entries import Entry
+from asyncrl.engine.sampling.verification import offsets_of
 from asyncrl.rollout.jit import Compiler
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.planner import Planner
-from asyncrl.engine.drafting.proposals import offsets_of
 from asyncrl.engine.drafting.source import DraftSource
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.remote.worker.drafting import StepTimer
 from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.remote.worker.rows import NO_SLOT, RowBook
+from asyncrl.engine.sampling.verification import offsets_of
 from asyncrl.rollout.trajectory import IntArray
 
 Index = NDArray[np.int64]
