@@ -1,4 +1,4 @@
-"""Generators: one small protocol, and the engines behind it (embedded torch, vLLM)."""
+"""Engines: one small protocol, and behind it the embedded torch engine, vLLM and SGLang."""
 
 if __name__ == "engine":
     raise ImportError("asyncrl's package engine is imported as asyncrl.engine", name="engine")

@@ -15,7 +15,7 @@ from asyncrl.wire.transport.keys import LineKeys
 PART_BYTES = 1 << 20
 """Longest part of a file in one answer."""
 FilePath = Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
-"""Relative to the folder, with forward slashes; which are served: `asyncrl.processes.relay`."""
+"""Relative to the folder, with forward slashes; which are served: `asyncrl.relay`."""
 
 
 class Server(msgspec.Struct, frozen=True):

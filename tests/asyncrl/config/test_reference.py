@@ -13,7 +13,7 @@ from asyncrl.config.run_config import RunConfig, load_config, parse_config
 from asyncrl.monitoring.sinks.config import SinkConfig
 from asyncrl.tasks.evaluation_config import EvaluationSetConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 
 SETTINGS = [

@@ -12,7 +12,7 @@ from asyncrl.config.run_config import dump_config, load_config, parse_config
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.base.algorithm_registry import known_algorithms
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").rglob("*.yaml"))
 
 
 def write(path: Path, text: str) -> Path:

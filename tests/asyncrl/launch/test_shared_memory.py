@@ -71,7 +71,7 @@ def test_an_owner_that_was_killed_owns_nothing(
 ) -> None:
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
     code = (
-        "import os, sys; from pathlib import Path; from asyncrl.processes import shared_memory\n"
+        "import os, sys; from pathlib import Path; from asyncrl.launch import shared_memory\n"
         "shared_memory.SHARED_MEMORY = Path(sys.argv[1])\n"
         "with shared_memory.owned('my-run-1234567'): print('owned', flush=True); sys.stdin.read()\n"
     )

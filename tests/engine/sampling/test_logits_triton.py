@@ -29,7 +29,7 @@ from asyncrl.engine.sampling.logits import (
 from asyncrl.engine.sampling.truncation import SamplingColumns
 from asyncrl.engine.sampling.verification import KeptColumns
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CASES = ROOT / "tests" / "support" / "fused_kernels.py"
 K = 8
 KERNELS = ("summarise_kernel", "draw_kernel", "look_up_kernel", "cut_kernel")
