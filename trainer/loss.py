@@ -22,7 +22,7 @@ from asyncrl.trainer.algorithms.overlong import overlong_penalties
 from asyncrl.trainer.algorithms.reference_kl import WithReferenceKl
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
-from asyncrl.trainer.model.normalization import denominator
+from asyncrl.trainer.model.token_batch import denominator
 from asyncrl.trainer.objective.algorithm_factory import make
 from asyncrl.trainer.objective.gradient_parts import GradientParts
 from asyncrl.trainer.objective.step_statistics import StepTotals

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.rollout.truncation import Truncation
-from asyncrl.trainer.adapter_reference import InitialAdapter
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.critic import Critic, Values, real_tokens
+from asyncrl.trainer.lora.adapter import Adapter
 from asyncrl.trainer.model.head import TokenScores
 from asyncrl.trainer.model.packed_batch import PackedBatch
 from asyncrl.trainer.model.policy import Policy
@@ -22,6 +22,28 @@ from asyncrl.trainer.model.router import check_routes
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.sharding.policy import ShardedPolicy
+
+
+class InitialAdapter(Reference):
+    """The policy without its adapter, or with the one that training started from."""
+
+    def __init__(self, policy: Policy, adapter: Adapter) -> None:
+        self.policy = policy
+        self._adapter = adapter
+
+    @property
+    def moves(self) -> bool:
+        """Never."""
+        return False
+
+    def logprobs(self, batch: PackedBatch) -> Tensor:
+        """As `Reference.logprobs`."""
+        with self._adapter.initial():
+            return super().logprobs(batch)
+
+    def follow(self, trained: Policy, version: int) -> None:
+        """Nothing: it does not move."""
+
 
 logger = logging.getLogger(__name__)
 

@@ -2,12 +2,204 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from asyncrl.config.run_config import RunConfig
+from asyncrl.environments.protocol import LABEL
 from asyncrl.monitoring.records.group_account import totals_of
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.view import SchedulerView
-from asyncrl.wire.records.step import GroupTotals, StepGroups, StepMetrics
+from asyncrl.wire.records.on_policy import OnPolicySteps, is_on_policy
+from asyncrl.wire.records.reward_counts import RewardCounts
+from asyncrl.wire.records.step import (
+    EngineStats,
+    GroupTotals,
+    StalenessMetrics,
+    StepGroups,
+    StepMetrics,
+    TokenCounts,
+)
+
+
+class RewardTotals:
+    """Adds up the reward failures of all generators, lost ones included.
+
+    Args:
+        config: of the run.
+        say: shows a message to the person who watches.
+        earlier: counted before the run was resumed.
+    """
+
+    def __init__(
+        self, config: RunConfig, say: Callable[[str], None], earlier: RewardCounts
+    ) -> None:
+        self._labels = config.reward_labels
+        self._counts_as_zero = config.rewards.on_error == "zero"
+        self._say = say
+        self._earlier = earlier
+        self._now = RewardCounts()
+        self._told: set[tuple[str, str]] = set()
+
+    @property
+    def counts(self) -> RewardCounts:
+        """Since the run began."""
+        return self._earlier + self._now
+
+    def update(self, reports: Iterable[RewardCounts]) -> None:
+        """Take in the last report of every generator that ever was; tell of what is new."""
+        self._now = sum(reports, start=RewardCounts())
+        for function, reasons in self._now.failed.items():
+            for reason in reasons:
+                what = f"reward {function!r} gave no reward"
+                if function == LABEL:
+                    what = "the environment gave no answer"
+                if self._counts_as_zero:
+                    self._tell(
+                        (function, reason),
+                        f"WARNING: {what} ({_words(reason)}); that counts as 0 (rewards.on_error: "
+                        "zero). The generators' logs show the first cases; reward_failures in "
+                        "metrics.jsonl counts them",
+                    )
+        for function, value in self._now.largest.items():
+            self._tell(
+                (function, "large"),
+                f"WARNING: reward {function!r} returned {value:.3g} (absolute value). Rewards this "
+                "large dominate every advantage; check the function, or lower its weight",
+            )
+
+    def named(self, terms: tuple[float, ...]) -> dict[str, float | None]:
+        """The mean of each term of a step, by its function's label; empty if there is none."""
+        return dict(zip(self._labels, terms, strict=False))
+
+    def summarize(self) -> None:
+        """Say how many rewards failed, at the end of training."""
+        counts = self.counts
+        if counts.failures and self._counts_as_zero:
+            self._say(
+                f"WARNING: {counts.failures} rewards failed and counted as 0: "
+                f"{counts.describe_failures()}"
+            )
+
+    def _tell(self, kind: tuple[str, str], text: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            self._say(text)
+
+
+def _words(reason: str) -> str:
+    return reason.replace("_", " ")
+
+
+RATE_SECONDS = 3.0
+"""Shortest time over which rates are taken: generators report twice a second, and a step may take
+less than that."""
+
+
+class _Work(NamedTuple):
+    """Summed over generators, since their processes began."""
+
+    tokens: TokenCounts = TokenCounts()
+    busy_seconds: float = 0.0
+
+
+class RecentWork(NamedTuple):
+    """Rates over the last seconds."""
+
+    tokens_per_second: float
+    """Response tokens generated, all generators together."""
+    busy_share: float
+    """Engine time inside steps, in seconds per second, all generators together."""
+
+
+@dataclass(slots=True)
+class GenerationTotals:
+    """Adds up the counters of all generators, lost ones included.
+
+    Times are seconds of a monotonic clock.
+    """
+
+    began: float
+    """When the training phase began."""
+    _now: _Work = field(default_factory=_Work)
+    _base: _Work = field(default_factory=_Work)
+    _history: deque[tuple[float, _Work]] = field(default_factory=deque)
+
+    def update(self, engines: Iterable[EngineStats]) -> None:
+        """Take in the last report of every generator that ever was."""
+        engines = list(engines)
+        tokens = sum((one.tokens for one in engines), start=TokenCounts())
+        self._now = _Work(tokens, sum(one.busy_seconds for one in engines))
+
+    def begin(self, now: float) -> None:
+        """The training phase begins: count from here."""
+        self.began, self._base = now, self._now
+        self._history = deque([(now, self._now)])
+
+    @property
+    def tokens(self) -> TokenCounts:
+        """Counted in the training phase."""
+        return self._now.tokens - self._base.tokens
+
+    @property
+    def busy_seconds(self) -> float:
+        """Engine time inside steps in the training phase."""
+        return self._now.busy_seconds - self._base.busy_seconds
+
+    def recent(self, now: float) -> RecentWork:
+        """Rates up to now, over `RATE_SECONDS` at least where there was that much."""
+        history = self._history
+        history.append((now, self._now))
+        while len(history) > 2 and history[1][0] <= now - RATE_SECONDS:
+            history.popleft()
+        began, before = history[0]
+        seconds = max(1e-9, now - began)
+        return RecentWork(
+            (self._now.tokens - before.tokens).generated / seconds,
+            (self._now.busy_seconds - before.busy_seconds) / seconds,
+        )
+
+
+class StalenessTotals:
+    """Keeps two numbers and a flag of each step. A step that is trained again replaces itself.
+
+    Args:
+        earlier: the steps that the run did before it was resumed.
+    """
+
+    def __init__(self, earlier: Iterable[StepMetrics]) -> None:
+        self._steps: dict[int, tuple[StalenessMetrics, bool | None]] = {}
+        self._flags: Counter[bool | None] = Counter()
+        """Steps by whether they were exactly on-policy."""
+        for one in earlier:
+            self.add(one)
+
+    def add(self, step: StepMetrics) -> None:
+        """Note a step."""
+        if (replaced := self._steps.get(step.step)) is not None:
+            self._flags[replaced[1]] -= 1
+        self._steps[step.step] = step.staleness, is_on_policy(step)
+        self._flags[is_on_policy(step)] += 1
+
+    def rewind(self, step: int) -> None:
+        """Forget this step and all later ones, which are trained again."""
+        self._steps = {index: one for index, one in self._steps.items() if index < step}
+        self._flags = Counter(flag for _, flag in self._steps.values())
+
+    def staleness(self) -> StalenessMetrics:
+        """Mean of the steps' means, and maximum over all steps."""
+        ages = [age for age, _ in self._steps.values()]
+        return StalenessMetrics(
+            mean=statistics.fmean(one.mean for one in ages) if ages else 0.0,
+            max=max((one.max for one in ages), default=0),
+        )
+
+    def on_policy(self, steps: int) -> OnPolicySteps:
+        """How many steps of a run of this many steps were exactly on-policy."""
+        return OnPolicySteps.of(self._flags, steps)
 
 
 def too_few_groups(step: StepMetrics, settings: SchedulerConfig) -> str | None:

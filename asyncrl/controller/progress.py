@@ -10,11 +10,15 @@ import msgspec
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.controller import warnings
-from asyncrl.controller.generation_statistics import GenerationTotals
-from asyncrl.controller.group_statistics import RunGroups, in_flight, too_few_groups
+from asyncrl.controller.group_statistics import (
+    GenerationTotals,
+    RewardTotals,
+    RunGroups,
+    StalenessTotals,
+    in_flight,
+    too_few_groups,
+)
 from asyncrl.controller.policy_mismatches import Findings
-from asyncrl.controller.reward_statistics import RewardTotals
-from asyncrl.controller.staleness_statistics import StalenessTotals
 from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
 from asyncrl.fleet.process_fleet import Fleet

@@ -13,9 +13,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from asyncrl.environments import interpreter
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.messages import (
     Answer,
@@ -26,18 +30,106 @@ from asyncrl.environments.messages import (
     Hanging,
     Open,
     Opened,
+    Ready,
     Restore,
     Restored,
+    Setup,
     Step,
     Stepped,
 )
-from asyncrl.environments.process import EnvironmentProcess
-from asyncrl.environments.turnstile import Turnstile
 from asyncrl.errors import RewardError
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.rewards.process import WorkerLost, refused
-from asyncrl.user_code.streams import pack
-from asyncrl.wire.transport.decoding import FrameRefused, Reason
+from asyncrl.rewards.process import Program, UserProcess, WorkerLost, refused
+from asyncrl.rewards.protocol import Refused
+from asyncrl.user_code.streams import MAX_FRAME, pack
+from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused, Reason
+
+_DECODER: FrameDecoder[FromWorker] = FrameDecoder(FromWorker, max_bytes=MAX_FRAME)
+
+
+class EnvironmentProcess(UserProcess[FromWorker]):
+    """A worker of environments.
+
+    Args:
+        config: of the environment, with a name.
+        rewards: `startup_seconds` and `max_processes` hold here too.
+    """
+
+    def __init__(self, config: EnvironmentConfig, rewards: RewardConfig) -> None:
+        setup = Setup(
+            config.name or "",
+            config.args,
+            str(Path.cwd()),
+            config.reset_timeout_seconds,
+            config.step_timeout_seconds,
+        )
+        super().__init__(
+            Program(
+                interpreter.command("asyncrl.environments.worker", config.python),
+                "environment",
+                f"the environment ({config.name})",
+                "was",
+                pack(setup),
+                rewards.startup_seconds,
+                rewards.max_processes,
+            ),
+            _DECODER,
+        )
+        self.notes: list[str] = []
+        """What a user should know of the environment, a sentence each."""
+
+    def check_answer(self, answer: FromWorker) -> None:
+        """See the base class."""
+        if isinstance(answer, Refused):
+            raise RewardError(answer.message)
+        if not isinstance(answer, Ready):
+            raise WorkerLost(f"sent {type(answer).__name__} before it was ready")
+        self.notes = answer.notes
+
+
+class Turnstile:
+    """Many may be inside at once; one that must be alone waits until all have left.
+
+    While one waits to be alone nobody else enters, so it gets its turn. Leaving waits for nothing:
+    whoever is cancelled inside has told those that wait.
+    """
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+        self._inside = 0
+        self._alone = 0
+        """Callers that are or want to be inside alone."""
+        self._occupied = False
+
+    @asynccontextmanager
+    async def enter(self, *, alone: bool) -> AsyncIterator[None]:
+        """Wait to be let through, and leave at the end."""
+        if not alone:
+            await self._until(lambda: not self._alone)
+            self._inside += 1
+            try:
+                yield
+            finally:
+                self._inside -= 1
+                self._changed.set()
+            return
+        self._alone += 1
+        try:
+            await self._until(lambda: not self._inside and not self._occupied)
+            self._occupied = True
+            try:
+                yield
+            finally:
+                self._occupied = False
+        finally:
+            self._alone -= 1
+            self._changed.set()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ class ControllerLine:
         Args:
             message: to the controller.
             urgent: whether a device waits for it; None: as its type says
-                (`asyncrl.wire.sessions.urgency`).
+                (`asyncrl.wire.sessions.end`).
 
         Raises:
             Unreachable: the queue is full.

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl.engine.errors import EngineError
-from asyncrl.engine.protocol import Engine
+from asyncrl.engine.protocol import Engine, SamplingParams, ScoreRequest
 from asyncrl.generator.activity import GeneratorState
 from asyncrl.generator.background import BackgroundTasks
 from asyncrl.generator.controller_line import ControllerLine
@@ -38,7 +38,6 @@ from asyncrl.generator.evaluation import Evaluation
 from asyncrl.generator.lenient_reuse import LenientReuse
 from asyncrl.generator.preemption import Preemption
 from asyncrl.generator.reports import GeneratorRecords, GeneratorReports
-from asyncrl.generator.rescoring import Rescoring
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_table import Samples
 from asyncrl.generator.trainer_lines import TrainerLines
@@ -48,6 +47,52 @@ from asyncrl.monitoring.log_level import set_log_level
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Line
 from asyncrl.wire.messages import data, from_generator, to_generator
+from asyncrl.wire.messages.frames import decode_tokens, encode_floats
+
+
+class Rescoring:
+    """Answers `Rescore`. The engine computes every position of these requests afresh.
+
+    Args:
+        engine: scores.
+        sampling: the run's.
+        controller: gets the answer.
+    """
+
+    def __init__(
+        self, engine: Engine, sampling: SamplingParams, controller: ControllerLine
+    ) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._controller = controller
+
+    async def answer(self, command: to_generator.Rescore) -> None:
+        """Score the samples and report, or report why they cannot be scored."""
+        name = self._controller.generator
+        try:
+            scores = await self._engine.score(
+                [
+                    ScoreRequest(
+                        f"rescore-{command.number}.{index}",
+                        decode_tokens(sample.prompt_tokens),
+                        decode_tokens(sample.tokens),
+                        self._sampling,
+                    )
+                    for index, sample in enumerate(command.samples)
+                ]
+            )
+        except EngineError as error:
+            answer = from_generator.Rescored(name, command.number, -1, reason=str(error))
+        else:
+            versions = {score.policy_version for score in scores}
+            answer = from_generator.Rescored(
+                name,
+                command.number,
+                max(versions, default=-1),
+                tuple(encode_floats(score.logprobs) for score in scores),
+            )
+        await self._controller.send(answer)
+
 
 REPORT_SECONDS = 0.5
 _NOTES_PER_REPORT = 10

@@ -2,12 +2,18 @@
 
 find_resume_point   choose a checkpoint and check that the run may continue from it; changes nothing
 rewind              set newer checkpoints aside and drop the records of steps to repeat
+
+Lines of metrics.jsonl that a killed controller did not write, from the trainer's checkpoint.
+
+The trainer saves a step before the controller has recorded it if the controller is killed in
+between. So a checkpoint holds what the trainer knows of its steps
+(`asyncrl.wire.records.step.TrainedStep`).
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,14 +27,103 @@ from asyncrl.monitoring.records.jsonl import read_undamaged
 from asyncrl.monitoring.records.metrics_log import drop_superseded
 from asyncrl.monitoring.records.samples import SampleRecord
 from asyncrl.monitoring.records.trained_samples import copy_later
-from asyncrl.runs.lost_records import add_lost
 from asyncrl.runs.unfinished_folders import remove_moved, remove_unfinished
 from asyncrl.trainer.base.errors import CheckpointError
 from asyncrl.trainer.checkpoint.format.files import ResumePoint, choose, set_aside, steps_of, up_to
 from asyncrl.trainer.checkpoint.format.manifest import check_settings, settings_of
+from asyncrl.wire.records.environment_counts import EnvironmentCounts
 from asyncrl.wire.records.evaluations import EvaluationRecord
-from asyncrl.wire.records.step import StepMetrics, TrainedStep
+from asyncrl.wire.records.noise_floor import NoiseFloor
+from asyncrl.wire.records.step import (
+    IdleShares,
+    StepGroups,
+    StepMetrics,
+    TokenCounts,
+    TrainedStep,
+)
 from asyncrl.wire.transport.atomic_files import write_atomically
+
+
+def add_lost(
+    recorded: Iterable[StepMetrics],
+    trained: Iterable[TrainedStep],
+    *,
+    groups_per_step: int,
+    max_groups: int | None = None,
+) -> list[StepMetrics]:
+    """The recorded steps, with a record of each trained step that is missing among them.
+
+    Totals that only the controller knows (`tokens`, `noise_floor`, `reward_failures`,
+    `environments`) are those of
+    the record before; other numbers that only it knows are None.
+
+    Args:
+        recorded: steps of metrics.jsonl.
+        trained: steps of the checkpoints.
+        groups_per_step: of the run.
+        max_groups: `SchedulerConfig.max_groups_of_step`.
+    """
+    steps = {one.step: one for one in recorded}
+    for one in sorted(trained, key=lambda one: one.step):
+        if one.step not in steps:
+            before = steps.get(one.step - 1)
+            groups = _groups_of(
+                one.step,
+                one.groups,
+                groups_per_step,
+                before=0 if before is None else before.groups.end,
+                most=max_groups,
+            )
+            steps[one.step] = _record(one, before, groups)
+    return [steps[step] for step in sorted(steps)]
+
+
+def _record(one: TrainedStep, before: StepMetrics | None, groups: StepGroups) -> StepMetrics:
+    worked = one.times.train_seconds + one.times.publish_seconds + one.times.wait_seconds
+    seconds = worked if before is None else max(1e-9, one.time - before.time)
+    times = one.times.within(seconds)
+    return StepMetrics(
+        step=one.step,
+        time=one.time,
+        groups=groups,
+        wall_seconds=seconds + (0.0 if before is None else before.wall_seconds),
+        step_seconds=seconds,
+        tokens_per_second=None,
+        engine_busy_seconds=None,
+        tokens=TokenCounts() if before is None else before.tokens,
+        noise_floor=NoiseFloor() if before is None else before.noise_floor,
+        environments=EnvironmentCounts() if before is None else before.environments,
+        idle=IdleShares(generator=None, trainer=min(1.0, times.wait_seconds / max(1e-9, seconds))),
+        times=times,
+        reward_failures={} if before is None else before.reward_failures,
+        **msgspec.structs.asdict(one.metrics),
+    )
+
+
+def _groups_of(
+    step: int, trained: Sequence[int], per_step: int, *, before: int = 0, most: int | None = None
+) -> StepGroups:
+    """The groups of a step whose record was lost with the controller.
+
+    Only what the trainer accumulated is known. Groups that it left out must have failed, since it
+    steps only when the controller has declared all others. With dynamic sampling they failed or
+    carried no signal, and count as the latter, which is frequent.
+
+    Args:
+        step: whose record was lost.
+        trained: the groups that it trained on.
+        per_step: groups of a step.
+        before: with dynamic sampling, the first group after the step before.
+        most: groups that a step looks at with dynamic sampling; None without it.
+    """
+    if most is not None:
+        end = max(trained) + 1 if len(trained) == per_step else before + most
+        left_out = tuple(group for group in range(before, end) if group not in trained)
+        return StepGroups(trained=tuple(trained), without_signal=left_out)
+    every = range(step * per_step, (step + 1) * per_step)
+    return StepGroups(
+        trained=tuple(trained), failed=tuple(group for group in every if group not in trained)
+    )
 
 
 def find_resume_point(path: Path, config: RunConfig, step: int | None) -> ResumePoint:

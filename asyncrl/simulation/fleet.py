@@ -26,7 +26,7 @@ _AT_ONCE = 1e-12
 
 
 MEASURED_SECONDS = 5.0
-"""Busy seconds that a speed is measured over, at least; as in `controller/throughput_meter.py`."""
+"""Busy seconds that a speed is measured over, at least; as in `controller/inbox.py`."""
 
 
 @dataclass(frozen=True, slots=True)

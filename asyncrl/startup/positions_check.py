@@ -2,13 +2,108 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.errors import ModelError, UserError
+from asyncrl.errors import DataError, ModelError, UserError
+from asyncrl.programs.tests import Asserted, Test, read_tests
+from asyncrl.rewards.code import TESTS
+from asyncrl.rewards.config import RewardFunctionConfig
+from asyncrl.startup.model_check import check_files
+from asyncrl.tasks.model import check_directory
+from asyncrl.tasks.model_tokenizer import load_tokenizer, tokenizer_digest
+from asyncrl.tasks.prompts import Prompt, Task, held_out_sets
 from asyncrl.tasks.warm_start_recipe import POSITIONS
+from asyncrl.trainer.base.algorithm_registry import is_own
+
+_NEED_ANSWERS = ("arithmetic", "exact_match", "math_verify")
+
+
+def check_rows(config: RunConfig, task: Task) -> list[str]:
+    """Look at every row that is trained on or held out, once for each reward.
+
+    Returns:
+        Warnings about tests that a program can pass without being right, one for each reward.
+
+    Raises:
+        DataError: a row has no answer or no tests, a reward needs them, and a failed reward ends
+            the run.
+    """
+    warnings = []
+    for function in config.rewards.functions:
+        forms = Counter[type]()
+        for prompt in task.train:
+            forms.update(map(type, _tests_of(config, function, prompt)))
+        for prompt in itertools.chain(*held_out_sets(task).values()):
+            _tests_of(config, function, prompt)
+        if forms[Asserted]:
+            warnings.append(
+                f"WARNING: reward 'code': {forms[Asserted]:,} of {forms.total():,} tests are an "
+                "`assert` that is judged next to the program, so a program can pass them without "
+                "being right. Give them as call, args and returns, or as input and output "
+                "(docs/sandbox.md)"
+            )
+    return warnings
+
+
+def _tests_of(config: RunConfig, function: RewardFunctionConfig, prompt: Prompt) -> list[Test]:
+    """The tests that a reward judges a row's programs by. Raises DataError, see `check_rows`."""
+    why, tests, column = None, list[Test](), function.args.get("tests", TESTS)
+    if function.name in _NEED_ANSWERS and prompt.example.get("answer") is None:
+        why = "it has no reference answer; name its field with task.answer_field"
+    if function.name == "code":
+        try:
+            tests = read_tests(prompt.example.get("row", {}).get(column), column)
+        except ValueError as error:
+            why = str(error)
+    if why is not None and config.rewards.on_error == "stop":
+        raise DataError(
+            f"reward {function.name!r} cannot judge responses to prompt {prompt.prompt_id}: {why}"
+        )
+    return tests
+
+
+_SECONDS = 120.0
+"""Longest wait for it; it imports torch."""
+
+
+def check_algorithm(config: RunConfig) -> None:
+    """Load and try the class of `trainer.algorithm`, if it is one of the user's.
+
+    Raises:
+        UserError: it cannot be used; the message says why.
+    """
+    name = config.trainer.algorithm
+    if not is_own(name):
+        return
+    try:
+        done = subprocess.run(
+            (sys.executable, "-P", "-m", "asyncrl.trainer_process.custom_algorithm"),
+            input=config.model_dump_json(),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=True,
+        )
+        reason = json.loads(done.stdout.rstrip().rpartition("\n")[2])
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"trainer.algorithm {name!r}: importing and trying it takes more than {_SECONDS:g} s"
+        ) from error
+    except (subprocess.CalledProcessError, ValueError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()[-2000:]
+        raise UserError(
+            f"trainer.algorithm {name!r}: the process that tried it ended unexpectedly:\n{said}"
+        ) from error
+    if reason is not None:
+        raise UserError(reason)
+
 
 _BY_LENGTH = {"dynamic", "longrope", "su"}
 """Kinds of rotary embedding that have other angles in long sequences; su is longrope's old name."""
@@ -75,4 +170,59 @@ def _check(config: RunConfig, longest: int) -> None:
         raise UserError(
             f"engine.max_model_len: {wanted:,} tokens are more than {config.model.path} reads, "
             f"which are {longest:,}; set it to {longest}, or choose another model"
+        )
+
+
+_SETTING = "trainer.critic.model"
+
+
+def with_critic(config: RunConfig, model_path: str, tokenizer: Any) -> RunConfig:
+    """The configuration with the critic's directory as an absolute path.
+
+    Args:
+        config: of the run.
+        model_path: directory of the policy, or its id on the hub.
+        tokenizer: the policy's.
+
+    Raises:
+        UserError: the critic is no model directory, has another vocabulary or tokenizer than the
+            policy, or reads shorter sequences than the run has.
+    """
+    given = config.trainer.critic.model
+    if given is None:
+        return config
+    directory = Path(given)
+    if not directory.is_dir():
+        raise ModelError(
+            f"{_SETTING}: there is no directory {given!r} (looked from {Path.cwd()}); give a "
+            "Hugging Face model directory, or leave it out to start from model.path"
+        )
+    check_directory(directory, _SETTING)
+    check_files(directory, _SETTING, needs_head=False)
+    described = description_of(directory, _SETTING)
+    _check_vocabulary(described, directory, model_path)
+    expected, found = tokenizer_digest(tokenizer), tokenizer_digest(load_tokenizer(str(directory)))
+    if expected.vocabulary != found.vocabulary:
+        raise UserError(
+            f"{_SETTING}: {directory} has another tokenizer than {config.model.path}, so its "
+            "values would be of other texts; choose a value model of the policy's family"
+        )
+    longest, needed = described.get("max_position_embeddings"), config.engine.max_model_len
+    if isinstance(longest, int) and longest < needed:
+        raise UserError(
+            f"{_SETTING}: {directory} reads at most {longest:,} tokens, and sequences may have "
+            f"{needed:,} (engine.max_model_len); lower it, or choose another value model"
+        )
+    critic = config.trainer.critic.model_copy(update={"model": str(directory.resolve())})
+    trainer = config.trainer.model_copy(update={"critic": critic})
+    return config.model_copy(update={"trainer": trainer})
+
+
+def _check_vocabulary(critic: dict[str, Any], directory: Path, model_path: str) -> None:
+    theirs = description_of(Path(model_path), "model.path").get("vocab_size")
+    own = critic.get("vocab_size")
+    if isinstance(own, int) and isinstance(theirs, int) and own < theirs:
+        raise UserError(
+            f"{_SETTING}: {directory} has a vocabulary of {own:,} tokens, the policy one of "
+            f"{theirs:,}; the value model must know every token that the policy may draw"
         )

@@ -15,9 +15,6 @@ from asyncrl.errors import DataError
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.runs.template_date import with_date
 from asyncrl.startup import startup_summary
-from asyncrl.startup.algorithm_check import check_algorithm
-from asyncrl.startup.critic_check import with_critic
-from asyncrl.startup.dataset_check import check_rows
 from asyncrl.startup.devices import engine_device, place
 from asyncrl.startup.gpu_defaults import visits_of, with_drafts_that_pay, with_trainer_dtype
 from asyncrl.startup.lora_check import with_adapter
@@ -29,7 +26,13 @@ from asyncrl.startup.memory import (
     shape_of,
 )
 from asyncrl.startup.model_check import check_files, check_vocabulary, unexpected_line
-from asyncrl.startup.positions_check import check_builtin_positions, check_positions
+from asyncrl.startup.positions_check import (
+    check_algorithm,
+    check_builtin_positions,
+    check_positions,
+    check_rows,
+    with_critic,
+)
 from asyncrl.startup.preflight import check_environment, check_machine, check_rewards
 from asyncrl.startup.shared_gpu import with_shared_gpu
 from asyncrl.tasks.loading import load_task

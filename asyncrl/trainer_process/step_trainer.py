@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -18,22 +19,74 @@ from asyncrl.monitoring.records.spans import SpanKind
 from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.monitoring.tracing.tracer import Tracer
 from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.ranks import World
 from asyncrl.trainer.sharding.lockstep import Act, Word
 from asyncrl.trainer_process.group_queue import WholeGroup
 from asyncrl.trainer_process.policy_check import PolicyCheck
 from asyncrl.trainer_process.rank_decision import OTHER_RANKS, asked
-from asyncrl.trainer_process.rank_metrics import (
-    gathered,
-    lost_to_imbalance,
-    mean_terms,
-    part_of,
-)
 from asyncrl.trainer_process.sample_log import TrainedSampleLog
 from asyncrl.wire.messages.from_trainer import StepFinished, WrongPolicyFound
 from asyncrl.wire.records.step import TrainerTimes
 from asyncrl.wire.weights.broadcast.sending import WeightSender
 from asyncrl.wire.weights.layout import WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher
+
+
+class RankPart(msgspec.Struct, frozen=True):
+    """One rank's part of a step."""
+
+    groups: tuple[int, ...]
+    """That it trained on, ascending."""
+    samples: int
+    """Of these groups."""
+    terms: tuple[tuple[float, int], ...]
+    """By reward function: the sum of what it returned, and for how many samples."""
+    waited_seconds: float
+    """For the other ranks, after it had the gradients of all its groups of the step."""
+    follows: bool
+    """Whether no generator of its samples is known to have another policy."""
+
+
+def part_of(
+    groups: Sequence[int],
+    samples: int,
+    terms: Sequence[tuple[float, ...]],
+    *,
+    waited_seconds: float,
+    follows: bool,
+) -> RankPart:
+    """A rank's part; `terms` has a row for each sample that has a reward."""
+    sums = tuple((math.fsum(values), len(values)) for values in zip(*terms, strict=True))
+    return RankPart(tuple(sorted(groups)), samples, sums, waited_seconds, follows)
+
+
+def gathered(own: RankPart, world: World) -> list[RankPart]:
+    """The parts of all ranks, by rank. A collective. Raises RankLost."""
+    if world.size == 1:
+        return [own]
+    decode = msgspec.msgpack.Decoder(RankPart).decode
+    return [decode(one) for one in world.gather(msgspec.msgpack.encode(own), "a step's parts")]
+
+
+def mean_terms(parts: Sequence[RankPart]) -> tuple[float, ...]:
+    """Mean of what each reward function returned; empty if none scored a sample."""
+    having = [part.terms for part in parts if part.terms]
+    return tuple(
+        math.fsum(total for total, _ in one) / sum(count for _, count in one)
+        for one in zip(*having, strict=True)
+    )
+
+
+def lost_to_imbalance(parts: Sequence[RankPart]) -> float:
+    """Seconds, mean over the ranks, in which another rank was still computing and this one was not.
+
+    All groups of the step have arrived when its plan comes, so nothing else is waited for then.
+
+    >>> part = RankPart((0,), 1, (), 1.0, True)
+    >>> lost_to_imbalance([part, msgspec.structs.replace(part, waited_seconds=0.0)])
+    0.5
+    """
+    return math.fsum(part.waited_seconds for part in parts) / len(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ class Api:
 
 
 def application(api: Api) -> FastAPI:
-    """The routes. It has to be guarded (`asyncrl.web.middleware`)."""
+    """The routes. It has to be guarded (`asyncrl.web.server`)."""
     app = FastAPI(title="asyncrl", description=ABOUT, docs_url=None, redoc_url=None, version="1")
     data: Sequence[tuple[str, Callable[..., Awaitable[Response]]]] = (
         ("/api/status", api.status),

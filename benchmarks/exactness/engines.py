@@ -152,7 +152,7 @@ class TorchBench(Bench):
 
     def prepare(self, mode: str) -> None:
         """Make a new core for each mode."""
-        from asyncrl.engine.drafting.fixed_budget import FixedBudget
+        from asyncrl.engine.remote.worker.drafting import FixedBudget
         from asyncrl.engine.torch.core import CoreSettings, DecodeCore
         from asyncrl.engine.torch.model import load_model
 

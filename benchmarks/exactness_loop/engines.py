@@ -11,9 +11,9 @@ from typing import Any
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.drafting.fixed_budget import FixedBudget
 from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import Engine
+from asyncrl.engine.remote.worker.drafting import FixedBudget
 from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.engine.torch.config import TorchConfig
 from asyncrl.engine.vllm.config import VllmConfig

@@ -13,8 +13,8 @@ from unittest import mock
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.drafting.fixed_budget import FixedBudget
 from asyncrl.engine.factory import create_engine
+from asyncrl.engine.remote.worker.drafting import FixedBudget
 from benchmarks.rollout.contestants import CHAIN, OURS, Contestant, with_torch
 from benchmarks.rollout.passes import Bench, Plan, Workload
 

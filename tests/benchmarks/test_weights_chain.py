@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.wire.weights.chain.published import PublishedVersions
+from asyncrl.wire.weights.chain.source import PublishedVersions
 from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.weights_chain import _Measurement, arithmetic, print_table, ratios_of
 from benchmarks.weights_deltas import share_of

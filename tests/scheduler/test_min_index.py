@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.scheduler.min_index import MinIndex
+from asyncrl.scheduler.placement import MinIndex
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4) | st.none())))

@@ -15,7 +15,7 @@ import torch
 from tiny_models import VOCAB
 from torch_cores import core_of, request
 
-from asyncrl.controller.mismatch_cause import conclusion
+from asyncrl.controller.policy_watch import conclusion
 from asyncrl.engine.protocol import SamplingParams, ScoreRequest
 from asyncrl.engine.torch.model import load_model
 from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from tiny_models import STOP
 
-from asyncrl.engine.drafting.fixed_budget import FixedBudget
 from asyncrl.engine.drafting.source import DraftSource
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.engine.remote.worker.drafting import FixedBudget
 from asyncrl.engine.torch.core import CoreSettings, DecodeCore
 from asyncrl.engine.torch.model import SlotModel, load_model
 from asyncrl.rollout.trajectory import IntArray, KeptTokens, Provenance

@@ -24,10 +24,9 @@ from asyncrl.wire.errors import (
 from asyncrl.wire.messages.chain import Ask, Parent
 from asyncrl.wire.weights import delta
 from asyncrl.wire.weights.chain.node import WeightNode
-from asyncrl.wire.weights.chain.published import PublishedVersions
 from asyncrl.wire.weights.chain.receiving import Timing
 from asyncrl.wire.weights.chain.serving import State
-from asyncrl.wire.weights.chain.source import WeightSource
+from asyncrl.wire.weights.chain.source import PublishedVersions, WeightSource
 from asyncrl.wire.weights.chunks import Grid, checksum, name_of
 from asyncrl.wire.weights.layout import WRITING, WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher

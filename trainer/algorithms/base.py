@@ -5,7 +5,7 @@ that no policy has drawn (`Trajectory.trained`) are not among them, and in no le
 
 An algorithm never divides. `loss` returns **sums**, and the learner divides by the step's loss
 denominator, which is known only when the step's last group has arrived
-(`asyncrl.trainer.model.normalization`). Groups whose advantages are all 0 count in the denominator,
+(`asyncrl.trainer.model.token_batch`). Groups whose advantages are all 0 count in the denominator,
 whether they are computed or not. An empty batch (N = 0) has loss 0 and all sums 0; the learner does
 not run the model for it.
 

@@ -1,4 +1,12 @@
-"""A child's end of a session, over whatever hands its frames to a relay."""
+"""A child's end of a session, over whatever hands its frames to a relay.
+
+Which messages of a child wait in its relay for others, and which leave at once.
+
+Urgent is what the scheduler or the trainer waits for before a device gets work. The rest only adds
+to counts, or is about samples of run-ahead, whose slots are filled from a queue meanwhile. The
+sender may know better than the table: the report of a finished run-ahead sample and the last
+delivery of a generator are told so when they are sent.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +18,29 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from asyncrl.wire.errors import SessionFull, Unreachable
+from asyncrl.wire.messages import from_generator, from_trainer
 from asyncrl.wire.sessions.frames import new_session
 from asyncrl.wire.sessions.session import Session
-from asyncrl.wire.sessions.urgency import is_urgent
 from asyncrl.wire.transport.decoding import FrameDecoder
 from asyncrl.wire.transport.outbox import Outbox
+
+WAIT: frozenset[type] = frozenset(
+    {
+        from_generator.GeneratorReport,
+        from_generator.SampleDelivered,
+        from_generator.Rescored,
+        from_trainer.TrainerReport,
+        from_trainer.CheckpointWritten,
+        from_trainer.CheckpointFailed,
+    }
+)
+"""Messages that wait, up to `bundles.GATHER_SECONDS`. All others are urgent."""
+
+
+def is_urgent(message: msgspec.Struct) -> bool:
+    """Whether a message leaves at once."""
+    return type(message) not in WAIT
+
 
 In = TypeVar("In")
 

@@ -18,13 +18,17 @@ applying a delta is five times faster.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.rollout.jit import Compiler
 from asyncrl.wire.transport.decoding import FrameRefused, Reason
-from asyncrl.wire.weights.jit import kernel
+
+kernel = Compiler(Path(__file__).parent)
+
 
 Buffer = bytes | bytearray | memoryview | NDArray[np.uint8]
 Words = NDArray[np.uint16] | NDArray[np.uint32]

@@ -1,17 +1,104 @@
-"""Generates responses: kept tokens are verified first, then the core draws the rest."""
+"""Generates responses: kept tokens are verified first, then the core draws the rest.
+
+Verification of kept tokens: reports what the worker decided, and continues after it.
+
+The worker judges kept tokens in one prefill (`asyncrl.engine.remote.worker.scored`). The rest of
+the response becomes an ordinary request with a longer prefix, whose prefill finds most of the KV
+that the verification computed in the engine's prefix cache. The rejected tokens are its draft.
+
+Accepted tokens carry the version that judged them, even if the weights change before the response
+resumes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
+
+import numpy as np
 
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk
 from asyncrl.engine.remote.client.core import Core
 from asyncrl.engine.remote.client.requests import Table, check_temperature, generation, verification
 from asyncrl.engine.remote.client.streams import Reader, Streams
-from asyncrl.engine.remote.client.verification import after_verification
+from asyncrl.engine.remote.extras import Outcome
 from asyncrl.engine.requests import Limits, SeedStream
-from asyncrl.rollout.trajectory import KeptTokens, Provenance
+from asyncrl.engine.sampling.drawing import noise_seeds
+from asyncrl.engine.turns import provenance_of, turn_end, turn_start
+from asyncrl.rollout.trajectory import FinishReason, IntArray, KeptTokens, Provenance, SeedArray
+
+
+def after_verification(
+    request: GenerateRequest, kept: KeptTokens, table: Table, seed: int, policy_version: int
+) -> tuple[TokenChunk | None, GenerateRequest]:
+    """What to report of the kept tokens of a request, and how it continues.
+
+    Args:
+        request: with its kept tokens, at least one.
+        kept: those tokens.
+        table: what the worker left of them.
+        seed: of the request.
+        policy_version: that judged them.
+
+    Returns:
+        The tokens to report, with the finish reason if they end the response (None: nothing was
+        accepted or drawn), and the request that continues after them.
+    """
+    tokens = table.tokens
+    stays = int((table.outcomes == Outcome.KEPT).sum())
+    provenance = np.full(len(tokens), Provenance.SAMPLED, np.uint8)
+    provenance[:stays] = provenance_of(kept, stays)
+    begun = turn_start(kept.observed, stays)
+    count, reason = _end(request, tokens, begun)
+    chunk = TokenChunk(
+        request_id=request.request_id,
+        tokens=tokens[:count],
+        logprobs=table.logprobs[:count],
+        topk_ids=table.topk_ids[:count],
+        topk_logprobs=table.topk_logprobs[:count],
+        noise_seeds=_noise_seeds(kept, table, seed, policy_version)[:count],
+        provenance=provenance[:count],
+        policy_version=policy_version,
+        finish_reason=reason,
+    )
+    rest = replace(
+        request,
+        prefix_tokens=np.concatenate([request.prefix_tokens, tokens]).astype(np.int32),
+        draft_tokens=kept.tokens[count : turn_end(kept.observed, stays)].astype(np.int32),
+        kept=None,
+        turn_start=len(request.prefix_tokens) + begun if begun else request.turn_start,
+    )
+    return (chunk if count else None), rest
+
+
+def _noise_seeds(kept: KeptTokens, table: Table, seed: int, policy_version: int) -> SeedArray:
+    """`[n]` accepted and renamed tokens keep their noise, unless the rule is lenient."""
+    (fresh,) = noise_seeds(np.array([seed], np.uint64), policy_version)
+    if kept.lenience is not None:
+        return np.full(len(table.tokens), fresh, np.uint64)
+    old = kept.noise_seeds[: len(table.tokens)]
+    return np.where(table.outcomes == Outcome.DRAWN, fresh, old)
+
+
+def _end(request: GenerateRequest, tokens: IntArray, begun: int) -> tuple[int, FinishReason | None]:
+    """Where the response ends within `tokens`, and why; all of them and None if it continues.
+
+    The first `begun` of them are of earlier turns, which their stops have ended.
+    """
+    last = tokens[begun:]
+    ends = (np.flatnonzero(np.isin(last, request.sampling.stop_tokens)) + 1 + begun).tolist()[:1]
+    rule = request.sampling.stop_rule
+    if rule is not None:
+        state = rule.start
+        if not begun:
+            _, state = rule.follow(state, request.prefix_tokens[request.turn_start :])
+        count, _ = rule.follow(state, last)
+        ends += [] if count is None else [begun + count]
+    if ends:
+        return min(ends), "stop"
+    generated = len(request.prefix_tokens) + len(tokens)
+    return len(tokens), "length" if generated >= request.sampling.max_tokens else None
 
 
 class Generation:

@@ -8,13 +8,125 @@ process), `core` (the calls) and `outputs` (what comes back); everything else is
 
 from __future__ import annotations
 
+import os
+
 from asyncrl.cache.config import CacheConfig
-from asyncrl.cache.sharing.cache_setup import CachePlace
+from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
 from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.remote.client.engine import RemoteEngine
+from asyncrl.engine.remote.extras import DrafterSettings
 from asyncrl.engine.sglang.client.core import SglangCore
-from asyncrl.engine.sglang.client.launch import launch
+from asyncrl.engine.sglang.client.environment import SglangFolder, environment_of
 from asyncrl.engine.sglang.client.process import SglangProcess
+from asyncrl.engine.sglang.interpreter import path_of
+from asyncrl.engine.sglang.server_settings import ServerSettings
+from asyncrl.engine.sglang.settings import WorkerSettings
+
+_HEADROOM = 16
+"""Tokens of a request's room that SGLang keeps free (6), the token drawn after a scored text, and
+some to spare."""
+_MAX_STEP_TOKENS = 4096
+"""Of a step that drafts. SGLang has no limit for it; more never pays."""
+
+
+async def launch(
+    process: SglangProcess,
+    config: EngineConfig,
+    model_path: str,
+    cache_config: CacheConfig,
+    seed: int,
+    place: CachePlace,
+) -> SglangCore:
+    """Start SGLang's processes and connect to its scheduler.
+
+    Raises:
+        EngineStartError: SGLang did not start; the end of its log is quoted.
+    """
+    core = SglangCore(process, config.sglang.chunk_tokens)
+    folder = process.open(core.take)
+    worker = worker_settings(config, cache_config, place, folder)
+    process.start(
+        path_of(config.sglang),
+        environment_of(config, folder) | worker.to_environment(),
+        server_settings(config, model_path, cache_config, seed, folder),
+    )
+    limit = config.sglang.start_limit
+    try:
+        await core.ready(limit)
+    except TimeoutError as error:
+        raise EngineStartError(
+            str(
+                process.failure(
+                    f"SGLang was not ready after {limit:.0f} s: it was loading or compiling model "
+                    f"{model_path!r}. Raise launcher.startup_seconds, of which SGLang gets 90%"
+                )
+            )
+        ) from error
+    except EngineError as error:
+        raise EngineStartError(
+            f"SGLang could not be started with model {model_path!r}: {error}"
+        ) from error
+    return core
+
+
+def _drafts(cache_config: CacheConfig) -> int:
+    return cache_config.draft_tokens if cache_config.enabled else 0
+
+
+def server_settings(
+    config: EngineConfig,
+    model_path: str,
+    cache_config: CacheConfig,
+    seed: int,
+    folder: SglangFolder,
+) -> ServerSettings:
+    """What SGLang's own arguments are made of."""
+    ours, drafts = config.sglang, _drafts(cache_config)
+    return ServerSettings(
+        folder=str(folder.path),
+        model_path=model_path,
+        device=config.device,
+        dtype=config.dtype,
+        logits_dtype=config.logits_dtype,
+        batch_invariant=config.batch_invariant,
+        seed=seed,
+        # Requests are held to our limit.
+        max_model_len=config.max_model_len + drafts + _HEADROOM,
+        slots=config.slots,
+        prefill_tokens=ours.max_prefill_tokens,
+        kv_cache_gib=ours.kv_cache_gib,
+        mem_fraction_static=ours.share_of_gpu,
+        prefix_caching=ours.enable_prefix_caching,
+        draft_tokens=drafts,
+        tensor_parallel_size=ours.tensor_parallel_size,
+        step_seconds=ours.call_timeout_seconds,
+        log_level=ours.log_level,
+    )
+
+
+def worker_settings(
+    config: EngineConfig, cache_config: CacheConfig, place: CachePlace, folder: SglangFolder
+) -> WorkerSettings:
+    """What our part of the scheduler process is made of."""
+    ours = config.sglang
+    drafting = DrafterSettings(
+        cache=cache_config.model_dump(mode="json"),
+        place=to_json(place),
+        fixed_step_tokens=ours.max_step_tokens,
+        max_step_tokens=max(_MAX_STEP_TOKENS, config.slots),
+        logits_bytes=config.logits_bytes,
+    )
+    return WorkerSettings(
+        requests=folder.requests,
+        outputs=folder.outputs,
+        parent=os.getpid(),
+        top_k=config.top_k_logprobs,
+        logits_bytes=config.logits_bytes,
+        stage_on_device=config.weight_staging == "device",
+        steps_per_message=ours.steps_per_message,
+        drafting=drafting if _drafts(cache_config) else None,
+    )
 
 
 class SglangEngine(RemoteEngine):

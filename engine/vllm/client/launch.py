@@ -1,4 +1,31 @@
-"""Starts vLLM. Imports it, so `environment.prepare` must have run before."""
+"""Starts vLLM. Imports it, so `environment.prepare` must have run before.
+
+Which CUDA graphs vLLM captures, so that they fit one token a row and drafts of any lengths.
+
+With speculation vLLM 0.32 takes 1 + num_speculative_tokens tokens of every row for the uniform
+decode step (`v1/worker/gpu_model_runner.py`:870, `uniform_decode_query_len`), and replays a full
+graph only for a step in which each row has exactly so many (:3653, `_is_uniform_decode`). Our rows
+have one token where drafting does not pay and drafts of different lengths where it does, so no step
+would ever match. Worse, full graphs make it round all capture sizes up to multiples of that number
+(`config/compilation.py`:1489 and :1530): with 16 draft tokens a step of one row would be
+padded to 17 tokens, and one of 256 rows to 272.
+
+So with drafts only piecewise graphs are captured: they hold everything between two attention calls,
+and fit any step with as many tokens, however these are spread over rows. Without a drafter the
+uniform step is one token a row, and vLLM's own choice (full graphs for it, piecewise ones for the
+rest) is right; only the sizes have to reach our number of slots.
+
+Never run on a GPU.
+
+Our output processor inside `AsyncLLM`: hands each step to its readers with its version.
+
+vLLM's own processor merges the steps of a slow consumer, keeps only the last weight version of a
+request and builds a Python object per log-probability. This one takes the table of a whole step
+(`asyncrl.engine.remote.extras.StepTable`) with the version that the core stamped on it. A message
+has some steps of one version, and no other outputs than those of tables and of requests that end
+(`asyncrl.engine.vllm.worker.scheduler`), so a step costs a compiled call for any number of
+requests. Written against vLLM 0.32.0.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +34,187 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.errors import EngineStartError
-from asyncrl.engine.remote.client.responses import Responses
-from asyncrl.engine.remote.extras import DrafterSettings
+from asyncrl.engine.errors import EngineError, EngineStartError
+from asyncrl.engine.remote.client.inbox import Inbox, Scored
+from asyncrl.engine.remote.client.meter import Meter
+from asyncrl.engine.remote.client.responses import Response, Responses
+from asyncrl.engine.remote.extras import DrafterSettings, StepTable
 from asyncrl.engine.vllm.client.api import (
     AsyncEngineArgs,
     AsyncLLM,
+    EngineCoreOutput,
+    FinishReason,
+    OutputProcessor,
+    OutputProcessorOutput,
     PrometheusStatLogger,
+    StatLoggerBase,
     current_platform,
     engine_utils,
 )
 from asyncrl.engine.vllm.client.fork_server import ForkContext, forks, without_compilers
-from asyncrl.engine.vllm.client.graphs import graph_config
-from asyncrl.engine.vllm.client.meter import VllmMeter
-from asyncrl.engine.vllm.client.outputs import StepProcessor
 from asyncrl.engine.vllm.extras import MessageSettings, drafter_to_config
 from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
+from asyncrl.rollout.trajectory import FinishReason as Reason
+
+_REASONS: dict[Any, Reason] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+}
+
+
+class StepProcessor(OutputProcessor):
+    """Hands what comes for a request to the inbox announced for it.
+
+    Args:
+        responses: of the requests that generate; the others are scored.
+    """
+
+    def __init__(self, responses: Responses) -> None:
+        super().__init__(None, log_stats=True)
+        self.responses = responses
+        self._expected: dict[str, Inbox[Any]] = {}
+
+    def expect(self, request_id: str, inbox: Inbox[Any]) -> None:
+        """Announce where the steps of a request go, just before it is added."""
+        self._expected[request_id] = inbox
+
+    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        """Add a request as the parent does, then replace its queue by the announced inbox."""
+        super().add_request(request, *args, **kwargs)
+        inbox = self._expected.pop(request.external_req_id)
+        self.request_states[request.request_id].queue = inbox
+
+    def process_outputs(
+        self,
+        engine_core_outputs: list[EngineCoreOutput],
+        engine_core_timestamp: float | None = None,  # noqa: ARG002
+        iteration_stats: Any = None,  # noqa: ARG002
+        weight_version: str | None = None,
+    ) -> OutputProcessorOutput:
+        """Hand over a message of the core's; outputs of requests already aborted are dropped.
+
+        Args:
+            engine_core_outputs: of the message, or the next ones of it: vLLM splits long messages.
+            engine_core_timestamp: unused.
+            iteration_stats: unused.
+            weight_version: of the weights that drew the step.
+
+        Raises:
+            EngineError: there are tokens without their table. vLLM passes it to every inbox.
+        """
+        version = int(weight_version or 0)
+        for output in engine_core_outputs:
+            if output.new_logprobs is not None:
+                self.responses.record(StepTable(*output.new_logprobs[:3]), version)
+            if output.new_token_ids:
+                raise EngineError("vLLM sent tokens without the table of their log-probabilities")
+            if output.finish_reason is not None:
+                self._end(output, version)
+        self.responses.report_due()
+        return OutputProcessorOutput(request_outputs=[], reqs_to_abort=[])
+
+    def _end(self, output: EngineCoreOutput, policy_version: int) -> None:
+        """The last output of a request."""
+        state = self.request_states.get(output.request_id)
+        if state is None:
+            return
+        inbox, reason = state.queue, _REASONS.get(output.finish_reason)
+        scored = output.new_prompt_logprobs_tensors
+        if reason is None:
+            inbox.put(EngineError(f"vLLM ended a request with {output.finish_reason}"))
+        elif reason == "abort":
+            inbox.put(None)  # interrupted: what it has drawn came before
+        elif isinstance(inbox, Response):
+            metrics = output.spec_decode_metrics
+            accepted = None
+            if metrics is not None:
+                accepted = sum(j * count for j, count in enumerate(metrics.histogram))
+            self.responses.end(inbox, reason, accepted)
+        elif scored is not None:
+            ids = scored.logprob_token_ids.numpy().astype(np.int32)
+            logprobs = scored.logprobs.numpy().astype(np.float32)
+            inbox.push(Scored(ids, logprobs, policy_version), last=True)
+        else:
+            inbox.put(None)
+        self._finish_request(state)
+
+
+_FINE, _COARSE = 256, 1024
+_DRAFTED = 256
+"""Draft tokens for which there are graphs, on top of one token a row: beyond some 200 to 300 tokens
+a step is bound by arithmetic, and launching kernels costs nothing."""
+
+
+def graph_config(*, drafts: int, slots: int, max_step_tokens: int) -> dict[str, Any]:
+    """Our part of vLLM's `compilation_config`.
+
+    Args:
+        drafts: most draft tokens of a row; 0: vLLM runs without a drafter.
+        slots: most rows.
+        max_step_tokens: most tokens of a step.
+    """
+    largest = min(slots + (_DRAFTED if drafts else 0), max_step_tokens)
+    chosen: dict[str, Any] = {"cudagraph_capture_sizes": capture_sizes(largest)}
+    if drafts:
+        chosen["cudagraph_mode"] = "PIECEWISE"
+    return chosen
+
+
+def capture_sizes(largest: int) -> list[int]:
+    """Numbers of tokens, ascending, the last one `largest`; at most 1/8 is padding from 64 on."""
+    sizes = [size for size in (1, 2, 4) if size < largest]
+    sizes += range(8, min(largest, _FINE), 8)
+    sizes += range(_FINE, min(largest, _COARSE), 32)
+    sizes += range(_COARSE, largest, 128)
+    return [*sizes, largest]
+
+
+class VllmMeter(Meter):
+    """What vLLM has done since its start. `logger` makes the hook that AsyncLLM calls."""
+
+    def logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
+        """A factory for `AsyncLLM(stat_loggers=[...])`."""
+        return _MeterLogger(self, vllm_config, engine_index)
+
+    def record(self, stats: Any) -> None:
+        """Add the `SchedulerStats` of a message; its `step_counter` is the number of its steps."""
+        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        self.loaded(stats.num_running_reqs, waiting, stats.kv_cache_usage)
+        self.steps += stats.step_counter
+        self.prefix_asked += stats.prefix_cache_stats.queries
+        self.prefix_found += stats.prefix_cache_stats.hits
+        drafts = stats.spec_decoding_stats
+        if drafts is not None:
+            self.drafted += drafts.num_draft_tokens
+            self.accepted += drafts.num_accepted_tokens
+
+
+class _MeterLogger(StatLoggerBase):
+    """Passes AsyncLLM's statistics to a Meter."""
+
+    def __init__(self, meter: VllmMeter, _vllm_config: Any, _engine_index: int) -> None:
+        self._meter = meter
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,  # noqa: ARG002
+        mm_cache_stats: Any = None,  # noqa: ARG002
+        engine_idx: int = 0,  # noqa: ARG002
+    ) -> None:
+        """Record the statistics of one message of the core."""
+        if scheduler_stats is not None:
+            self._meter.record(scheduler_stats)
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing: AsyncLLM calls it once at the start."""
+
 
 _PREFILL, _CPU_PREFILL = 4096, 512
 """Tokens a step. Scoring 64 kept answers on a CPU, with a model widened to 25M parameters, takes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrl.controller.mismatch_cause import conclusion
+from asyncrl.controller.policy_watch import conclusion
 from asyncrl.wire.messages.frames import encode_floats, encode_tokens
 from asyncrl.wire.messages.from_generator import Rescored
 from asyncrl.wire.messages.from_trainer import SuspectSample, WrongPolicyFound

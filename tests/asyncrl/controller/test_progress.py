@@ -15,7 +15,7 @@ from rich.console import Console
 from step_records import full_step
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.controller.generation_statistics import GenerationTotals
+from asyncrl.controller.group_statistics import GenerationTotals
 from asyncrl.controller.progress import Progress
 from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry

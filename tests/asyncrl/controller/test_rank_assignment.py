@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.rank_assignment import Deals
+from asyncrl.controller.commands import Deals
 
 SIZES = st.lists(st.integers(1, 10_000), min_size=1, max_size=40)
 

@@ -1,6 +1,6 @@
 """Speeds of generators, from the counters that they report."""
 
-from asyncrl.controller.throughput_meter import SpeedMeter
+from asyncrl.controller.inbox import SpeedMeter
 from asyncrl.wire.records.step import EngineStats, TokenCounts
 
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from asyncrl.evaluation.estimates import estimate, ks_of, pass_at_k
+from asyncrl.evaluation.round import estimate, ks_of, pass_at_k
 from asyncrl.wire.records.evaluations import Verdict
 
 

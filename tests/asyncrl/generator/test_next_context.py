@@ -20,7 +20,7 @@ from asyncrl.environments.protocol import Action, StepResult, Traits
 from asyncrl.environments.rendering import TurnRenderer
 from asyncrl.environments.translation import Translation
 from asyncrl.generator.environment_turns import Episodes
-from asyncrl.generator.reward_inputs import exchange_of
+from asyncrl.generator.sample_rewards import exchange_of
 from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.rollout.contexts import contexts_of
 from asyncrl.rollout.trajectory import Provenance, Trajectory

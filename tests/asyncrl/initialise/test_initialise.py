@@ -13,7 +13,7 @@ from asyncrl.config.run_config import load_config
 from asyncrl.errors import UserError
 from asyncrl.initialise.write import initialise
 from asyncrl.rewards.loading import load_function
-from asyncrl.tasks.dataset import dataset_questions
+from asyncrl.tasks.loading import dataset_questions
 
 NAMES = ["questions.jsonl", "rewards.py", "run.yaml"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from file_relays import Relays, server, until, with_relays, write
 
-from asyncrl.relay import file_server
+from asyncrl.relay import files as file_server
 from asyncrl.relay.file_client import FileClient, FileUnavailable
-from asyncrl.relay.file_server import answer_to
+from asyncrl.relay.files import answer_to
 from asyncrl.relay.mirror import Mirror
 from asyncrl.wire.errors import WireError
 from asyncrl.wire.messages import files

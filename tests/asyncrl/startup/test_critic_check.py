@@ -12,8 +12,8 @@ import pytest
 from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.errors import UserError
 from asyncrl.startup import model_check
-from asyncrl.startup.critic_check import with_critic
 from asyncrl.startup.loading_trial import Loaded
+from asyncrl.startup.positions_check import with_critic
 from asyncrl.tasks.model import builtin_tokenizer
 
 

@@ -16,10 +16,19 @@ from asyncrl.environments.protocol import Action
 from asyncrl.environments.rendering import TurnRenderer
 from asyncrl.environments.tool_calls import parse_turn
 from asyncrl.environments.tool_formats import format_of_template
-from asyncrl.tasks.agent_lessons import ATTEMPTS, GUESSES, HIGHEST, agent_lessons, call_text
+from asyncrl.tasks.agent_lessons import (
+    ARGUMENTS,
+    ATTEMPTS,
+    GUESSES,
+    HIGHEST,
+    PROGRAMS,
+    Program,
+    agent_lessons,
+    all_bugs,
+    call_text,
+)
 from asyncrl.tasks.builtin_tokenizer import AGENT_VOCABULARY, END, make_tokenizer
-from asyncrl.tasks.dataset import dataset_questions
-from asyncrl.tasks.tiny_programs import ARGUMENTS, PROGRAMS, Program, all_bugs
+from asyncrl.tasks.loading import dataset_questions
 from asyncrl.tasks.warm_start_recipe import AGENT_RECIPE
 
 ROOT = Path(__file__).parents[3]

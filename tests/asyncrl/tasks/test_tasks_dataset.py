@@ -8,9 +8,8 @@ import pytest
 
 from asyncrl.errors import DataError, ModelError
 from asyncrl.tasks.config import TaskConfig
-from asyncrl.tasks.dataset import dataset_questions
 from asyncrl.tasks.encoding import PromptEncoder
-from asyncrl.tasks.loading import load_task
+from asyncrl.tasks.loading import dataset_questions, load_task
 from asyncrl.tasks.model import builtin_tokenizer
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import DataError
 from asyncrl.tasks.config import TaskConfig
-from asyncrl.tasks.dataset import dataset_questions
+from asyncrl.tasks.loading import dataset_questions
 from asyncrl.tasks.rows import MAX_ROW_BYTES
 
 GOOD = b'{"prompt": "a", "answer": "b"}\n'

@@ -14,7 +14,7 @@ from trainer_harness import TrainerHarness
 from trainer_harness import play as play_one
 
 from asyncrl.trainer.sharding.lockstep import Lockstep
-from asyncrl.trainer_process.rank_metrics import RankPart, lost_to_imbalance, mean_terms, part_of
+from asyncrl.trainer_process.step_trainer import RankPart, lost_to_imbalance, mean_terms, part_of
 from asyncrl.wire.messages.from_trainer import CheckpointWritten, StepFinished, TrainerReady
 from asyncrl.wire.messages.to_trainer import Shutdown, StepPlan, WriteCheckpoint
 from asyncrl.wire.weights.writer import WeightPublisher

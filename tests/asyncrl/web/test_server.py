@@ -21,7 +21,8 @@ from synthetic_run import make_run
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.monitoring.config import WebConfig
 from asyncrl.monitoring.records.samples import SampleLog, SampleRecord, SampleSegment
-from asyncrl.web import feed, middleware, server
+from asyncrl.web import feed, server
+from asyncrl.web import server as middleware
 from asyncrl.web.controller_link import EndedRun
 from asyncrl.web.guard import Policy
 from asyncrl.web.sections import NAMES, EndedSections

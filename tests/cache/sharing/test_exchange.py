@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.errors import ExchangeRefused
-from asyncrl.cache.sharing import exchange, message, peers
-from asyncrl.cache.sharing.exchange import SharedCache, open_cache
-from asyncrl.cache.sharing.message import parse
+from asyncrl.cache.sharing import exchange, peers
+from asyncrl.cache.sharing import exchange as message
+from asyncrl.cache.sharing.exchange import SharedCache, open_cache, parse
 from asyncrl.cache.sharing.ring import RingReader, RingWriter
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 

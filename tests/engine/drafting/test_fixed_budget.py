@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrl.engine.drafting.fixed_budget import FixedBudget
+from asyncrl.engine.remote.worker.drafting import FixedBudget
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 16, 40])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncrl.engine.sglang.worker.experts import SglangHeldWeights, expert_by_expert
+from asyncrl.engine.sglang.worker.weights import SglangHeldWeights, expert_by_expert
 from asyncrl.wire.weights.fingerprint import fingerprint
 from asyncrl.wire.weights.layout import Fingerprint
 

@@ -17,8 +17,8 @@ from asyncrl.cache.sharing.cache_setup import CachePlace
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.factory import create_engine
+from asyncrl.engine.sglang.client.engine import server_settings, worker_settings
 from asyncrl.engine.sglang.client.environment import SglangFolder, environment_of
-from asyncrl.engine.sglang.client.launch import server_settings, worker_settings
 from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.engine.sglang.interpreter import SGLANG_VERSION, check_interpreter, path_of
 from asyncrl.engine.sglang.server_settings import CPU_ATTENTION, ServerSettings

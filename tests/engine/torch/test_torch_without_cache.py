@@ -10,9 +10,9 @@ import pytest
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.drafting.fixed_budget import FixedBudget
 from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.remote.worker.drafting import FixedBudget
 from asyncrl.rollout.trajectory import IntArray
 
 

@@ -32,7 +32,7 @@ class Core:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, steps_per_message: int) -> None:
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        from asyncrl.engine.vllm.client.outputs import StepProcessor
+        from asyncrl.engine.vllm.client.launch import StepProcessor
         from asyncrl.engine.vllm.worker.scheduler import make_scheduler
 
         monkeypatch.setattr(Scheduler, "__init__", lambda *_, **__: None)

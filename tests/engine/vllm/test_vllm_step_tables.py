@@ -103,7 +103,7 @@ def test_accepted_drafts_after_the_end_are_nobodys() -> None:
 
 
 def processor_with(names: list[str]) -> tuple[Any, dict[str, Response]]:
-    from asyncrl.engine.vllm.client.outputs import StepProcessor
+    from asyncrl.engine.vllm.client.launch import StepProcessor
 
     responses = Responses(chunk_tokens=100)
     processor = StepProcessor(responses)

@@ -14,10 +14,10 @@ from served_engine import PROMPT as SHORT
 from served_engine import TOP_K, VOCAB, Served, ask, collect_all
 from served_vllm import REAL_VLLM
 
-from asyncrl.controller.mismatch_cause import conclusion
+from asyncrl.controller.policy_watch import conclusion
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.vllm.client.core import VllmCore
-from asyncrl.generator.rescoring import Rescoring
+from asyncrl.generator.process import Rescoring
 from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.learner import Learner

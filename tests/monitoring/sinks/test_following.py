@@ -15,8 +15,12 @@ from step_records import full_step
 from asyncrl.monitoring.records.samples import SampleRecord
 from asyncrl.monitoring.sinks.config import SinkConfig
 from asyncrl.monitoring.sinks.follow import read_state
-from asyncrl.monitoring.sinks.numbers import numbers_of_evaluation, numbers_of_step
-from asyncrl.monitoring.sinks.process import Following, follow
+from asyncrl.monitoring.sinks.process import (
+    Following,
+    follow,
+    numbers_of_evaluation,
+    numbers_of_step,
+)
 from asyncrl.monitoring.sinks.sink import SinkRun
 from asyncrl.wire.records.evaluations import EvaluationRecord, SetEvaluation
 from asyncrl.wire.records.step import StepMetrics
