@@ -31,8 +31,8 @@ from asyncrl.launch.child_spec import (
     read_spec,
 )
 from asyncrl.monitoring.errors import MonitoringError
-from asyncrl.parent_death import end_with_parent
 from asyncrl.trainer.base.errors import TrainerError
+from asyncrl.user_code.process_tree import end_with_parent
 from asyncrl.wire.errors import WireError
 
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}

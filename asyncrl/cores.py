@@ -8,6 +8,15 @@ and the reward workers share the trainer's cores. Their work is short (some mill
 sample), and the trainer can be late by that much, whereas a delayed generator delays every row of
 its step. The generator's own event loop (messages, detokenization) stays on the generator's cores,
 because it runs between its steps.
+
+Names of the processes of a trainer: `trainer` is rank 0, then come `trainer-1`, `trainer-2`, ...
+
+A trainer that replaces a lost one has its number behind a dot, in all of its names.
+
+    >>> trainer_name(0, 0), trainer_name(1, 0), trainer_name(0, 2), trainer_name(1, 2)
+    ('trainer', 'trainer-1', 'trainer.2', 'trainer-1.2')
+    >>> [rank_of(name) for name in ("trainer", "trainer-1", "trainer.2", "trainer-1.2")]
+    [0, 1, 0, 1]
 """
 
 from __future__ import annotations
@@ -18,7 +27,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import UserError
-from asyncrl.rank_names import rank_of
+
+
+def trainer_name(rank: int, lineage: int) -> str:
+    """The name of a rank's process; `lineage` trainers were lost before this one."""
+    base = f"trainer-{rank}" if rank else "trainer"
+    return f"{base}.{lineage}" if lineage else base
+
+
+def rank_of(name: str) -> int:
+    """The rank of a trainer's process."""
+    return int(name.split(".")[0].removeprefix("trainer").removeprefix("-") or 0)
+
 
 HELPER_CORES = "ASYNCRL_HELPER_CORES"
 """Environment variable with the cores of a process's reward workers, such as `1` or `2,3`."""

@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.monitoring.records.evaluations_log import read_evaluations
+from asyncrl.monitoring.records.metrics_log import read_evaluations
 from benchmarks.paced.model import make_model
 from benchmarks.paced.plan import smoke
 from benchmarks.paced.run import carry_out

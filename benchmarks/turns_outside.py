@@ -21,16 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from asyncrl.engine.turns import provenance_of
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk, provenance_of
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.rendering import TurnRenderer
 from asyncrl.environments.translation import Translation
 from asyncrl.generator.environment_turns import Episodes
-from asyncrl.generator.finished_sample import HeldSample
 from asyncrl.generator.sample_runner import SampleGenerator
-from asyncrl.generator.sample_state import SampleGeneration
+from asyncrl.generator.sample_state import HeldSample, SampleGeneration
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rollout.trajectory import Provenance, SampleId
 from asyncrl.tasks.builtin_tokenizer import builtin_tokenizer

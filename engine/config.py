@@ -12,7 +12,7 @@ from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.engine.torch.config import TorchConfig
 from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.rollout.truncation import MAX_TOP_K, Truncation
-from asyncrl.wire.transport.limits import MAX_STOP_BYTES, MAX_THREADS, MAX_TOKENS
+from asyncrl.wire.transport.paths import MAX_STOP_BYTES, MAX_THREADS, MAX_TOKENS
 
 if TYPE_CHECKING:
     from asyncrl.engine.sampling.stopping import StopRule

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from asyncrl.monitoring.log_level import LogLevel
 from asyncrl.monitoring.sinks.config import SinkConfig
 from asyncrl.wire.transport.paths import AbsolutePath
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def set_log_level(level: LogLevel) -> None:
+    """Have asyncrl log from this level on. Packages of others stay as they are."""
+    logging.getLogger("asyncrl").setLevel(level.upper())
+
 
 MAX_PORT = 65_535
 

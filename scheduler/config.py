@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from asyncrl.wire.transport.limits import WEEK_SECONDS
+from asyncrl.wire.transport.paths import WEEK_SECONDS
 
 OnUpdate = Literal["verify", "keep", "recompute"]
 

@@ -9,21 +9,31 @@ finish: factors of the step; gives the denominator
 Everything is a sum until `finish`, so the order of groups, and how they are split into
 micro-batches, changes rounding only. `look` only scores groups, for passes that come later;
 `replay` trains on groups that were kept (`asyncrl.trainer.optimizer_updates`).
+
+Sums of gradients of a loss's further parts, where parameters are in parts on the ranks.
+
+Gradients of the parameters come from a backward pass only: it is what sums and divides them. So a
+part has a backward pass of its own, and its gradients are put aside.
+
+A sample of padding: what a rank computes while others have work and it has none.
+
+Its tokens have weight 0 and its loss is multiplied by 0, so its gradient is 0, and it is in no
+count. It is as short as a sample can be, and goes through the same passes as any other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
 from asyncrl.trainer.algorithms.base import LossSums, Rewards, TokenBatch, finisher
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import NonFiniteError
@@ -33,17 +43,70 @@ from asyncrl.trainer.model.device_copy import to_device
 from asyncrl.trainer.model.head import TokenScores
 from asyncrl.trainer.model.micro_batches import Work
 from asyncrl.trainer.model.token_batch import token_batch
-from asyncrl.trainer.objective.gradient_parts import GradientParts
+from asyncrl.trainer.objective.gradient_parts import GradientParts, add_up
 from asyncrl.trainer.objective.logprob_mismatch import SUMS, disagreement_of
 from asyncrl.trainer.objective.step_statistics import StepTotals
 from asyncrl.trainer.objective.value_loss import SIGNALS, value_loss
 from asyncrl.trainer.rank_totals import of_all_ranks
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.scoring import Models
-from asyncrl.trainer.sharding.gradient_parts import ShardedParts
 from asyncrl.trainer.sharding.lockstep import Lockstep
-from asyncrl.trainer.sharding.padding import padding, without_effect, without_weight
 from asyncrl.trainer.step_targets import Fixed, fix
+
+_TOKENS = np.zeros(2, np.int32)
+"""Every vocabulary has token 0."""
+
+
+def padding(version: int) -> Work:
+    """One sample of this policy version, of a group that is nobody's."""
+    return Work([_sample(version)], [0.0], [(-1, 0)], is_padding=True)
+
+
+def without_weight(batch: TokenBatch) -> TokenBatch:
+    """The tokens of padding, which count nowhere."""
+    return replace(batch, weights=torch.zeros_like(batch.weights))
+
+
+def without_effect(sums: LossSums) -> LossSums:
+    """A loss whose gradients are 0, of as many parts."""
+    parts = {name: 0.0 * one for name, one in sums.parts.items()}
+    return LossSums(0.0 * sums.loss, sums.sums, parts)
+
+
+def _sample(version: int) -> Trajectory:
+    count = len(_TOKENS)
+    builder = TrajectoryBuilder(SampleId(0, 0), "", _TOKENS[:1])
+    builder.append(
+        tokens=_TOKENS,
+        logprobs=np.full(count, -1, np.float32),
+        topk_ids=_TOKENS[:, None],
+        topk_logprobs=np.full((count, 1), -1, np.float32),
+        noise_seeds=np.zeros(count, np.uint64),
+        provenance=np.full(count, Provenance.SAMPLED, np.uint8),
+        policy_version=version,
+    )
+    return builder.finish("stop")
+
+
+class ShardedParts(GradientParts):
+    """As `GradientParts`; the sums are of this rank's rows."""
+
+    def add(self, parts: Mapping[str, Tensor]) -> None:
+        """Add the gradient of each part; the graph is kept for the loss's own backward pass."""
+        if not parts:
+            return
+        aside = [one.grad for one in self._parameters]
+        for name, loss in parts.items():
+            for one in self._parameters:
+                one.grad = None
+            loss.backward(retain_graph=True)
+            new = [one.grad for one in self._parameters]
+            old = self._sums.get(name)
+            self._sums[name] = (
+                new if old is None else [add_up(a, b) for a, b in zip(old, new, strict=True)]
+            )
+        for one, grad in zip(self._parameters, aside, strict=True):
+            one.grad = grad
 
 
 class NewGroup(NamedTuple):

@@ -1,14 +1,29 @@
-"""What a learner optimises: the configured algorithm, fitted to the run."""
+"""What a learner optimises: the configured algorithm, fitted to the run.
+
+Overlong shaping of rewards (DAPO, arXiv 2503.14476, eq. 13).
+
+With the longest response L_max (`sampling.max_tokens`), the buffer B (`trainer.overlong_buffer`)
+and a response of L tokens, observed ones included, as `sampling.max_tokens` counts them:
+
+    0                            L <= L_max - B
+    (L_max - B - L) / B          L_max - B < L <= L_max
+    -1                           L = L_max and not finished (in the paper: L > L_max)
+
+is added to its reward before advantages are computed. Metrics and samples keep the task's rewards.
+A response that reaches L_max has -1 by either line.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 from torch import Tensor
 
 from asyncrl.rollout.contexts import longest_response
 from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.trainer import corrections
 from asyncrl.trainer.algorithms.base import (
     STD_EPSILON,
     Algorithm,
@@ -18,16 +33,46 @@ from asyncrl.trainer.algorithms.base import (
     needs_critic,
     uses_proximal,
 )
-from asyncrl.trainer.algorithms.overlong import overlong_penalties
 from asyncrl.trainer.algorithms.reference_kl import WithReferenceKl
+from asyncrl.trainer.algorithms.router_balance import WithRouterBalance
+from asyncrl.trainer.base.algorithm_registry import class_of
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
+from asyncrl.trainer.corrections.apply import Corrected
 from asyncrl.trainer.model.token_batch import denominator
-from asyncrl.trainer.objective.algorithm_factory import make
 from asyncrl.trainer.objective.gradient_parts import GradientParts
 from asyncrl.trainer.objective.step_statistics import StepTotals
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.step_targets import Fixed, normalise
+
+
+def make(config: TrainerConfig) -> Algorithm:
+    """The configured algorithm, with its correction, and the KL penalty if there is one.
+
+    Raises:
+        ImportError, AttributeError: the registered target does not exist.
+    """
+    made = class_of(config.algorithm).from_config(config)
+    algorithm: Algorithm = Corrected(
+        cast("Algorithm", made),
+        corrections.make(config),
+        config.log_ratio_clamp,
+        weighs=config.proximal_policy == "current",
+    )
+    if config.router_loss_coefficient > 0:
+        algorithm = WithRouterBalance(algorithm, config.router_loss_coefficient)
+    if config.kl_coefficient > 0:
+        return WithReferenceKl(
+            algorithm, config.kl_coefficient, config.kl_estimator, config.kl_clamp
+        )
+    return algorithm
+
+
+def overlong_penalties(lengths: Rewards, *, longest: int, buffer: int) -> Rewards:
+    """`[G]` lengths in tokens to `[G]` numbers from -1 to 0; 0 everywhere if `buffer` is 0."""
+    if buffer == 0:
+        return np.zeros(len(lengths))
+    return np.clip((longest - buffer - np.asarray(lengths, np.float64)) / buffer, -1.0, 0.0)
 
 
 class Objective:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 
 from asyncrl.runs.command_lines import DEFAULT_RUNS
+
+
+class TerminalConsole(Console):
+    """Prints while somebody reads: a pipe that is closed (`| head`) does not end a run."""
+
+    def on_broken_pipe(self) -> None:
+        """Discard what is printed from now on, instead of ending the process."""
+        self.quiet = True
+        discarded = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(discarded, sys.stdout.fileno())
+        os.close(discarded)
+
 
 TRAINING, WATCHING, STEERING, MACHINE = "Train", "Watch", "Steer an active run", "This machine"
 """Headings of `asyncrl --help`, under which commands stand. Each command's epilog is an example."""

@@ -15,8 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.cli.app import TRAINING, Overrides, Runs, app
-from asyncrl.cli.terminal import TerminalConsole
+from asyncrl.cli.app import TRAINING, Overrides, Runs, TerminalConsole, app
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.runs.command_lines import DEFAULT_RUNS, resume_command
 from asyncrl.simulation.command import simulate
@@ -249,7 +248,7 @@ app.command(
 
 def _end_with(parent: int) -> None:
     """Have the kernel end this command when its parent ends. Raises UserError: not its parent."""
-    from asyncrl.parent_death import end_with_parent
+    from asyncrl.user_code.process_tree import end_with_parent
 
     if sys.platform != "linux":
         raise UserError("--end-with works on Linux only")
@@ -264,7 +263,7 @@ def _end_with(parent: int) -> None:
 def _incomplete(directory: Path) -> list[str]:
     """What the evaluations before and after training of a run lack."""
     from asyncrl.monitoring.errors import RecordError
-    from asyncrl.monitoring.records.evaluations_log import read_evaluations
+    from asyncrl.monitoring.records.metrics_log import read_evaluations
     from asyncrl.monitoring.terminal.evaluation_text import incomplete
 
     with contextlib.suppress(OSError, RecordError):

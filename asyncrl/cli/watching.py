@@ -11,8 +11,7 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from asyncrl.cli.app import WATCHING, Json, RunName, Runs, app
-from asyncrl.cli.terminal import TerminalConsole
+from asyncrl.cli.app import WATCHING, Json, RunName, Runs, TerminalConsole, app
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.runs.command_lines import DEFAULT_RUNS
 

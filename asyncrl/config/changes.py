@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from asyncrl.suggestions import nearest, shortened
-from asyncrl.wire.transport.limits import MAX_STEPS
+from asyncrl.wire.transport.paths import MAX_STEPS
 
 Value = bool | int | float | str | None
 Changes = dict[Annotated[int, Field(ge=0, le=MAX_STEPS)], dict[str, Value]]

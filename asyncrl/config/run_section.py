@@ -8,8 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from asyncrl.config.changes import Changes
 from asyncrl.monitoring.config import unquoted_off
-from asyncrl.wire.transport.limits import MAX_STEPS
-from asyncrl.wire.transport.paths import LocalPath
+from asyncrl.wire.transport.paths import MAX_STEPS, LocalPath
 
 OnWrongPolicy = Literal["stop", "warn"]
 

@@ -18,7 +18,7 @@ from asyncrl.controller.group_statistics import (
     in_flight,
     too_few_groups,
 )
-from asyncrl.controller.policy_mismatches import Findings
+from asyncrl.controller.policy_watch import Findings
 from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
 from asyncrl.fleet.process_fleet import Fleet

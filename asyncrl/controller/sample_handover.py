@@ -19,7 +19,7 @@ from typing import Protocol
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.controller.unfinished_work import read_unfinished, settings_digest
-from asyncrl.runs.unfinished_folders import moved_folder, remove_moved
+from asyncrl.runs.resuming import moved_folder, remove_moved
 from asyncrl.scheduler.commands import ReleaseSamples
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages.from_generator import Released

@@ -18,7 +18,7 @@ from pathlib import Path
 from asyncrl.config.by_step import ConfigByStep
 from asyncrl.config.run_config import RunConfig
 from asyncrl.fleet.process_fleet import Fleet
-from asyncrl.runs.unfinished_folders import remove_unfinished, unfinished_folder
+from asyncrl.runs.resuming import remove_unfinished, unfinished_folder
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.wire.messages.to_generator import SaveUnfinished

@@ -8,8 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from asyncrl.environments.tool_formats import ToolFormat
 from asyncrl.plain_values import Arguments
-from asyncrl.wire.transport.limits import MAX_TOKENS, WEEK_SECONDS
-from asyncrl.wire.transport.paths import FunctionName, LocalPath
+from asyncrl.wire.transport.paths import MAX_TOKENS, WEEK_SECONDS, FunctionName, LocalPath
 
 
 class EnvironmentConfig(BaseModel):

@@ -45,8 +45,7 @@ from asyncrl.environments.protocol import (
 )
 from asyncrl.environments.registry import Factory
 from asyncrl.environments.user_threads import SessionThread
-from asyncrl.rewards.examples import argument_for
-from asyncrl.rewards.values import is_unavailable
+from asyncrl.rewards.values import argument_for, is_unavailable
 from asyncrl.user_code.error_text import bounded, last_lines
 from asyncrl.user_code.streams import MAX_FRAME, pack
 

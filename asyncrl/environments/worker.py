@@ -36,7 +36,7 @@ from asyncrl.rewards.protocol import Refused
 from asyncrl.user_code.error_text import last_lines
 from asyncrl.user_code.loading import search
 from asyncrl.user_code.streams import Streams
-from asyncrl.user_code.worker_start import begin
+from asyncrl.user_code.supervisor import begin
 
 _LOOK_SECONDS = 1.0
 """Time between two looks at the threads that were left behind."""

@@ -11,6 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from asyncrl.config.launcher import LauncherConfig
+from asyncrl.cores import trainer_name
 from asyncrl.fleet.node_files import NodeFiles
 from asyncrl.fleet.pending_weight_updates import Installations
 from asyncrl.fleet.process_state import Worker, cause_of_death, left_early, what_starts
@@ -19,7 +20,6 @@ from asyncrl.fleet.shutdown import attended, end_all, raise_if_late
 from asyncrl.launch.child_spec import ChildSpec, Role, keys_of
 from asyncrl.launch.interface import Launcher
 from asyncrl.monitoring.metrics.discovery import Target
-from asyncrl.rank_names import trainer_name
 from asyncrl.wire import Hub, RunKey
 from asyncrl.wire.messages import to_generator, to_relay, to_trainer
 from asyncrl.wire.transport.decoding import FrameRefused, Reason

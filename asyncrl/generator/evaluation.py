@@ -22,10 +22,9 @@ from dataclasses import dataclass
 
 from asyncrl.generator.background import BackgroundTasks
 from asyncrl.generator.controller_line import ControllerLine
-from asyncrl.generator.finished_sample import HeldSample
 from asyncrl.generator.sample_recorder import SampleRecorder
 from asyncrl.generator.sample_runner import SampleGenerator
-from asyncrl.generator.sample_state import SampleGeneration
+from asyncrl.generator.sample_state import HeldSample, SampleGeneration
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire.messages import from_generator, to_generator
 from asyncrl.wire.messages.to_generator import FixedVersion

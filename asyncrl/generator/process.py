@@ -33,17 +33,16 @@ from asyncrl.generator.activity import GeneratorState
 from asyncrl.generator.background import BackgroundTasks
 from asyncrl.generator.controller_line import ControllerLine
 from asyncrl.generator.deadlines import Deadlines
-from asyncrl.generator.deliveries import Deliveries
+from asyncrl.generator.deliveries import Deliveries, TrainerLines
 from asyncrl.generator.evaluation import Evaluation
 from asyncrl.generator.lenient_reuse import LenientReuse
 from asyncrl.generator.preemption import Preemption
 from asyncrl.generator.reports import GeneratorRecords, GeneratorReports
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_table import Samples
-from asyncrl.generator.trainer_lines import TrainerLines
 from asyncrl.generator.unfinished_files import UnfinishedFiles
 from asyncrl.generator.weight_installs import WeightInstalls
-from asyncrl.monitoring.log_level import set_log_level
+from asyncrl.monitoring.config import set_log_level
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Line
 from asyncrl.wire.messages import data, from_generator, to_generator

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.generator.finished_sample import HeldSample
+from asyncrl.generator.sample_state import HeldSample
 from asyncrl.monitoring.records.samples import SampleLog, SampleRecord, SampleSegment
 from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.trajectory import Provenance, SampleId

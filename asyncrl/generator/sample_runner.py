@@ -9,10 +9,9 @@ from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import Engine, SamplingParams
 from asyncrl.generator.conversation import actions_of
 from asyncrl.generator.environment_turns import Episodes, StartOver, or_deadline
-from asyncrl.generator.finished_sample import HeldSample
 from asyncrl.generator.noise_floor import NoiseFloorProbe
 from asyncrl.generator.sample_rewards import SampleRewards
-from asyncrl.generator.sample_state import SampleGeneration, session_of
+from asyncrl.generator.sample_state import HeldSample, SampleGeneration, session_of
 from asyncrl.generator.sample_traces import SampleTraces
 from asyncrl.rollout.trajectory import FinishReason
 from asyncrl.wire.records.environment_counts import EnvironmentCounts

@@ -28,7 +28,6 @@ import numpy as np
 
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.generator.conversation import Episode
-from asyncrl.generator.finished_sample import HeldSample
 from asyncrl.generator.sample_traces import AttemptTrace
 from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.contexts import Verification, joined, seed_of_context
@@ -38,10 +37,35 @@ from asyncrl.rollout.trajectory import (
     SampleId,
     Trajectory,
     TrajectoryBuilder,
+    VerifiableTrajectory,
 )
 from asyncrl.wire.messages.frames import decode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
 from asyncrl.wire.records.step import TokenCounts
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSample:
+    """A finished sample that was not delivered yet."""
+
+    trajectory: VerifiableTrajectory
+    prompt: PromptPayload
+    reward: asyncio.Task[Reward]
+    """Computed after the sample has left its slot; raises AsyncrlError."""
+    deadline_seconds: float | None = None
+    """That it has if it is generated on."""
+    episode: Episode | None = None
+    """What it and its environment have said; None: it has no environment."""
+
+    def close(self) -> None:
+        """It will not be verified any more: end its environment."""
+        if self.episode is not None:
+            self.episode.close()
+
+    def without_versions_after(self, version: int) -> HeldSample:
+        """The same sample, now that the policies of later versions are gone."""
+        trajectory = self.trajectory.without_versions_after(version)
+        return self if trajectory is self.trajectory else replace(self, trajectory=trajectory)
 
 
 class PendingVerification(NamedTuple):

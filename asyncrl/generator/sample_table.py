@@ -10,11 +10,10 @@ from asyncrl.environments.pool import EnvironmentFailed
 from asyncrl.errors import AsyncrlError
 from asyncrl.generator.background import BackgroundTasks
 from asyncrl.generator.controller_line import ControllerLine
-from asyncrl.generator.finished_sample import HeldSample
 from asyncrl.generator.lenient_reuse import LenientReuse
 from asyncrl.generator.reports import GeneratorReports
 from asyncrl.generator.sample_runner import SampleGenerator
-from asyncrl.generator.sample_state import SampleGeneration
+from asyncrl.generator.sample_state import HeldSample, SampleGeneration
 from asyncrl.rollout.trajectory import KeptTokens, SampleId
 from asyncrl.wire.messages import from_generator, to_generator
 from asyncrl.wire.messages.frames import digest_of, encode_trajectory

@@ -26,17 +26,17 @@ from asyncrl.generator.sample_recorder import SampleRecorder
 from asyncrl.generator.sample_rewards import SampleRewards
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_traces import SampleTraces
-from asyncrl.launch.assigned_gpus import check_given_gpus
 from asyncrl.launch.checked_tokenizer import load_checked_tokenizer
 from asyncrl.launch.child_spec import ChildSpec, GeneratorKeys
 from asyncrl.launch.process_startup import (
     bring_up,
+    check_given_gpus,
     timeline_file,
     without_collecting_the_start,
 )
 from asyncrl.launch.shared_memory import exchange_directory
+from asyncrl.monitoring.config import set_log_level
 from asyncrl.monitoring.errors import MonitoringError
-from asyncrl.monitoring.log_level import set_log_level
 from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
 from asyncrl.monitoring.records.spans import SpanKind
 from asyncrl.rewards.addresses import with_servers

@@ -46,8 +46,7 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 def write_page(path: Path, record: dict[str, Any]) -> None:
     """Write the record as one HTML page that needs nothing else, in the style of a run's report."""
-    from asyncrl.monitoring.report.markup import element
-    from asyncrl.monitoring.report.page import page
+    from asyncrl.monitoring.report.markup import element, page
 
     facts = record["machine"] | record["versions"]
     about = f"{record['date']}, {record['gpus']} GPU(s)" + (

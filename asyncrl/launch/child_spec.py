@@ -1,7 +1,13 @@
-"""What a child process is told when it is started."""
+"""What a child process is told when it is started.
+
+The folder, in that of a run, in which the ranks of a trainer on several machines meet.
+
+It has a file for each trainer. The controller removes it before and after the processes of the run.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Literal
@@ -10,12 +16,25 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from asyncrl.config.run_config import RunConfig, load_config, parse_config
-from asyncrl.launch.rank_rendezvous import MEETINGS
 from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.metrics.exporter import Exporter, exporter_for
 from asyncrl.wire.records.wrong_policy import TokenizerDigest
 from asyncrl.wire.transport.keys import HubKeys, LineKeys, RunKey
 from asyncrl.wire.weights.layout import SHARED_MEMORY
+
+MEETINGS = ".ranks"
+
+
+def make_place(meeting: Path) -> Path:
+    """Make the folder of a meeting, which only this user can access, and return the meeting."""
+    meeting.parent.mkdir(mode=0o700, exist_ok=True)
+    return meeting
+
+
+def remove_meetings(run: Path) -> None:
+    """Remove what trainers have left in a run's folder. None is alive."""
+    shutil.rmtree(run / MEETINGS, ignore_errors=True)
+
 
 Role = Literal["generator", "trainer", "relay"]
 
@@ -102,7 +121,7 @@ class ChildSpec(msgspec.Struct, frozen=True):
         """The file through which the ranks of a trainer meet.
 
         On one machine it is in the run's private folder; on several in a folder of the run's
-        (`asyncrl.launch.rank_rendezvous`), which all ranks see.
+        (`asyncrl.launch.child_spec`), which all ranks see.
         """
         name = f"ranks-{self.lineage}"
         if self.data_address.startswith("ipc://"):

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from asyncrl.cores import rank_of
 from asyncrl.engine.config import EngineKind
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import NONE_VISIBLE, Gpu
-from asyncrl.rank_names import rank_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ORDER = "CUDA_DEVICE_ORDER"

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import torch
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.errors import first_error
+from asyncrl.errors import UserError, first_error
 from asyncrl.launch.child_spec import ChildKeys, ChildSpec
 from asyncrl.monitoring.metrics.exporter import Exporter
 from asyncrl.monitoring.metrics.metrics import ProcessMetrics, new_registry
@@ -30,6 +31,23 @@ from asyncrl.monitoring.tracing.tracer import Tracer
 from asyncrl.wire import Line
 from asyncrl.wire.sessions.line import SessionLine
 from asyncrl.wire.transport.addresses import MeetingPlace
+
+
+def check_given_gpus(spec: ChildSpec) -> None:
+    """Compare what the launcher gave with what torch finds.
+
+    Raises:
+        UserError: torch finds fewer.
+    """
+    found = torch.cuda.device_count() if spec.gpus and torch.cuda.is_available() else 0
+    if found < spec.gpus:
+        raise UserError(
+            f"the launcher gave {spec.name} {spec.gpus} GPU(s), and torch {torch.__version__} "
+            f"finds {found} on its node: install the driver and a torch for CUDA there, use an "
+            "image that has them (launcher.ray.image), correct `ray start --num-gpus`, or "
+            "set engine.device and trainer.device to cpu"
+        )
+
 
 MetricsT = TypeVar("MetricsT", bound=ProcessMetrics)
 

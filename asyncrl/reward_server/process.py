@@ -17,7 +17,7 @@ import sys
 import msgspec
 
 from asyncrl.errors import UserError
-from asyncrl.parent_death import end_with_parent
+from asyncrl.user_code.process_tree import end_with_parent
 
 
 def main() -> None:

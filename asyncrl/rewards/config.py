@@ -8,8 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from asyncrl.plain_values import Arguments
 from asyncrl.rewards.code import TOTAL_SECONDS as CODE_SECONDS
-from asyncrl.wire.transport.limits import WEEK_SECONDS
-from asyncrl.wire.transport.paths import FunctionName
+from asyncrl.wire.transport.paths import WEEK_SECONDS, FunctionName
 
 
 class RewardFunctionConfig(BaseModel):

@@ -155,7 +155,7 @@ async def try_once(args: dict[str, Any], seconds: float) -> str | None:
 
     An answer without a score is none of that.
     """
-    from asyncrl.rewards.services.trial import refusal
+    from asyncrl.rewards.services.client import refusal
 
     error = await refusal(judge("What is 1+1?", "2", {"answer": "2"}, **args), seconds)
     return None if error is None or error.reason == "no_score" else str(error)

@@ -114,7 +114,7 @@ class RewardPool:
         Args:
             prompt: the question as text.
             response: the model's response.
-            example: see `asyncrl.rewards.examples`.
+            example: see `asyncrl.rewards.values`.
             example_id: names the example in error messages.
 
         Raises:

@@ -145,7 +145,7 @@ def no_classifier(model: str) -> str | None:
 
 async def try_once(args: dict[str, Any], seconds: float) -> str | None:
     """Ask for a trial score; why there is none, None if there is one."""
-    from asyncrl.rewards.services.trial import refusal
+    from asyncrl.rewards.services.client import refusal
 
     error = await refusal(reward_model("What is 1+1?", "2", {}, **args), seconds)
     return None if error is None else str(error)

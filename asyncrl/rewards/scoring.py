@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from asyncrl.rewards.examples import argument_for, wants_row
 from asyncrl.rewards.functions import RewardFunction
 from asyncrl.rewards.loading import load_function
 from asyncrl.rewards.protocol import (
@@ -27,7 +26,14 @@ from asyncrl.rewards.protocol import (
 )
 from asyncrl.rewards.services import calls
 from asyncrl.rewards.turns import AT_ONCE, Turns
-from asyncrl.rewards.values import NoRewardError, as_float32, as_number, is_unavailable
+from asyncrl.rewards.values import (
+    NoRewardError,
+    argument_for,
+    as_float32,
+    as_number,
+    is_unavailable,
+    wants_row,
+)
 from asyncrl.user_code.error_text import bounded, last_lines
 
 

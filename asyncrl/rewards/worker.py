@@ -31,7 +31,7 @@ from asyncrl.rewards.services import calls
 from asyncrl.rewards.turns import Turns
 from asyncrl.user_code.error_text import last_lines
 from asyncrl.user_code.loading import search
-from asyncrl.user_code.worker_start import begin
+from asyncrl.user_code.supervisor import begin
 
 
 def serve_concurrently(

@@ -43,8 +43,7 @@ from asyncrl.runs import failed_starts, folder_lock
 from asyncrl.runs.command_lines import command_for
 from asyncrl.runs.input_files import RunInputs
 from asyncrl.runs.resuming import find_resume_point
-from asyncrl.runs.runtime_folders import Folder
-from asyncrl.runs.stale_processes import clear_leftovers
+from asyncrl.runs.runtime_folders import Folder, clear_leftovers
 from asyncrl.runs.template_date import forget_unnamed
 from asyncrl.trainer.checkpoint.format.files import ResumePoint
 from asyncrl.trainer.checkpoint.trainer_lease import fenced, raise_fence

@@ -8,12 +8,18 @@ Lines of metrics.jsonl that a killed controller did not write, from the trainer'
 The trainer saves a step before the controller has recorded it if the controller is killed in
 between. So a checkpoint holds what the trainer knows of its steps
 (`asyncrl.wire.records.step.TrainedStep`).
+
+Where a run keeps unfinished samples.
+
+unfinished/step-000010/GENERATOR.bin   run-ahead that goes with a checkpoint
+unfinished/moved/GENERATOR.bin         what a generator that leaves had
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,9 +33,16 @@ from asyncrl.monitoring.records.jsonl import read_undamaged
 from asyncrl.monitoring.records.metrics_log import drop_superseded
 from asyncrl.monitoring.records.samples import SampleRecord
 from asyncrl.monitoring.records.trained_samples import copy_later
-from asyncrl.runs.unfinished_folders import remove_moved, remove_unfinished
 from asyncrl.trainer.base.errors import CheckpointError
-from asyncrl.trainer.checkpoint.format.files import ResumePoint, choose, set_aside, steps_of, up_to
+from asyncrl.trainer.checkpoint.format.files import (
+    ResumePoint,
+    by_step,
+    choose,
+    path_of,
+    set_aside,
+    steps_of,
+    up_to,
+)
 from asyncrl.trainer.checkpoint.format.manifest import check_settings, settings_of
 from asyncrl.wire.records.environment_counts import EnvironmentCounts
 from asyncrl.wire.records.evaluations import EvaluationRecord
@@ -42,6 +55,29 @@ from asyncrl.wire.records.step import (
     TrainedStep,
 )
 from asyncrl.wire.transport.atomic_files import write_atomically
+
+
+def unfinished_folder(run: Path, step: int) -> Path:
+    """The folder of the files that go with the checkpoint after `step` steps; named alike."""
+    return path_of(run / "unfinished", step)
+
+
+def moved_folder(run: Path) -> Path:
+    """The folder of the samples of generators that leave."""
+    return run / "unfinished" / "moved"
+
+
+def remove_moved(run: Path) -> None:
+    """Remove that folder, if it is there. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(moved_folder(run))
+
+
+def remove_unfinished(run: Path, *, unless: Callable[[int], bool]) -> None:
+    """Remove the folders of steps for which `unless` is false. Raises OSError."""
+    for step, folder in by_step(run / "unfinished").items():
+        if not unless(step):
+            shutil.rmtree(folder)
 
 
 def add_lost(

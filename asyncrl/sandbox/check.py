@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 
-from asyncrl.sandbox.errors import SandboxError
-from asyncrl.sandbox.limits import Limits
+from asyncrl.sandbox.limits import Limits, SandboxError
 from asyncrl.sandbox.run import run
 
 _PROBE = """

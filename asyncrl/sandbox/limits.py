@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from asyncrl.errors import UserError
+
+
+class SandboxError(UserError):
+    """This machine cannot contain a program. Nothing was run."""
+
+
 MIB = 1 << 20
 
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from asyncrl.sandbox.errors import SandboxError
-from asyncrl.sandbox.limits import Limits
+from asyncrl.sandbox.limits import Limits, SandboxError
 from asyncrl.sandbox.memory import held
 from asyncrl.sandbox.own_time import OwnTime, times_of
 from asyncrl.sandbox.seccomp import ARCHITECTURES, program

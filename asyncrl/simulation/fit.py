@@ -18,13 +18,13 @@ from statistics import fmean, median
 import numpy as np
 
 from asyncrl.config.run_config import RunConfig, load_config
+from asyncrl.cores import rank_of
 from asyncrl.engine.drafting.calibration import rising
 from asyncrl.errors import UserError
 from asyncrl.generator.engine_log import EngineRecord
 from asyncrl.monitoring.records.jsonl import read_jsonl
 from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.monitoring.records.spans import Span, SpanKind, read_spans
-from asyncrl.rank_names import rank_of
 from asyncrl.simulation.cost import MeasuredCost
 from asyncrl.simulation.lengths import Survival
 from asyncrl.wire.records.step import StepMetrics, TokenCounts

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.config.run_config import RunConfig
+from asyncrl.cores import trainer_name
 from asyncrl.errors import AsyncrlError
 from asyncrl.launch.agents.gathering import open_agents
 from asyncrl.launch.agents.launcher import AgentsLauncher
+from asyncrl.launch.child_spec import remove_meetings
 from asyncrl.launch.interface import Launcher
 from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.rank_rendezvous import remove_meetings
 from asyncrl.launch.ray.launcher import RayLauncher
 from asyncrl.launch.ray.nodes import Slot
 from asyncrl.launch.records import ProcessRecords
-from asyncrl.rank_names import trainer_name
 from asyncrl.startup.devices import engine_device, needs_of
 from asyncrl.startup.prepare import Prepared
 from asyncrl.wire import RuntimeDirectory

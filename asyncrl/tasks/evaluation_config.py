@@ -8,8 +8,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from asyncrl.wire.records.evaluations import HELD_OUT
-from asyncrl.wire.transport.limits import MAX_STEPS, WEEK_SECONDS
-from asyncrl.wire.transport.paths import FunctionName, InputPath
+from asyncrl.wire.transport.paths import MAX_STEPS, WEEK_SECONDS, FunctionName, InputPath
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 

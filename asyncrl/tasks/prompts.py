@@ -31,7 +31,7 @@ class Prompt:
     """The text that was tokenised: the question with system prompt and chat template."""
     example: dict[str, Any]
     """What the rewards need, JSON-able: `prompt` (the plain question), `answer`, and for a dataset
-    `row`, the user's example as it is. `asyncrl.rewards.examples` makes of it what a function
+    `row`, the user's example as it is. `asyncrl.rewards.values` makes of it what a function
     receives."""
 
 

@@ -33,7 +33,7 @@ from collections import deque
 
 from asyncrl.config.by_step import ConfigByStep
 from asyncrl.config.run_config import RunConfig, parse_config
-from asyncrl.monitoring.log_level import set_log_level
+from asyncrl.monitoring.config import set_log_level
 from asyncrl.trainer.sharding.lockstep import Act
 from asyncrl.trainer_process.checkpoints import Checkpoints
 from asyncrl.trainer_process.delivery_check import DeliveryNotKept, Intake

@@ -16,6 +16,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int, signal_number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends; exit if it has ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 _PR_SET_CHILD_SUBREAPER = 36
 _STOP_ROUNDS = 50
 """Most walks over the tree until all of it is stopped."""

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from asyncrl.monitoring.metrics.loopback import means_this_machine
+from asyncrl.monitoring.metrics.http_server import means_this_machine
 
 MAX_BODY_BYTES = 4096
 """Longest body of a request."""

@@ -13,7 +13,7 @@ import signal
 import socket
 from pathlib import Path
 
-from asyncrl.parent_death import end_with_parent
+from asyncrl.user_code.process_tree import end_with_parent
 
 NICENESS = 10
 """Training comes first where cores are few."""

@@ -11,11 +11,11 @@ import numpy as np
 from asyncrl.engine.protocol import Engine, SamplingParams
 from asyncrl.generator.activity import Activity
 from asyncrl.generator.controller_line import ControllerLine
-from asyncrl.generator.finished_sample import HeldSample
 from asyncrl.generator.process import GeneratorProcess
 from asyncrl.generator.reports import GeneratorRecords
 from asyncrl.generator.sample_rewards import SampleRewards
 from asyncrl.generator.sample_runner import SampleGenerator
+from asyncrl.generator.sample_state import HeldSample
 from asyncrl.monitoring.metrics.metrics import GeneratorMetrics, new_registry
 from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.rewards.calls import Reward

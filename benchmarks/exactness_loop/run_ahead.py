@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.config.run_config import parse_config
 from asyncrl.controller.unfinished_work import UnfinishedWork
-from asyncrl.runs.unfinished_folders import unfinished_folder
+from asyncrl.runs.resuming import unfinished_folder
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages.to_generator import ToGenerator

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from asyncrl.config.run_config import load_config
 from asyncrl.controller.execute import execute
-from asyncrl.parent_death import end_with_parent
 from asyncrl.startup.prepare import prepare
+from asyncrl.user_code.process_tree import end_with_parent
 from asyncrl.wire import Hub, RunKey
 from benchmarks.hostile.frames import Frames
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from asyncrl.rollout.jit import Compiler
 from asyncrl.rollout.trajectory import IntArray
-from asyncrl.wire.transport.limits import MAX_STOP_BYTES
+from asyncrl.wire.transport.paths import MAX_STOP_BYTES
 
 kernel = Compiler(Path(__file__).parent)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from asyncrl.wire.transport.limits import MAX_TOKENS, START_SECONDS, WEEK_SECONDS
+from asyncrl.wire.transport.paths import MAX_TOKENS, START_SECONDS, WEEK_SECONDS
 
 _SHARE_OF_START = 0.9
 """SGLang's part of the limit of its generator's start; the rest is imports and the tokenizer."""

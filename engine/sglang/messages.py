@@ -11,6 +11,23 @@ from typing import Any, Literal
 
 import msgspec
 
+from asyncrl.engine.remote.calls import RemoteWorker
+
+
+class SglangWorker(RemoteWorker):
+    """The calls, by the names of these methods. All ranks execute them; rank 0 answers."""
+
+    def asyncrl_pause(self) -> None:
+        """Run no step from now on; requests stay as they are.
+
+        All that was generated has been sent before the answer.
+        """
+        raise NotImplementedError
+
+    def asyncrl_resume(self) -> None:
+        """Run steps again."""
+        raise NotImplementedError
+
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Generate or score."""

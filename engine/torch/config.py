@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from asyncrl.wire.transport.limits import MAX_TOKENS
+from asyncrl.wire.transport.paths import MAX_TOKENS
 
 
 class TorchConfig(BaseModel):

@@ -13,12 +13,12 @@ from asyncrl.engine.drafting.planner import Planner
 from asyncrl.engine.drafting.proposals import Proposer
 from asyncrl.engine.drafting.source import NO_HANDLE, DraftSource
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
+from asyncrl.engine.protocol import turn_end
 from asyncrl.engine.torch.draws import Draws
 from asyncrl.engine.torch.paths import Paths
 from asyncrl.engine.torch.rows import Rows
 from asyncrl.engine.torch.step_kernels import pick_tokens
 from asyncrl.engine.torch.waiting import context_of
-from asyncrl.engine.turns import turn_end
 from asyncrl.rollout.acceptance import AcceptedPaths, accept_tree
 
 

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engine.errors import EngineError
+from asyncrl.engine.protocol import turn_start
 from asyncrl.engine.sampling.drawing import Streams, noise_seeds
 from asyncrl.engine.sampling.logits import Distributions
 from asyncrl.engine.sampling.verification import KeptBatch, judge
 from asyncrl.engine.torch.draws import Draws, arrays_of, not_finite
 from asyncrl.engine.torch.rows import Rows
-from asyncrl.engine.turns import turn_start
 from asyncrl.rollout.trajectory import FloatArray, IntArray, SeedArray
 
 

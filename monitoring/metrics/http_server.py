@@ -3,7 +3,12 @@
 Everything that is not a plain HTTP/1 request is answered with 400, quietly. A request's head is
 limited in size and time, and so is the number of connections, so that a scanner or a slow client
 takes a bounded number of threads and leaves nothing on the user's terminal. On a loopback address,
-a request for another machine's name is refused (`asyncrl.monitoring.metrics.loopback`).
+a request for another machine's name is refused (`asyncrl.monitoring.metrics.http_server`).
+
+Whether a request means this machine by the name that it gives.
+
+A site whose name was made to point to 127.0.0.1 (DNS rebinding) reaches servers on loopback, and
+still sends its own name as `Host`.
 """
 
 from __future__ import annotations
@@ -20,9 +25,23 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterable
 from typing import Any
+from urllib.parse import urlsplit
 
 from asyncrl.monitoring.config import is_loopback
-from asyncrl.monitoring.metrics.loopback import means_this_machine
+
+
+def means_this_machine(host: str) -> bool:
+    """Whether a Host header is a loopback address or `localhost`, with any port.
+
+    Example:
+        >>> means_this_machine("localhost:9100"), means_this_machine("127.0.0.1.example.org")
+        (True, False)
+    """
+    try:
+        return is_loopback((urlsplit(f"//{host}").hostname or "").lower())
+    except ValueError:
+        return False
+
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asyncrl.monitoring.report.data import RunData
-from asyncrl.monitoring.report.markup import Markup, element
-from asyncrl.monitoring.report.page import page
+from asyncrl.monitoring.report.markup import Markup, element, page
 from asyncrl.monitoring.report.plots import Series, line_plot
 from asyncrl.monitoring.report.sections import section
 from asyncrl.monitoring.report.series import Values, smooth

@@ -15,9 +15,8 @@ import yaml
 from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.errors import RecordError, ReportError
 from asyncrl.monitoring.metrics.occupancy import SlotPiece, read_slots
-from asyncrl.monitoring.records.evaluations_log import read_evaluations
 from asyncrl.monitoring.records.jsonl import read_jsonl
-from asyncrl.monitoring.records.metrics_log import read_metrics
+from asyncrl.monitoring.records.metrics_log import read_evaluations, read_metrics
 from asyncrl.monitoring.records.samples import SampleRecord, read_samples, trained_on
 from asyncrl.monitoring.records.spans import Span, read_spans
 from asyncrl.monitoring.report.series import finite, independent_trials

@@ -15,8 +15,7 @@ from asyncrl.monitoring.report.data import RunData, load_run
 from asyncrl.monitoring.report.headline import headline
 from asyncrl.monitoring.report.health import health
 from asyncrl.monitoring.report.learning import learning
-from asyncrl.monitoring.report.markup import element
-from asyncrl.monitoring.report.page import page
+from asyncrl.monitoring.report.markup import element, page
 from asyncrl.monitoring.report.sections import orders, samples, settings
 from asyncrl.monitoring.report.time_line import time_line
 from asyncrl.monitoring.report.work import work

@@ -15,9 +15,9 @@ from false_alarms import Claims, is_caught
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
+from asyncrl.engine.protocol import turn_end, turn_start
 from asyncrl.engine.sampling.drawing import Streams, draw, noise_seeds
 from asyncrl.engine.sampling.verification import KeptBatch, Reading, judge, name_tokens, read
-from asyncrl.engine.turns import turn_end, turn_start
 from asyncrl.rollout.trajectory import IntArray, KeptTokens
 
 CLAIMS = Claims(__file__)

@@ -17,13 +17,11 @@ import torch
 
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.trainer.algorithms.base import Finish, StepSums, TokenBatch, finisher
-from asyncrl.trainer.algorithms.overlong import overlong_penalties
 from asyncrl.trainer.algorithms.sequences import sums_to_go
 from asyncrl.trainer.base.algorithm_registry import known_algorithms
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
-from asyncrl.trainer.loss import Objective
-from asyncrl.trainer.objective.algorithm_factory import make
+from asyncrl.trainer.loss import Objective, make, overlong_penalties
 
 Array = np.ndarray
 

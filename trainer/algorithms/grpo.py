@@ -23,6 +23,27 @@ and proximal probability x, in the decoupled form (arXiv 2110.00641, eq. 6; ARea
   papers do not. Of the correction, only what it leaves out has an effect.
 
 Both agree to first order when p and b are close. Empty batch: loss 0.
+
+DAPO (arXiv 2503.14476, eq. 8): GRPO with clip-higher, the token-level loss and overlong shaping.
+
+    A_i  = (r_i - mean(r)) / (std(r) + 1e-6)
+    loss = -min(u A, clip(u, 1 - 0.2, 1 + 0.28) A),  u = p / b        over the step's tokens
+
+These are GRPO's equations with DAPO's defaults: `proximal_policy: behaviour`, `clip_ratio_high:
+0.28`, `loss_normalization: token`. Overlong shaping (eq. 13) is `trainer.overlong_buffer`, for any
+algorithm (`asyncrl.trainer.loss`), and dynamic sampling, for any algorithm too,
+is `scheduler.dynamic_sampling`: without it groups without signal are counted and reported, and take
+part in the denominator. Empty batch: loss 0.
+
+Dr. GRPO (arXiv 2503.20783, section 3.2 and eq. 3): GRPO without its two biases.
+
+    A_i  = r_i - mean(r)                 no division by the group's standard deviation
+    loss = sum over a sample's tokens    no division by its length
+
+The denominator of the paper is samples times a constant, the longest response; with
+`loss_normalization: sample`, its default here, it is the samples, and the constant belongs to the
+learning rate (AdamW ignores it). The loss of a token is GRPO's (`asyncrl.trainer.algorithms.grpo`).
+On-policy the gradient is (G - 1) / G times an unbiased one. Empty batch: loss 0.
 """
 
 from __future__ import annotations
@@ -56,3 +77,13 @@ class Grpo(Clipped):
             ValueError: G < 2.
         """
         return per_group_std(rewards) if self.normalize_std else centred(rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class Dapo(Grpo):
+    """GRPO with the defaults that `asyncrl.trainer.base.algorithm_registry` has for `dapo`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrGrpo(Grpo):
+    """GRPO, for which `asyncrl.trainer.base.config` refuses `advantage_normalization: std`."""

@@ -14,6 +14,15 @@ What its gradient estimates depends on the denominator and, for stale tokens, on
 docs/algorithms.md has the size of each bias on a small policy. `algorithm: rloo` is the same with
 unbiased defaults. `advantage_normalization` and `clip_ratio_*` have no effect. A group of one
 sample has no baseline and is refused. Empty batch: loss 0.
+
+RLOO, REINFORCE leave-one-out (arXiv 2402.14740, section 2.2), on whole samples.
+
+    A_i  = r_i - mean over j != i of r_j
+    loss = -sg(W) * A * sum of log p over the sample,    W = correction of its p / b as a whole
+
+The equations of `asyncrl.trainer.algorithms.reinforce` with the paper's view of a sample as one
+action: `loss_normalization: sample`, `correction: sequence_truncated`. So its gradient is unbiased
+on-policy, and for stale samples too where no weight reaches `importance_cap`. Empty batch: loss 0.
 """
 
 from __future__ import annotations
@@ -47,3 +56,8 @@ class Reinforce:
     def loss(self, batch: TokenBatch) -> LossSums:
         """Summed loss of the module's equation."""
         return LossSums(weighted_logprobs(batch, importance(batch)))
+
+
+@dataclass(frozen=True, slots=True)
+class Rloo(Reinforce):
+    """`Reinforce` with the defaults that `trainer.base.algorithm_registry` has for `rloo`."""

@@ -40,13 +40,13 @@ _NO_DUAL_CLIP = {"dual_clip": None}
 _ENTRIES = {
     "grpo": Entry("asyncrl.trainer.algorithms.grpo:Grpo", 2),
     "dr_grpo": Entry(
-        "asyncrl.trainer.algorithms.dr_grpo:DrGrpo",
+        "asyncrl.trainer.algorithms.grpo:DrGrpo",
         2,
         defaults={"loss_normalization": "sample", **_UNSCALED},
         only=_UNSCALED,
     ),
     "dapo": Entry(
-        "asyncrl.trainer.algorithms.dapo:Dapo", 2, defaults={"clip_ratio_high": 0.28, **_BEHAVIOUR}
+        "asyncrl.trainer.algorithms.grpo:Dapo", 2, defaults={"clip_ratio_high": 0.28, **_BEHAVIOUR}
     ),
     "reinforce": Entry(
         "asyncrl.trainer.algorithms.reinforce:Reinforce",
@@ -56,7 +56,7 @@ _ENTRIES = {
         unused=_CLIPS,
     ),
     "rloo": Entry(
-        "asyncrl.trainer.algorithms.rloo:Rloo",
+        "asyncrl.trainer.algorithms.reinforce:Rloo",
         2,
         defaults={
             "loss_normalization": "sample",

@@ -16,8 +16,13 @@ from asyncrl.trainer.base.algorithm_registry import (
 from asyncrl.trainer.base.critic_config import CriticConfig
 from asyncrl.trainer.base.lora_config import LoraConfig, refuse_conflicts
 from asyncrl.trainer.base.rank_network import LOOPBACK, network_of
-from asyncrl.wire.transport.limits import MAX_STEPS, MAX_THREADS, MAX_TOKENS, WEEK_SECONDS
-from asyncrl.wire.transport.paths import FunctionName
+from asyncrl.wire.transport.paths import (
+    MAX_STEPS,
+    MAX_THREADS,
+    MAX_TOKENS,
+    WEEK_SECONDS,
+    FunctionName,
+)
 
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
 BFLOAT16_CAPABILITY = (8, 0)

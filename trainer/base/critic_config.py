@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from asyncrl.wire.transport.limits import MAX_STEPS
+from asyncrl.wire.transport.paths import MAX_STEPS
 
 
 class CriticConfig(BaseModel):

@@ -22,7 +22,7 @@ class Work:
     owners: list[tuple[int, int]]
     """`[B]` index of each sample's group among those added, and its place in the group."""
     is_padding: bool = False
-    """Whether it counts nowhere (`asyncrl.trainer.sharding.padding`)."""
+    """Whether it counts nowhere (`asyncrl.trainer.accumulation`)."""
 
     def add(self, trajectories: Sequence[Trajectory], advantages: Rewards, group: int) -> None:
         """Add a whole group."""

@@ -15,6 +15,7 @@ import math
 import random
 import time
 from collections import Counter
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -283,3 +284,15 @@ def client_of(
     if place not in _clients:
         _clients[place] = Client(Target(what, url, read_secret(what, keys, *secret), limits))
     return _clients[place]
+
+
+async def refusal(call: Awaitable[float], seconds: float) -> NoRewardError | None:
+    """Why a call got no reward within this time; None if it got one. Closes the clients."""
+    calls.begin(seconds)
+    try:
+        await call
+    except NoRewardError as error:
+        return error
+    finally:
+        await close_clients()
+    return None

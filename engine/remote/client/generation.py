@@ -18,14 +18,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.engine.protocol import GenerateRequest, TokenChunk
+from asyncrl.engine.protocol import GenerateRequest, TokenChunk, provenance_of, turn_end, turn_start
 from asyncrl.engine.remote.client.core import Core
 from asyncrl.engine.remote.client.requests import Table, check_temperature, generation, verification
 from asyncrl.engine.remote.client.streams import Reader, Streams
 from asyncrl.engine.remote.extras import Outcome
 from asyncrl.engine.requests import Limits, SeedStream
 from asyncrl.engine.sampling.drawing import noise_seeds
-from asyncrl.engine.turns import provenance_of, turn_end, turn_start
 from asyncrl.rollout.trajectory import FinishReason, IntArray, KeptTokens, Provenance, SeedArray
 
 

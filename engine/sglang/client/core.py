@@ -17,7 +17,6 @@ from asyncrl.engine.remote.client.core import CoreRequest
 from asyncrl.engine.remote.client.inbox import Inbox
 from asyncrl.engine.remote.client.meter import Meter
 from asyncrl.engine.remote.client.responses import Responses
-from asyncrl.engine.sglang.calls import SglangWorker
 from asyncrl.engine.sglang.client.outputs import OutputProcessor
 from asyncrl.engine.sglang.client.process import SglangProcess
 from asyncrl.engine.sglang.messages import (
@@ -27,6 +26,7 @@ from asyncrl.engine.sglang.messages import (
     EndRequests,
     Outputs,
     Ready,
+    SglangWorker,
     ToClient,
 )
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest

@@ -13,7 +13,7 @@ from running_training import Run
 
 from asyncrl.controller.unfinished_work import UnfinishedWork
 from asyncrl.rollout.trajectory import KeptTokens, SampleId
-from asyncrl.runs.unfinished_folders import remove_unfinished, unfinished_folder
+from asyncrl.runs.resuming import remove_unfinished, unfinished_folder
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages import from_trainer as ft
 from asyncrl.wire.messages.to_generator import SaveUnfinished

@@ -16,7 +16,7 @@ from asyncrl.engine.protocol import GenerateRequest
 from asyncrl.errors import AsyncrlError, ModelError, UserError
 from asyncrl.evaluation import command
 from asyncrl.evaluation.command import evaluate_model, resolve_target
-from asyncrl.monitoring.records.evaluations_log import EvaluationsLog
+from asyncrl.monitoring.records.metrics_log import EvaluationsLog
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.tasks.model import builtin_tokenizer
 from asyncrl.tasks.prompts import LoadedTask, Prompt

@@ -11,7 +11,7 @@ from whole_checkpoints import write_whole
 from asyncrl.config.run_config import parse_config
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.results import EvaluationResults, best_of
-from asyncrl.monitoring.records.evaluations_log import read_evaluations
+from asyncrl.monitoring.records.metrics_log import read_evaluations
 from asyncrl.runs.resuming import rewind
 from asyncrl.tasks.evaluation_config import EvaluationConfig
 from asyncrl.trainer.checkpoint.format.files import ResumePoint, path_of, prune

@@ -16,10 +16,10 @@ from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.lane import ProcessEnd, SessionLost
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.translation import Translation
-from asyncrl.generator import suspect_tracking
+from asyncrl.generator import conversation as suspect_tracking
+from asyncrl.generator.conversation import MAX_UNEXPLAINED, ProcessEnds
 from asyncrl.generator.environment_turns import Episodes, StartOver
 from asyncrl.generator.sample_state import SampleGeneration
-from asyncrl.generator.suspect_tracking import MAX_UNEXPLAINED, ProcessEnds
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rollout.trajectory import Provenance, SampleId
 from asyncrl.wire.messages.frames import encode_tokens

@@ -6,7 +6,7 @@ import asyncio
 
 from generator_harness import FakeLine
 
-from asyncrl.generator.trainer_lines import TrainerLines
+from asyncrl.generator.deliveries import TrainerLines
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire.messages.data import Received
 

@@ -54,9 +54,8 @@ from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.environments.session_calls import Session
 from asyncrl.generator.conversation import Episode
 from asyncrl.generator.environment_turns import Episodes, StartOver
-from asyncrl.generator.finished_sample import HeldSample
 from asyncrl.generator.sample_runner import SampleGenerator
-from asyncrl.generator.sample_state import SampleGeneration
+from asyncrl.generator.sample_state import HeldSample, SampleGeneration
 from asyncrl.rollout.contexts import Verification
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory
 from asyncrl.wire.messages.frames import encode_tokens

@@ -8,7 +8,7 @@ from fake_processes import spec
 from msgspec.structs import replace
 
 from asyncrl.errors import UserError
-from asyncrl.launch.assigned_gpus import check_given_gpus
+from asyncrl.launch.process_startup import check_given_gpus
 
 
 @pytest.mark.parametrize(("given", "found"), [(0, 0), (0, 2), (1, 1), (2, 2), (1, 0), (2, 1)])

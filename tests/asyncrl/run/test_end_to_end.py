@@ -41,8 +41,8 @@ from asyncrl.config.run_config import load_config
 from asyncrl.launch.identity import status_of
 from asyncrl.monitoring.dashboards.panels import ROWS
 from asyncrl.monitoring.metrics.discovery import targets_file
-from asyncrl.monitoring.records.evaluations_log import read_evaluations
 from asyncrl.monitoring.records.group_account import read_account
+from asyncrl.monitoring.records.metrics_log import read_evaluations
 from asyncrl.monitoring.records.trained_samples import read_trained_samples
 from asyncrl.runs.directory import RunDirectory, read_state
 from asyncrl.tasks.warm_start_recipe import AGENT_RECIPE

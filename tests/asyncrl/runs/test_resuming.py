@@ -13,8 +13,7 @@ from whole_checkpoints import WEIGHTS, truncate, write_whole
 
 from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.errors import UserError
-from asyncrl.monitoring.records.evaluations_log import read_evaluations
-from asyncrl.monitoring.records.metrics_log import read_metrics
+from asyncrl.monitoring.records.metrics_log import read_evaluations, read_metrics
 from asyncrl.monitoring.records.samples import SampleLog, SampleRecord, read_samples
 from asyncrl.monitoring.records.trained_samples import read_trained_samples
 from asyncrl.monitoring.records.trained_samples import truncate as truncate_samples

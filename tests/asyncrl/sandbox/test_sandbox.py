@@ -19,8 +19,7 @@ import pytest
 from needed_programs import needs_namespaces
 
 from asyncrl.sandbox import check
-from asyncrl.sandbox.errors import SandboxError
-from asyncrl.sandbox.limits import MIB, Limits
+from asyncrl.sandbox.limits import MIB, Limits, SandboxError
 from asyncrl.sandbox.run import Outcome, run, visible
 from asyncrl.sandbox.seccomp import ARCHITECTURES, REFUSED, program
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stop_strings import end_by_looking
 
 from asyncrl.engine.sampling.stopping import StopRule
-from asyncrl.wire.transport.limits import MAX_STOP_BYTES
+from asyncrl.wire.transport.paths import MAX_STOP_BYTES
 
 PIECES = ["a", "b", "ab", "ba", "aab", "", "é", "bé", "aabbaab", "x"]
 VOCABULARY = [piece.encode() for piece in PIECES] + [b"\xc3", b"\xa9", b"\xa9b"]

@@ -14,10 +14,10 @@ from tiny_models import STOP, make_qwen3
 from torch_cores import PROMPT, check_against_hf, core_of, load, request, tokens_of
 
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk
+from asyncrl.engine.torch.admission import ParkingLot
 from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.engine.torch.feed import Feed
 from asyncrl.engine.torch.model import SlotModel
-from asyncrl.engine.torch.parked import ParkingLot
 from asyncrl.rollout.trajectory import IntArray
 
 ANSWER = np.array([2, STOP, 5, 7], np.int32)

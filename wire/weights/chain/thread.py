@@ -20,9 +20,37 @@ from asyncrl.wire.transport.keys import HubKeys
 from asyncrl.wire.transport.refusals import Refusals
 from asyncrl.wire.weights import delta
 from asyncrl.wire.weights.chain.held import Held
-from asyncrl.wire.weights.chain.pace import Pace
 from asyncrl.wire.weights.chain.serving import Serving, State, Turn
 from asyncrl.wire.weights.chain.sockets import ParentSocket
+
+
+class Pace:
+    """At most `bytes_per_second` on average, and `burst` bytes at once.
+
+    Args:
+        bytes_per_second: None: no limit.
+        burst: bytes; what was not sent in a pause may be sent after it up to here.
+        now: seconds of a clock that does not jump.
+    """
+
+    def __init__(self, bytes_per_second: float | None, burst: int, now: float) -> None:
+        self._rate = bytes_per_second
+        self._burst = float(burst)
+        self._left = float(burst)
+        self._at = now
+
+    def wait(self, now: float) -> float:
+        """Seconds until something may be sent."""
+        if self._rate is None:
+            return 0.0
+        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
+        self._at = now
+        return max(0.0, -self._left / self._rate)
+
+    def sent(self, nbytes: int) -> None:
+        """So many bytes were sent; the next ones wait until these are paid for."""
+        self._left -= nbytes
+
 
 _ASKS, _CHUNKS = 64, 4
 """Messages that are read, and chunks that are sent, before something else gets a turn."""

@@ -1,9 +1,0 @@
-"""Errors of the sandbox. Import-light."""
-
-from __future__ import annotations
-
-from asyncrl.errors import UserError
-
-
-class SandboxError(UserError):
-    """This machine cannot contain a program. Nothing was run."""
