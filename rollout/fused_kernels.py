@@ -5,17 +5,15 @@ All numbers are float32.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.rollout.jit import Compiler
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
 
 LongArray = NDArray[np.int64]
 
-kernel = Compiler(Path(__file__).parent)
+kernel = kernels_of("rollout")
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -41,7 +42,7 @@ _held = set[Path]()
 class Compiler:
     """Compiles the kernels of one package.
 
-    kernel = Compiler(Path(__file__).parent)
+    kernel = kernels_of("engine/torch")
 
     @kernel
     def add(...): ...
@@ -114,6 +115,17 @@ class Compiler:
 
         kernel.compile = compile_once
         return cast("Callable[P, R]", kernel)
+
+
+@functools.cache
+def kernels_of(*packages: str) -> Compiler:
+    """The compiler of a package's kernels.
+
+    Args:
+        packages: folder of the package below `asyncrl`, then those whose kernels it inlines.
+    """
+    package, *inlined = [Path(__file__).parents[1] / one for one in packages]
+    return Compiler(package, *inlined)
 
 
 @contextlib.contextmanager

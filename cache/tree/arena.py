@@ -18,8 +18,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.cache.tree.jit import kernel
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import IntArray
+
+kernel = kernels_of("cache/tree")
 
 LongArray = NDArray[np.int64]
 

@@ -19,9 +19,11 @@ import numpy as np
 
 from asyncrl.cache.tree.arena import LongArray
 from asyncrl.cache.tree.estimate import Experience, base_of, corrected, kind_of
-from asyncrl.cache.tree.jit import kernel
 from asyncrl.cache.tree.match import Candidates, RowState, Rules, Search, collect, move_on
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray, IntArray
+
+kernel = kernels_of("cache/tree")
 
 BLEND = 0.1
 """Votes that all candidates with a shorter match share when few have a long one: alternatives."""

@@ -15,7 +15,6 @@ import numpy as np
 from asyncrl.cache.tree.arena import END, OWN, RING_AT, TREE, LongArray
 from asyncrl.cache.tree.branch import draft_tree, working_space
 from asyncrl.cache.tree.estimate import Experience, base_of, corrected, kind_of
-from asyncrl.cache.tree.jit import kernel
 from asyncrl.cache.tree.match import (
     Candidates,
     RowState,
@@ -25,7 +24,10 @@ from asyncrl.cache.tree.match import (
     last_index,
     move_on,
 )
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray, IntArray
+
+kernel = kernels_of("cache/tree")
 
 
 @kernel

@@ -19,8 +19,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.cache.tree.jit import kernel
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray, IntArray
+
+kernel = kernels_of("cache/tree")
 
 TOTALS = 10
 SHARES = 6

@@ -28,8 +28,10 @@ from asyncrl.cache.tree.arena import (
     previous_position,
     release,
 )
-from asyncrl.cache.tree.jit import kernel
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import IntArray
+
+kernel = kernels_of("cache/tree")
 
 SHORT, LONG = 0, 1
 """The two chains of each position."""

@@ -38,9 +38,11 @@ from asyncrl.cache.tree.index import (
     rebuild_index,
     roll_hash,
 )
-from asyncrl.cache.tree.jit import kernel
 from asyncrl.cache.tree.sequences import append_token, begin_sequence
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import IntArray
+
+kernel = kernels_of("cache/tree")
 
 DONE, NEED_BLOCKS, TREE_FULL = 0, 1, 2
 """What `extend` returns: finished; the arena has too few free blocks; the tree is at its limit."""

@@ -31,8 +31,10 @@ from asyncrl.cache.tree.arena import (
     LongArray,
 )
 from asyncrl.cache.tree.index import bucket, depth_of, hash_back, node_at
-from asyncrl.cache.tree.jit import kernel
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import IntArray
+
+kernel = kernels_of("cache/tree")
 
 PROBLEMS = (
     "",

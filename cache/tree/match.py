@@ -24,8 +24,10 @@ from asyncrl.cache.tree.arena import (
     previous_position,
 )
 from asyncrl.cache.tree.index import LONG, SHORT, bucket, hash_of
-from asyncrl.cache.tree.jit import kernel
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray, IntArray
+
+kernel = kernels_of("cache/tree")
 
 VISITS = 4
 """Positions visited per candidate wanted: bounds the time in a tree full of repetitions."""

@@ -26,8 +26,10 @@ from asyncrl.cache.tree.arena import (
     release,
 )
 from asyncrl.cache.tree.index import drop_index, rebuild_index
-from asyncrl.cache.tree.jit import kernel
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import IntArray
+
+kernel = kernels_of("cache/tree")
 
 
 @kernel

@@ -18,8 +18,10 @@ from asyncrl.cache.tree.arena import (
     VERSION,
     LongArray,
 )
-from asyncrl.cache.tree.jit import kernel
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import IntArray
+
+kernel = kernels_of("cache/tree")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engine.jit import kernel
+from asyncrl.rollout.jit import kernels_of
+
+kernel = kernels_of("engine")
 
 Floats = NDArray[np.float64]
 

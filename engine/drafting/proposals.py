@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.continuation import Continuations, path_probabilities
 from asyncrl.engine.drafting.source import NO_HANDLE, DraftSource
-from asyncrl.engine.jit import kernel
 from asyncrl.engine.sampling.verification import offsets_of
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray, IntArray
+
+kernel = kernels_of("engine")
 
 Index = NDArray[np.integer[Any]]
 

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from asyncrl.engine.drafting.calibration import Floats, rising
-from asyncrl.engine.jit import kernel
+from asyncrl.rollout.jit import kernels_of
+
+kernel = kernels_of("engine")
 
 CELLS = 256
 """Enough for the largest number of tokens that an int32 holds."""

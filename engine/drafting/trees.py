@@ -22,8 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.cache.tree.rollout_tree import Drafts
-from asyncrl.engine.jit import kernel
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray, IntArray
+
+kernel = kernels_of("engine")
 
 LongArray = NDArray[np.int64]
 

@@ -12,8 +12,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engine.jit import kernel
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray, IntArray, SeedArray
+
+kernel = kernels_of("engine")
 
 _BLOCK = 64
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)

@@ -22,16 +22,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.rollout.jit import Compiler
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.wire.transport.paths import MAX_STOP_BYTES
 
-kernel = Compiler(Path(__file__).parent)
+kernel = kernels_of("engine/sampling")
 
 ENDED = -1
 """The state after a stop string."""

@@ -19,8 +19,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from asyncrl.engine.torch.jit import kernel
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
+
+kernel = kernels_of("engine/torch", "rollout")
 
 
 @cache

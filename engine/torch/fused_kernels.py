@@ -9,9 +9,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engine.torch.jit import kernel
 from asyncrl.rollout.fused_kernels import LongArray, exp, inverse_size
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
+
+kernel = kernels_of("engine/torch", "rollout")
 
 
 @kernel.of_vectors

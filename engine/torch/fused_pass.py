@@ -15,10 +15,12 @@ import numpy as np
 
 from asyncrl.engine.torch.blas import multiply
 from asyncrl.engine.torch.fused_kernels import add_and_norm, attend, embed, rotate_and_store
-from asyncrl.engine.torch.jit import kernel
 from asyncrl.engine.torch.reach import BoolArray
 from asyncrl.rollout.fused_kernels import LongArray, gated
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
+
+kernel = kernels_of("engine/torch", "rollout")
 
 
 class Weights(NamedTuple):

@@ -29,9 +29,11 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.engine.torch.attention import ScoreRule
-from asyncrl.engine.torch.jit import kernel
 from asyncrl.engine.torch.reach import Reach
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
+
+kernel = kernels_of("engine/torch", "rollout")
 
 TOKENS = 32
 """Tokens per thread of which a forward pass feeds a multiple: two vectors of AVX-512."""

@@ -11,8 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engine.torch.jit import kernel
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import ByteArray, FloatArray, IntArray, Provenance, SeedArray
+
+kernel = kernels_of("engine/torch", "rollout")
 
 LongArray = NDArray[np.int64]
 Flags = NDArray[np.bool_]

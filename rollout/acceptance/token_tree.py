@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from asyncrl.rollout.acceptance.jit import kernel
 from asyncrl.rollout.arrays import check_offsets, int32_values
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import IntArray
+
+kernel = kernels_of("rollout/acceptance")
 
 
 @dataclass(frozen=True, slots=True)

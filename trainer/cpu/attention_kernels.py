@@ -11,8 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from asyncrl.rollout.fused_kernels import LongArray, exp
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
-from asyncrl.trainer.cpu.jit import kernel
+
+kernel = kernels_of("trainer/cpu", "rollout")
 
 
 @kernel.of_vectors

@@ -18,16 +18,15 @@ applying a delta is five times faster.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.rollout.jit import Compiler
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.wire.transport.decoding import FrameRefused, Reason
 
-kernel = Compiler(Path(__file__).parent)
+kernel = kernels_of("wire/weights")
 
 
 Buffer = bytes | bytearray | memoryview | NDArray[np.uint8]

@@ -7,16 +7,14 @@ from this side belong to nobody, whoever has its row now.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.remote.extras import NO_TICKET
-from asyncrl.rollout.jit import Compiler
+from asyncrl.rollout.jit import kernels_of
 
-kernel = Compiler(Path(__file__).parent)
+kernel = kernels_of("engine/remote/client")
 
 NO_ROW = -1
 """Nobody waits for the tokens of this ticket."""

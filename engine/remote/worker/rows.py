@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +26,10 @@ from asyncrl.engine.drafting.proposals import Proposer
 from asyncrl.engine.drafting.source import NO_HANDLE, DraftSource
 from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.sampling.verification import offsets_of
-from asyncrl.rollout.jit import Compiler
+from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 
-kernel = Compiler(Path(__file__).parent)
+kernel = kernels_of("engine/remote/worker")
 
 NO_SLOT = -1
 _NOT_A_TOKEN = -1

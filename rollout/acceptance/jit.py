@@ -1,7 +1,0 @@
-"""The compiler of this package's kernels."""
-
-from pathlib import Path
-
-from asyncrl.rollout.jit import Compiler
-
-kernel = Compiler(Path(__file__).parent)
