@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.wire.weights.broadcast.control_codes import Outcome
 from asyncrl.wire.weights.broadcast.sending import WeightSender
-from asyncrl.wire.weights.broadcast.words import Outcome
 from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.weights_chain import memcpy_seconds, versions

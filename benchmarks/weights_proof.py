@@ -15,8 +15,8 @@ from unittest.mock import patch
 import torch
 
 from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.remote.worker.shadow_model import Twin
 from asyncrl.engine.remote.worker.staging import WorkerWeights
-from asyncrl.engine.remote.worker.twin import Twin
 from asyncrl.engine.vllm.client.engine import VllmEngine
 from asyncrl.wire.weights.pretrained import load_causal_lm
 from benchmarks.weights_remote import EXTENSION, RELOADING, config_of

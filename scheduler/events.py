@@ -35,7 +35,7 @@ class GeneratorLost(msgspec.Struct, frozen=True, gc=False):
 
 
 class GeneratorLeaves(msgspec.Struct, frozen=True, gc=False):
-    """The user has ordered that a generator that joined leaves: see `asyncrl.scheduler.leaving`."""
+    """The user has ordered that a generator that joined leaves: see `scheduler.generator_drain`."""
 
     generator: str
 

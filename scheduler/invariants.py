@@ -17,7 +17,7 @@ from asyncrl.scheduler.records import (
     Generator,
     Group,
 )
-from asyncrl.scheduler.signal import Verdict, has_signal
+from asyncrl.scheduler.reward_signal import Verdict, has_signal
 from asyncrl.scheduler.state import SchedulerState
 
 

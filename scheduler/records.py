@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.scheduler.signal import GroupSignal
+from asyncrl.scheduler.reward_signal import GroupSignal
 
 
 class SampleState(IntEnum):
@@ -138,7 +138,7 @@ class Generator:
     """It was told to rewind (`asyncrl.scheduler.rewind`) and has not answered: what it reports may
     still be about policies that are gone, and it is given nothing to do."""
     leaving: bool = False
-    """It was ordered to leave and is given no other work (`asyncrl.scheduler.leaving`)."""
+    """It was ordered to leave and is given no other work (`asyncrl.scheduler.generator_drain`)."""
     draining: bool = False
     """It finishes its samples and starts none, so that new weights can be installed."""
 

@@ -30,10 +30,10 @@ from asyncrl.scheduler import commands, events
 from asyncrl.scheduler.commands import RunOutcome
 from asyncrl.scheduler.errors import SenderOutOfStep
 from asyncrl.scheduler.records import DELIVERED, DELIVERING, Group
+from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.state import SchedulerState
 from asyncrl.scheduler.steps import Steps
 from asyncrl.scheduler.weights import Weights
-from asyncrl.scheduler.work import Work
 
 
 class Rewind:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from asyncrl.scheduler import commands, events
 from asyncrl.scheduler.commands import RunOutcome
 from asyncrl.scheduler.ledger import Ledger
+from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.state import SchedulerState
 from asyncrl.scheduler.steps import Steps
 from asyncrl.scheduler.weights import Weights
-from asyncrl.scheduler.work import Work
 
 
 class RunControl:

@@ -15,10 +15,10 @@ from asyncrl.scheduler.records import (
     Generator,
     Group,
 )
+from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.state import SchedulerState
 from asyncrl.scheduler.steps import Steps
 from asyncrl.scheduler.weights import Weights
-from asyncrl.scheduler.work import Work
 
 
 class SampleEvents:

@@ -67,16 +67,16 @@ from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.dynamic_sampling import DynamicSampling
 from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from asyncrl.scheduler.events import Event
-from asyncrl.scheduler.leaving import Leaving
+from asyncrl.scheduler.generator_drain import Leaving
 from asyncrl.scheduler.rewind import Rewind
 from asyncrl.scheduler.run_control import RunControl
+from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.samples import SampleEvents
 from asyncrl.scheduler.state import SchedulerState
 from asyncrl.scheduler.steps import Steps
 from asyncrl.scheduler.verification import Verification
 from asyncrl.scheduler.view import SchedulerView, view_of
 from asyncrl.scheduler.weights import Weights
-from asyncrl.scheduler.work import Work
 
 
 class Scheduler:

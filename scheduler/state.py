@@ -19,8 +19,8 @@ from asyncrl.scheduler.dynamic_ledger import DynamicLedger
 from asyncrl.scheduler.errors import ImpossibleEvent, SchedulerError
 from asyncrl.scheduler.ledger import Ledger
 from asyncrl.scheduler.placement import Placement
-from asyncrl.scheduler.places import Places
 from asyncrl.scheduler.records import Generator, Group
+from asyncrl.scheduler.step_positions import Places
 
 
 @dataclass(slots=True, eq=False)

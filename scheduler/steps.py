@@ -9,8 +9,8 @@ from asyncrl.scheduler.commands import RunOutcome
 from asyncrl.scheduler.errors import LedgerError, SenderOutOfStep
 from asyncrl.scheduler.placement import prompt_key
 from asyncrl.scheduler.records import Group
+from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.state import SchedulerState
-from asyncrl.scheduler.work import Work
 
 
 class Steps:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from asyncrl.scheduler import events
 from asyncrl.scheduler.errors import SenderOutOfStep
 from asyncrl.scheduler.records import Generator
+from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.state import SchedulerState
 from asyncrl.scheduler.verification import Verification
-from asyncrl.scheduler.work import Work
 
 
 class Weights:

@@ -10,7 +10,8 @@ import msgspec
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.controller import warnings
-from asyncrl.controller.group_statistics import (
+from asyncrl.controller.policy_watch import Findings
+from asyncrl.controller.statistics import (
     GenerationTotals,
     RewardTotals,
     RunGroups,
@@ -18,7 +19,6 @@ from asyncrl.controller.group_statistics import (
     in_flight,
     too_few_groups,
 )
-from asyncrl.controller.policy_watch import Findings
 from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import Accuracy, EvaluationRound
 from asyncrl.fleet.process_fleet import Fleet

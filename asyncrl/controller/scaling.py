@@ -17,7 +17,7 @@ class Scaling:
     """Brings the number of generators to the one that was ordered.
 
     Those with the highest indices leave: they get no more work, and what they have moves
-    (`asyncrl.scheduler.leaving`). A joiner is told to install the newest weights and given work as
+    (`scheduler.generator_drain`). A joiner is told to install the newest weights and given work as
     soon as it is ready.
     """
 

@@ -1,7 +1,7 @@
 """The Python interpreter of environment workers (`environment.python`): found, checked, called.
 
 The packages of an environment may contradict asyncrl's. Its workers then run in an interpreter that
-has those packages, and take asyncrl's own modules from this installation (`elsewhere.py`).
+has those packages, and take asyncrl's own modules from this installation (`external_interpreter.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncrl.errors import RewardError
 
-_STARTER = str(Path(__file__).with_name("elsewhere.py"))
+_STARTER = str(Path(__file__).with_name("external_interpreter.py"))
 _SECONDS = 60.0
 _OLDEST = (3, 11)
 _ASK = """

@@ -32,7 +32,7 @@ from asyncrl.runs.directory import find_run
 from asyncrl.runs.template_date import with_date
 from asyncrl.startup.gpu_defaults import with_drafts_that_pay
 from asyncrl.startup.model_check import check_files, check_numbers
-from asyncrl.startup.positions_check import check_positions
+from asyncrl.startup.model_checks import check_positions
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.exported_model import model_of
 from asyncrl.tasks.loading import load_task

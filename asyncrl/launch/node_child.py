@@ -2,7 +2,7 @@
 
     process on a node (an actor of Ray, an agent)
         ├── child (asyncrl.child), in a session of its own, keys on its standard input
-        └── keeper (asyncrl.launch.keeper), a child of neither
+        └── keeper (asyncrl.launch.orphan_reaper), a child of neither
 
 The kernel tells a child of the death of the *thread* that started it, so that thread waits for it.
 What is left behind by a process that is killed itself is ended by its keeper. A keeper that is
@@ -38,7 +38,7 @@ RUN_MARK = "ASYNCRL_CONTROLLER_MARK"
 CONFIG_VARIABLE = "ASYNCRL_RUN_CONFIG"
 """`asyncrl.launch.child_spec.CONFIG_VARIABLE`, which this module must not import."""
 CHILD_MODULE = "asyncrl.child"
-KEEPER_MODULE = "asyncrl.launch.keeper"
+KEEPER_MODULE = "asyncrl.launch.orphan_reaper"
 
 GRACE_SECONDS = 12.0
 """Time that the child of a lost process has to end by itself. It cleans up for at most 10 s after

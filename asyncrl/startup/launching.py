@@ -12,8 +12,8 @@ from typing import Literal
 from asyncrl.config.run_config import RunConfig
 from asyncrl.cores import trainer_name
 from asyncrl.errors import AsyncrlError
-from asyncrl.launch.agents.gathering import open_agents
 from asyncrl.launch.agents.launcher import AgentsLauncher
+from asyncrl.launch.agents.wait_for_agents import open_agents
 from asyncrl.launch.child_spec import remove_meetings
 from asyncrl.launch.interface import Launcher
 from asyncrl.launch.local import LocalLauncher

@@ -22,7 +22,7 @@ import msgspec
 
 from asyncrl.errors import ModelError
 from asyncrl.startup.loading_trial import Loaded
-from asyncrl.startup.positions_check import description_of
+from asyncrl.startup.model_checks import description_of
 from asyncrl.tasks.model import default_cache_dir
 from asyncrl.tasks.model_files import (
     DAMAGED,

@@ -26,7 +26,7 @@ from asyncrl.startup.memory import (
     shape_of,
 )
 from asyncrl.startup.model_check import check_files, check_vocabulary, unexpected_line
-from asyncrl.startup.positions_check import (
+from asyncrl.startup.model_checks import (
     check_algorithm,
     check_builtin_positions,
     check_positions,

@@ -18,7 +18,7 @@ from benchmarks.chaos.live_run import LiveRun
 from benchmarks.machines.namespaces import Machine
 from benchmarks.machines.ray import RayMachines
 
-KEEPER = "asyncrl.launch.keeper"
+KEEPER = "asyncrl.launch.orphan_reaper"
 BROKER = "asyncrl.launch.ray.broker"
 _FILES = "dev/shm"
 """Where a machine has files in memory."""

@@ -29,15 +29,15 @@ from asyncrl.engine.errors import RequestError
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from asyncrl.engine.requests import Limits, SeedStream
 from asyncrl.engine.sampling.drawing import UNREPORTED_K
+from asyncrl.engine.torch.accepted_paths import choose, moved_places
 from asyncrl.engine.torch.admission import Admission
 from asyncrl.engine.torch.drafting import Drafter
-from asyncrl.engine.torch.draws import Draws, draw_step
-from asyncrl.engine.torch.feed import Feed
 from asyncrl.engine.torch.model import SlotModel
-from asyncrl.engine.torch.paths import choose, moved_places
 from asyncrl.engine.torch.reports import Unreported
 from asyncrl.engine.torch.rows import Rows
 from asyncrl.engine.torch.scoring import score_all
+from asyncrl.engine.torch.step_inputs import Feed
+from asyncrl.engine.torch.step_sampling import Draws, draw_step
 from asyncrl.engine.torch.verification import judge_rows
 from asyncrl.engine.torch.waiting import Waiting
 from asyncrl.engine.torch.weights import ModuleWeights

@@ -14,10 +14,10 @@ from asyncrl.engine.drafting.proposals import Proposer
 from asyncrl.engine.drafting.source import NO_HANDLE, DraftSource
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.protocol import turn_end
-from asyncrl.engine.torch.draws import Draws
-from asyncrl.engine.torch.paths import Paths
+from asyncrl.engine.torch.accepted_paths import Paths
 from asyncrl.engine.torch.rows import Rows
 from asyncrl.engine.torch.step_kernels import pick_tokens
+from asyncrl.engine.torch.step_sampling import Draws
 from asyncrl.engine.torch.waiting import context_of
 from asyncrl.rollout.acceptance import AcceptedPaths, accept_tree
 

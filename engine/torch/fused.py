@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from asyncrl.engine.errors import EngineError
+from asyncrl.engine.torch.attention_mask import Reach
 from asyncrl.engine.torch.blas import sgemm_address
 from asyncrl.engine.torch.fused_pass import Buffers, Places, Weights, forward
 from asyncrl.engine.torch.invariant import missing
-from asyncrl.engine.torch.reach import Reach
 from asyncrl.engine.torch.slots import SlotCache
 from asyncrl.rollout.trajectory import FloatArray
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncrl.engine.torch.attention_mask import BoolArray
 from asyncrl.engine.torch.blas import multiply
 from asyncrl.engine.torch.fused_kernels import add_and_norm, attend, embed, rotate_and_store
-from asyncrl.engine.torch.reach import BoolArray
 from asyncrl.rollout.fused_kernels import LongArray, gated
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
@@ -66,7 +66,7 @@ class Weights(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the tokens of a pass lie and what they attend to (`asyncrl.engine.torch.reach`)."""
+    """Where the tokens of a pass lie and what they attend to (`engine.torch.attention_mask`)."""
 
     position: LongArray
     """`[T]` in their contexts."""

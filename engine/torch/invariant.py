@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.engine.torch.attention import ScoreRule
-from asyncrl.engine.torch.reach import Reach
+from asyncrl.engine.torch.attention_mask import Reach
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
 

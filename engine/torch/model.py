@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface
 
 from asyncrl.engine.errors import EngineError, EngineStartError
+from asyncrl.engine.torch.attention_mask import Reach
 from asyncrl.engine.torch.blas import sgemm_address
 from asyncrl.engine.torch.blocks import Block, causal_blocks, decode_block, resumed_blocks
-from asyncrl.engine.torch.feed import Feed
 from asyncrl.engine.torch.fused import FusedDecoder
 from asyncrl.engine.torch.invariant import filled_up, missing
-from asyncrl.engine.torch.reach import Reach
 from asyncrl.engine.torch.slots import SlotAttention, SlotCache, StepLayout
+from asyncrl.engine.torch.step_inputs import Feed
 from asyncrl.rollout.fused import why_not_fused
 from asyncrl.rollout.output_layer import float32_logits
 from asyncrl.rollout.trajectory import IntArray

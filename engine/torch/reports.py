@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk, provenance_of
-from asyncrl.engine.torch.draws import Draws
-from asyncrl.engine.torch.paths import Paths
+from asyncrl.engine.torch.accepted_paths import Paths
 from asyncrl.engine.torch.rows import Rows
 from asyncrl.engine.torch.step_kernels import GeneratedTokens, advance_rows, append_draws, pack
+from asyncrl.engine.torch.step_sampling import Draws
 from asyncrl.rollout.trajectory import FinishReason, KeptTokens, Provenance
 
 

@@ -24,9 +24,9 @@ from transformers.cache_utils import Cache
 
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.torch.attention import ScoreRule, attend, causal
+from asyncrl.engine.torch.attention_mask import Reach
 from asyncrl.engine.torch.blocks import Block
 from asyncrl.engine.torch.invariant import attention_within
-from asyncrl.engine.torch.reach import Reach
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ from asyncrl.engine.protocol import turn_start
 from asyncrl.engine.sampling.drawing import Streams, noise_seeds
 from asyncrl.engine.sampling.logits import Distributions
 from asyncrl.engine.sampling.verification import KeptBatch, judge
-from asyncrl.engine.torch.draws import Draws, arrays_of, not_finite
 from asyncrl.engine.torch.rows import Rows
+from asyncrl.engine.torch.step_sampling import Draws, arrays_of, not_finite
 from asyncrl.rollout.trajectory import FloatArray, IntArray, SeedArray
 
 

@@ -41,7 +41,7 @@ from asyncrl.monitoring.metrics.process_metrics import CommonMetrics, ProcessMet
 from asyncrl.monitoring.metrics.relay_metrics import RelayMetrics
 from asyncrl.wire.messages.from_trainer import CheckpointFault
 from asyncrl.wire.records.step import LearnerMetrics, Measured
-from asyncrl.wire.weights.broadcast.words import Outcome
+from asyncrl.wire.weights.broadcast.control_codes import Outcome
 
 __all__ = [
     "ROLES",

@@ -26,7 +26,7 @@ from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.remote.extras import DrafterSettings, RequestExtra
 from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.remote.worker.ranks import Ranks
-from asyncrl.engine.remote.worker.twin import Twin
+from asyncrl.engine.remote.worker.shadow_model import Twin
 from asyncrl.engine.sglang.messages import Gauges
 from asyncrl.engine.sglang.worker.drawing import StepDrawing
 from asyncrl.engine.sglang.worker.outbox import Outbox

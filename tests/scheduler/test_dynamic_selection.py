@@ -26,7 +26,7 @@ from asyncrl.scheduler.config import DynamicSamplingConfig, SchedulerConfig
 from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome
 from asyncrl.scheduler.dynamic_sampling import DynamicSampling
 from asyncrl.scheduler.records import HELD
-from asyncrl.scheduler.signal import Verdict, has_signal
+from asyncrl.scheduler.reward_signal import Verdict, has_signal
 
 WRONG, RIGHT, SLOW = range(3)
 CLAIMS = Claims(__file__)

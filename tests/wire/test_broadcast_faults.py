@@ -14,10 +14,10 @@ from broadcast_trainer import CHUNK, SECONDS, holds, read_all, trainer
 
 from asyncrl.wire.weights import reader
 from asyncrl.wire.weights.broadcast import sending
-from asyncrl.wire.weights.broadcast.desk import Refusal
+from asyncrl.wire.weights.broadcast.control_codes import Word
 from asyncrl.wire.weights.broadcast.groups import Limits
-from asyncrl.wire.weights.broadcast.meeting import CheckIn
-from asyncrl.wire.weights.broadcast.words import Word
+from asyncrl.wire.weights.broadcast.membership import CheckIn
+from asyncrl.wire.weights.broadcast.store import Refusal
 from asyncrl.wire.weights.reader import WeightBuffer
 
 

@@ -27,9 +27,9 @@ from asyncrl.wire.errors import WeightsReadError, WeightsSupersededError
 from asyncrl.wire.records.wrong_policy import compare_weights
 from asyncrl.wire.weights import reader
 from asyncrl.wire.weights.broadcast import sending
+from asyncrl.wire.weights.broadcast.control_codes import Outcome
 from asyncrl.wire.weights.broadcast.groups import GlooGroup, Limits, backend_of
 from asyncrl.wire.weights.broadcast.sending import WeightSender
-from asyncrl.wire.weights.broadcast.words import Outcome
 from asyncrl.wire.weights.fingerprint import fingerprint
 from asyncrl.wire.weights.layout import WeightManifest
 from asyncrl.wire.weights.reader import WeightBuffer

@@ -27,8 +27,8 @@ from pathlib import Path
 from asyncrl.config.agents import host_and_port
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.health import Health, beat_of
+from asyncrl.launch.agents.connection import AgentLine
 from asyncrl.launch.agents.hosting import Hosting
-from asyncrl.launch.agents.line import AgentLine
 from asyncrl.launch.agents.ports import Ports
 from asyncrl.launch.agents.secret import HUB
 from asyncrl.launch.node_child import Place, code_version, node_facts

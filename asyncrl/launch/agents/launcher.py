@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.launch.agents.members import AgentProcess
-from asyncrl.launch.agents.roster import Needs, Roster
+from asyncrl.launch.agents.agent_state import AgentProcess
+from asyncrl.launch.agents.registry import Needs, Roster
 from asyncrl.launch.agents.secret import HUB
 from asyncrl.launch.child_spec import ChildKeys, ChildSpec
 from asyncrl.launch.interface import ProcessHandle

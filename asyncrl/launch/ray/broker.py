@@ -41,7 +41,7 @@ from asyncrl.launch.nodes import NodeInfo
 from asyncrl.launch.ray import messages
 from asyncrl.launch.ray.cluster import Cluster, ClusterRefused, one_line
 from asyncrl.launch.ray.head import watch
-from asyncrl.launch.ray.losses import Losses
+from asyncrl.launch.ray.node_losses import Losses
 from asyncrl.launch.ray.nodes import node_info, refusal
 
 logger = logging.getLogger("asyncrl.ray")

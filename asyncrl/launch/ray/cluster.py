@@ -23,7 +23,7 @@ from asyncrl.launch import node_child
 from asyncrl.launch.nodes import NodeInfo
 from asyncrl.launch.ray import actor, messages
 from asyncrl.launch.ray.nodes import Slot, node_info, shortage, without_missing_gpus
-from asyncrl.launch.ray.rooms import Rooms
+from asyncrl.launch.ray.reservations import Rooms
 
 _PORT_SECONDS = 5.0
 _OBJECT_BYTES = 100 << 20

@@ -22,8 +22,8 @@ from asyncrl.launch.child_spec import ChildKeys, ChildSpec
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.nodes import Machines, ranks_apart
 from asyncrl.launch.ray import messages
+from asyncrl.launch.ray.connect import NODES_FILE, BrokerProcess, open_cluster
 from asyncrl.launch.ray.nodes import Slot
-from asyncrl.launch.ray.opening import NODES_FILE, BrokerProcess, open_cluster
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.launch.start_order import inline_config, random_letters, start_order
 

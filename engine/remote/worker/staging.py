@@ -2,7 +2,7 @@
 
 An engine's loader brings a checkpoint's tensors into the form in which its layers hold them. It
 takes several times as long as a copy, so it runs in a thread on a second tree of the model's
-modules (`asyncrl.engine.remote.worker.twin`) while tokens are generated. Installing copies from
+modules (`engine.remote.worker.shadow_model`) while tokens are generated. Installing copies from
 there.
 
 That the two come to the same is proved, not assumed, before the engine says that it is ready, with
@@ -29,7 +29,7 @@ import torch
 from asyncrl.engine.adapters import MergingBuffer, weights_of_model
 from asyncrl.engine.errors import WeightsError, WeightsSupersededError
 from asyncrl.engine.remote.calls import StagingReport
-from asyncrl.engine.remote.worker.twin import (
+from asyncrl.engine.remote.worker.shadow_model import (
     Attributes,
     Twin,
     differing,

@@ -30,8 +30,8 @@ from asyncrl.engine.errors import WeightsError
 from asyncrl.engine.remote.calls import StagingReport
 from asyncrl.engine.remote.worker.held_weights import HeldWeights
 from asyncrl.engine.remote.worker.ranks import Ranks
+from asyncrl.engine.remote.worker.shadow_model import Twin
 from asyncrl.engine.remote.worker.staging import WorkerWeights
-from asyncrl.engine.remote.worker.twin import Twin
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 MODELS_BY_EXPERT = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from asyncrl.engine.errors import WeightsError
-from asyncrl.engine.remote.worker.twin import Twin, like
+from asyncrl.engine.remote.worker.shadow_model import Twin, like
 
 
 class VllmLoader:

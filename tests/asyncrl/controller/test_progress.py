@@ -15,8 +15,8 @@ from rich.console import Console
 from step_records import full_step
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.controller.group_statistics import GenerationTotals
 from asyncrl.controller.progress import Progress
+from asyncrl.controller.statistics import GenerationTotals
 from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry
 from asyncrl.monitoring.records.metrics_log import MetricsLog, read_metrics

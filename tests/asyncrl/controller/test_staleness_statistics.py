@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.group_statistics import StalenessTotals
+from asyncrl.controller.statistics import StalenessTotals
 from asyncrl.monitoring.records.metrics_log import MetricsLog, read_metrics
 from asyncrl.runs.resuming import add_lost
 from asyncrl.wire.records.on_policy import OnPolicySteps

@@ -19,8 +19,8 @@ import pytest
 from msgspec import json as msgspec_json
 
 from asyncrl.launch.child_spec import ChildSpec
-from asyncrl.launch.keeper import is_last, share
 from asyncrl.launch.node_child import KEEPER_MODULE, _relay_address, code_version
+from asyncrl.launch.orphan_reaper import is_last, share
 from asyncrl.launch.ray.actor import ProcessActor
 
 

@@ -15,7 +15,8 @@ from unittest.mock import MagicMock
 import pytest
 from fake_broker import NODE
 
-from asyncrl.launch.ray import losses, messages
+from asyncrl.launch.ray import messages
+from asyncrl.launch.ray import node_losses as losses
 from asyncrl.launch.ray.head import watch
 from asyncrl.launch.ray.nodes import Slot
 

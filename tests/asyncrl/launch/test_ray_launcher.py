@@ -23,7 +23,8 @@ from asyncrl.config.run_config import load_config
 from asyncrl.errors import AsyncrlError, ConfigError, UserError
 from asyncrl.launch.child_spec import ChildSpec, keys_of
 from asyncrl.launch.nodes import Machines, NodeInfo, ranks_apart
-from asyncrl.launch.ray import messages, opening
+from asyncrl.launch.ray import connect as opening
+from asyncrl.launch.ray import messages
 from asyncrl.launch.ray.launcher import RayLauncher
 from asyncrl.launch.ray.nodes import (
     Slot,

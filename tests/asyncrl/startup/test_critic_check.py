@@ -13,7 +13,7 @@ from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.errors import UserError
 from asyncrl.startup import model_check
 from asyncrl.startup.loading_trial import Loaded
-from asyncrl.startup.positions_check import with_critic
+from asyncrl.startup.model_checks import with_critic
 from asyncrl.tasks.model import builtin_tokenizer
 
 

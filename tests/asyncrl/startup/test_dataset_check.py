@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config.run_config import parse_config
 from asyncrl.errors import DataError
-from asyncrl.startup.positions_check import check_rows
+from asyncrl.startup.model_checks import check_rows
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 
 

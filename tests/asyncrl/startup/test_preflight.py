@@ -13,7 +13,7 @@ from asyncrl.errors import RewardError, UserError
 from asyncrl.launch.gpus import Gpu, TorchBuild
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.startup import devices
-from asyncrl.startup.positions_check import check_builtin_positions, check_positions
+from asyncrl.startup.model_checks import check_builtin_positions, check_positions
 from asyncrl.startup.preflight import check_machine, check_rewards
 
 CORES = os.cpu_count() or 1

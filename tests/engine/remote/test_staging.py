@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from asyncrl.engine.errors import WeightsError
 from asyncrl.engine.remote.worker import staging
+from asyncrl.engine.remote.worker.shadow_model import Twin
 from asyncrl.engine.remote.worker.staging import WorkerWeights, other_numbers
-from asyncrl.engine.remote.worker.twin import Twin
 from asyncrl.wire.weights.writer import published
 
 WIDTH = 5

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from asyncrl.engine.remote.worker.twin import (
+from asyncrl.engine.remote.worker.shadow_model import (
     Attributes,
     Twin,
     differing,

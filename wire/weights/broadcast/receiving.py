@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncrl.wire.errors import GroupBroken, WeightsNotReceivedError, WeightsSupersededError
 from asyncrl.wire.weights.broadcast.checksum import checksum
-from asyncrl.wire.weights.broadcast.desk import Invitation, Refusal, Visitor
+from asyncrl.wire.weights.broadcast.control_codes import Word
 from asyncrl.wire.weights.broadcast.groups import (
     Deadline,
     GlooGroup,
@@ -19,8 +19,8 @@ from asyncrl.wire.weights.broadcast.groups import (
     NcclGroup,
     name_of_device,
 )
-from asyncrl.wire.weights.broadcast.meeting import CheckIn
-from asyncrl.wire.weights.broadcast.words import Word
+from asyncrl.wire.weights.broadcast.membership import CheckIn
+from asyncrl.wire.weights.broadcast.store import Invitation, Refusal, Visitor
 from asyncrl.wire.weights.chunks import Grid
 from asyncrl.wire.weights.layout import BroadcastPlace, WeightManifest
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncrl.wire.errors import GroupBroken, WeightsReadError
 from asyncrl.wire.weights.broadcast.checksum import checksum
-from asyncrl.wire.weights.broadcast.desk import Desk, Invitation, Refusal
+from asyncrl.wire.weights.broadcast.control_codes import Outcome, Word
 from asyncrl.wire.weights.broadcast.groups import (
     Backend,
     Deadline,
@@ -24,8 +24,8 @@ from asyncrl.wire.weights.broadcast.groups import (
     backend_of,
     name_of_device,
 )
-from asyncrl.wire.weights.broadcast.meeting import CheckIn, Meeting
-from asyncrl.wire.weights.broadcast.words import Outcome, Word
+from asyncrl.wire.weights.broadcast.membership import CheckIn, Meeting
+from asyncrl.wire.weights.broadcast.store import Desk, Invitation, Refusal
 from asyncrl.wire.weights.chunks import Grid
 from asyncrl.wire.weights.files import check_version, fill, held_version
 from asyncrl.wire.weights.layout import WeightManifest

@@ -16,7 +16,7 @@ from asyncrl.wire.messages.chain import Ask, Chunk, Gone, Parent, Waiting
 from asyncrl.wire.transport.decoding import FrameRefused
 from asyncrl.wire.transport.keys import HubKeys
 from asyncrl.wire.transport.refusals import Refusals
-from asyncrl.wire.weights.chain.held import Held, Part
+from asyncrl.wire.weights.chain.cached_version import Held, Part
 from asyncrl.wire.weights.chain.node_files import NodeFiles
 from asyncrl.wire.weights.chain.receiving import Leave, Order, Receiving, Timing
 from asyncrl.wire.weights.chain.sockets import ChildSocket

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.wire.messages.chain import Ask
-from asyncrl.wire.weights.chain.held import Held
+from asyncrl.wire.weights.chain.cached_version import Held
 from asyncrl.wire.weights.chain.serving import State
 from asyncrl.wire.weights.chunks import CHUNK_BYTES, Grid, alike, trainer_of
 from asyncrl.wire.weights.files import mark, reserve

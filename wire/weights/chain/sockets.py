@@ -18,7 +18,7 @@ from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused, Reason
 from asyncrl.wire.transport.keys import HubKeys
 from asyncrl.wire.transport.message_chunks import PART_BYTES
 from asyncrl.wire.transport.refusals import Refusals
-from asyncrl.wire.weights.chain.held import Part
+from asyncrl.wire.weights.chain.cached_version import Part
 from asyncrl.wire.weights.chain.serving import MAX_ASKS
 
 MESSAGE_BYTES = 4096

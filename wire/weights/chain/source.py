@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrl.wire.messages.chain import Ask
 from asyncrl.wire.transport.keys import HubKeys
-from asyncrl.wire.weights.chain.held import Held
+from asyncrl.wire.weights.chain.cached_version import Held
 from asyncrl.wire.weights.chain.serving import State
 from asyncrl.wire.weights.chain.thread import ServingThread
 from asyncrl.wire.weights.chunks import CHUNK_BYTES, Grid, alike, name_of

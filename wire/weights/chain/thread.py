@@ -19,7 +19,7 @@ from asyncrl.wire.transport.decoding import FrameRefused, Reason
 from asyncrl.wire.transport.keys import HubKeys
 from asyncrl.wire.transport.refusals import Refusals
 from asyncrl.wire.weights import delta
-from asyncrl.wire.weights.chain.held import Held
+from asyncrl.wire.weights.chain.cached_version import Held
 from asyncrl.wire.weights.chain.serving import Serving, State, Turn
 from asyncrl.wire.weights.chain.sockets import ParentSocket
 

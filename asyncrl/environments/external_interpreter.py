@@ -1,6 +1,6 @@
 """Runs a module of asyncrl in an interpreter that asyncrl is not installed in.
 
-    PYTHON -P .../asyncrl/environments/elsewhere.py MODULE ARGUMENTS
+    PYTHON -P .../asyncrl/environments/external_interpreter.py MODULE ARGUMENTS
 
 Of the folder that asyncrl was imported from, only the package asyncrl can be imported: what lies
 next to it is for another interpreter. Processes that multiprocessing starts load this file too.

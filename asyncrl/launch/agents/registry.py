@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from asyncrl.launch.agents.members import Agent, AgentProcess, info_of, out_of_reach
+from asyncrl.launch.agents.agent_state import Agent, AgentProcess, info_of, out_of_reach
 from asyncrl.launch.child_spec import ChildKeys, ChildSpec, Role
 from asyncrl.launch.nodes import Machines, NodeInfo, unfit
 from asyncrl.wire.messages import from_agent, to_agent

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.engine.drafting.trees import TokenTrees
-from asyncrl.engine.torch.reach import Hidden
+from asyncrl.engine.torch.attention_mask import Hidden
 from asyncrl.engine.torch.rows import NewRows, Rows
 from asyncrl.rollout.trajectory import IntArray
 

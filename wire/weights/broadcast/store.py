@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from asyncrl.wire.errors import GroupBroken
 from asyncrl.wire.weights.broadcast.groups import Backend
-from asyncrl.wire.weights.broadcast.meeting import CheckIn
+from asyncrl.wire.weights.broadcast.membership import CheckIn
 from asyncrl.wire.weights.layout import BroadcastPlace
 
 logger = logging.getLogger(__name__)

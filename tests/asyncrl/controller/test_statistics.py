@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.controller.group_statistics import RunGroups
+from asyncrl.controller.statistics import RunGroups
 from asyncrl.monitoring.records.group_account import account_of
 from asyncrl.wire.records.step import StepGroups, StepMetrics
 

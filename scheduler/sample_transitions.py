@@ -18,7 +18,7 @@ from asyncrl.scheduler.records import (
     Generator,
     Group,
 )
-from asyncrl.scheduler.signal import GroupSignal
+from asyncrl.scheduler.reward_signal import GroupSignal
 from asyncrl.scheduler.state import SchedulerState
 from asyncrl.scheduler.verification import Verification
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome
 from asyncrl.scheduler.records import HELD, Group
-from asyncrl.scheduler.signal import UNIT, SignalShare, Verdict, has_signal
+from asyncrl.scheduler.reward_signal import UNIT, SignalShare, Verdict, has_signal
 
 
 class Places:

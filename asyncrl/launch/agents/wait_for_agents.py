@@ -18,7 +18,7 @@ from asyncrl.config.agents import host_and_port
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.agents.launcher import AgentsLauncher
-from asyncrl.launch.agents.roster import Needs
+from asyncrl.launch.agents.registry import Needs
 from asyncrl.launch.agents.secret import read_secret
 from asyncrl.launch.node_child import node_facts
 from asyncrl.launch.nodes import NodeInfo, ranks_apart

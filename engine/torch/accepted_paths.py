@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engine.sampling.stopping import cut_rows
-from asyncrl.engine.torch.draws import Draws
 from asyncrl.engine.torch.rows import Rows
 from asyncrl.engine.torch.step_kernels import choose_draws
+from asyncrl.engine.torch.step_sampling import Draws
 from asyncrl.rollout.acceptance import AcceptedPaths
 from asyncrl.rollout.trajectory import IntArray
 

@@ -1,4 +1,4 @@
-"""Ends what a child of a node leaves behind: `python -m asyncrl.launch.keeper ...`.
+"""Ends what a child of a node leaves behind: `python -m asyncrl.launch.orphan_reaper ...`.
 
 A Ray worker can be killed at any moment, by Ray or with its node's processes. Its child is then
 told by the kernel (SIGTERM). But a child that hangs does not end, and engines and reward workers

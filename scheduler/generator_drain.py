@@ -22,8 +22,8 @@ from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands, events
 from asyncrl.scheduler.records import DELIVERING, HELD, RUNNING, VERIFYING, Generator
 from asyncrl.scheduler.run_control import RunControl
+from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.state import SchedulerState
-from asyncrl.scheduler.work import Work
 
 
 class Leaving:
