@@ -14,22 +14,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from asyncrl.mutability import AT_A_STEP
 from asyncrl.suggestions import nearest, shortened
 from asyncrl.wire.transport.paths import MAX_STEPS
 
 Value = bool | int | float | str | None
 Changes = dict[Annotated[int, Field(ge=0, le=MAX_STEPS)], dict[str, Value]]
 """For a step, the settings that it and all later steps have, by `section.key`."""
-
-AT_A_STEP = (
-    "trainer.learning_rate",
-    "trainer.checkpoint_every",
-    "scheduler.max_off_policy_steps",
-    "scheduler.max_runahead_groups",
-    "scheduler.on_update",
-    "scheduler.sample_deadline_seconds",
-)
-"""Settings that may change at a step."""
 
 
 def refuse_unknown(changes: Changes) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from asyncrl.config.run_config import RunConfig
+from asyncrl.mutability import When, rule_of
 
 Schema = Mapping[str, Any]
 """JSON schema of one field or one model, as pydantic writes it."""
@@ -43,9 +44,24 @@ asyncrl run CONFIG --dry-run    # print the whole configuration, defaults includ
 asyncrl run CONFIG --explain    # the same with the meaning, bounds and default of each key
 ```
 
-A resumed run may change every setting except those that determine the data order and the model:
-`run.seed`, `task`, `model`, `scheduler.group_size` and `scheduler.groups_per_step`.
+The column *may change* says from when on a run that has begun may have another value:
+
+| may change | how |
+|---|---|
+| at a step | `asyncrl set`, or `run.changes` in advance: from the next step on that has not begun |
+| live | `asyncrl set`, at once |
+| on resume | stop the run, then `--resume --set section.key=value` |
+| never | that is another run |
 """
+
+
+_MAY_CHANGE: dict[When, str] = {
+    "next step": "at a step",
+    "first step not begun": "at a step",
+    "at once": "live",
+    "resume": "on resume",
+    "never": "never",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +76,8 @@ class Setting:
     """The default as YAML."""
     meaning: str
     """Its docstring, one line."""
+    may_change: str = ""
+    """`at a step`, `live`, `on resume` or `never`."""
 
     @property
     def summary(self) -> str:
@@ -105,10 +123,10 @@ def reference_page() -> str:
     """The text of docs/configuration.md."""
     parts = [_INTRODUCTION]
     for section in sections():
-        table = ["| key | values | default | meaning |", "|---|---|---|---|"]
+        table = ["| key | values | default | may change | meaning |", "|---|---|---|---|---|"]
         table += [
             f"| `{setting.name}` | {_cell(setting.values)} | `{setting.default}` "
-            f"| {_cell(setting.meaning)} |"
+            f"| {setting.may_change} | {_cell(setting.meaning)} |"
             for setting in section.settings
         ]
         title = f"{'###' if '.' in section.path else '##'} `{section.path}`"
@@ -124,7 +142,7 @@ def _sections(path: str, field: Schema, models: Schema) -> Iterator[Section]:
         if "$ref" in inner:
             nested += _sections(f"{path}.{name}", inner, models)
             continue
-        settings.append(_setting(name, inner))
+        settings.append(_setting(path, name, inner))
         if "$ref" in inner.get("items", {}):
             nested += _sections(f"{path}.{name}[]", inner["items"], models)
         entries = inner.get("additionalProperties", {})
@@ -142,12 +160,14 @@ def _model_of(field: Schema, models: Schema) -> Schema:
     return model
 
 
-def _setting(name: str, field: Schema) -> Setting:
+def _setting(path: str, name: str, field: Schema) -> Setting:
     default = _yaml(field["default"]) if "default" in field else "none, it must be given"
     if "bytes" in name:
         default += f" ({field['default'] >> 20} MiB)"
     meaning = " ".join(field.get("description", "").split())
-    return Setting(name, _values(field), default, meaning)
+    return Setting(
+        name, _values(field), default, meaning, _MAY_CHANGE[rule_of(f"{path}.{name}").when]
+    )
 
 
 def _values(field: Schema) -> str:

@@ -24,8 +24,9 @@ from asyncrl.controller.unfinished_work import UnfinishedWork
 from asyncrl.errors import UserError
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.fleet.process_fleet import Fleet
+from asyncrl.mutability import When
 from asyncrl.runs.directory import RunDirectory
-from asyncrl.steering.safe_settings import When, check_is_safe
+from asyncrl.steering.safe_settings import check_is_safe
 from asyncrl.steering.user_commands import Effect
 from asyncrl.wire.messages import to_generator, to_trainer
 from asyncrl.wire.messages.control import SetRequest

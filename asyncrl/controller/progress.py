@@ -10,7 +10,7 @@ import msgspec
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.controller import warnings
-from asyncrl.controller.policy_watch import Findings
+from asyncrl.controller.policy_mismatches import Findings
 from asyncrl.controller.statistics import (
     GenerationTotals,
     RewardTotals,

@@ -1,7 +1,8 @@
 """The Python interpreter of environment workers (`environment.python`): found, checked, called.
 
 The packages of an environment may contradict asyncrl's. Its workers then run in an interpreter that
-has those packages, and take asyncrl's own modules from this installation (`external_interpreter.py`).
+has those packages, and take asyncrl's own modules from this installation
+(`external_interpreter.py`).
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from asyncrl.config.run_config import RunConfig, dump_config, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch.identity import status_of
 from asyncrl.monitoring.records.jsonl import read_undamaged
+from asyncrl.mutability import RULES, fixed_difference, value_of
 from asyncrl.runs import failed_starts, folder_lock
 from asyncrl.runs.command_lines import command_for
 from asyncrl.runs.input_files import RunInputs
@@ -52,19 +53,6 @@ from asyncrl.wire.records.wrong_policy import TokenizerDigest
 from asyncrl.wire.transport.atomic_files import write_atomically
 
 logger = logging.getLogger(__name__)
-
-_UNCHANGEABLE = (
-    ("run", "seed"),
-    ("task",),
-    ("model",),
-    ("scheduler", "group_size"),
-    ("scheduler", "groups_per_step"),
-    ("scheduler", "dynamic_sampling", "enabled"),
-    ("sampling", "stop"),
-)
-"""Settings that a resumed run may not change: its data order, its model or what a response is
-depends on them. A checkpoint has others (`trainer.checkpoint.format.manifest.settings_of`)."""
-
 
 Ending = Literal["done", "stopped", "failed"]
 """How a run ended: all steps trained, stopped by the user, or with an error."""
@@ -418,13 +406,10 @@ def _refuse_if_different(path: Path, config: RunConfig) -> None:
     previous = load_config(path / "config.yaml").model_dump(mode="json")
     current = config.model_dump(mode="json")
     forget_unnamed(previous, current)
-    for keys in _UNCHANGEABLE:
-        before, now = previous, current
-        for key in keys:
-            before, now = before[key], now[key]
-        if before != now:
-            raise UserError(
-                f"cannot resume {path}: {'.'.join(keys)} was {before!r} and is now {now!r}. The "
-                "data order, the model or what a response is depends on it. Change it back, or "
-                "start a new run under another name"
-            )
+    key = fixed_difference(previous, current)
+    if key is not None:
+        before, now = value_of(previous, key), value_of(current, key)
+        raise UserError(
+            f"cannot resume {path}: {key} was {before!r} and is now {now!r}: {RULES[key].reason}. "
+            "Change it back, or start a new run under another name"
+        )

@@ -22,7 +22,6 @@ import msgspec
 
 from asyncrl.errors import ModelError
 from asyncrl.startup.loading_trial import Loaded
-from asyncrl.startup.model_checks import description_of
 from asyncrl.tasks.model import default_cache_dir
 from asyncrl.tasks.model_files import (
     DAMAGED,
@@ -43,6 +42,21 @@ _SHOWN = 5
 """Names of tensors in an error."""
 _TRIAL_SECONDS = 300.0
 _OTHER_FORMATS = ("pytorch_model*.bin", "*.pth", "*.gguf", "consolidated*.safetensors")
+
+
+def description_of(directory: Path, setting: str) -> dict[str, Any]:
+    """What config.json says, of a nested model its text part; empty if it is not here.
+
+    Raises:
+        ModelError: it is no JSON; `setting` is the one that names the directory.
+    """
+    file = directory / "config.json"
+    try:
+        found = json.loads(file.read_bytes()) if file.is_file() else {}
+    except ValueError as error:
+        raise ModelError(f"{setting}: {file} is not JSON: {error}") from error
+    text = found.get("text_config", found)
+    return text if isinstance(text, dict) else {}
 
 
 def check_files(model: Path, setting: str = "model.path", *, needs_head: bool = True) -> Loaded:

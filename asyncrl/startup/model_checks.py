@@ -15,7 +15,7 @@ from asyncrl.errors import DataError, ModelError, UserError
 from asyncrl.programs.tests import Asserted, Test, read_tests
 from asyncrl.rewards.code import TESTS
 from asyncrl.rewards.config import RewardFunctionConfig
-from asyncrl.startup.model_check import check_files
+from asyncrl.startup.model_check import check_files, description_of
 from asyncrl.tasks.model import check_directory
 from asyncrl.tasks.model_tokenizer import load_tokenizer, tokenizer_digest
 from asyncrl.tasks.prompts import Prompt, Task, held_out_sets
@@ -108,21 +108,6 @@ def check_algorithm(config: RunConfig) -> None:
 _BY_LENGTH = {"dynamic", "longrope", "su"}
 """Kinds of rotary embedding that have other angles in long sequences; su is longrope's old name."""
 _ORIGINAL = "original_max_position_embeddings"
-
-
-def description_of(directory: Path, setting: str) -> dict[str, Any]:
-    """What config.json says, of a nested model its text part; empty if it is not here.
-
-    Raises:
-        ModelError: it is no JSON; `setting` is the one that names the directory.
-    """
-    file = directory / "config.json"
-    try:
-        found = json.loads(file.read_bytes()) if file.is_file() else {}
-    except ValueError as error:
-        raise ModelError(f"{setting}: {file} is not JSON: {error}") from error
-    text = found.get("text_config", found)
-    return text if isinstance(text, dict) else {}
 
 
 def check_builtin_positions(config: RunConfig) -> None:

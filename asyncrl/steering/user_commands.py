@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.config.changes import AT_A_STEP
 from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.config.yaml_text import parse_yaml
 from asyncrl.errors import UserError
 from asyncrl.monitoring.errors import RecordError
 from asyncrl.monitoring.records.jsonl import JsonlWriter, read_undamaged
+from asyncrl.mutability import AT_A_STEP
 from asyncrl.wire.messages import control
 from asyncrl.wire.records.command_record import OrderRecord, Value
 

@@ -15,8 +15,8 @@ from running_training import DIGEST, G, Run, step_finished
 from asyncrl.config.by_step import ConfigByStep
 from asyncrl.config.run_config import RunConfig, load_config
 from asyncrl.controller.live_settings import LiveSettings
+from asyncrl.mutability import LIVE
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.steering.safe_settings import SAFE
 from asyncrl.steering.user_commands import Orders, read_orders, with_orders
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import from_trainer as ft
@@ -233,4 +233,4 @@ def test_no_step_is_left_to_change(tmp_path: Path) -> None:
 
 def test_the_page_lists_every_setting() -> None:
     page = PAGE.read_text()
-    assert [key for key in SAFE if f"`{key}`" not in page] == []
+    assert [key for key in LIVE if f"`{key}`" not in page] == []

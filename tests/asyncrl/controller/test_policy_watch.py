@@ -14,7 +14,8 @@ from running_training import G, Run
 from step_records import full_step
 
 from asyncrl.controller import policy_watch
-from asyncrl.controller.policy_watch import Findings, PolicyWatch
+from asyncrl.controller.policy_mismatches import Findings
+from asyncrl.controller.policy_watch import PolicyWatch
 from asyncrl.errors import WrongPolicyError
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry
 from asyncrl.wire.messages import from_generator as fg

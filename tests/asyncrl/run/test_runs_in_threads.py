@@ -92,19 +92,20 @@ def test_verified_work_is_exactly_of_the_policy_that_trains_on_it(
     """Tokens of the previous version, once verified, have the trainer's own probabilities.
 
     How much is generated ahead depends on the machine, so the run continues until some of it was
-    rejected.
+    rejected; at another temperature, as what was generated ahead at the first one is not kept.
     """
     for count in (8, 24, 72):
         threaded_run.run(
             scheduler__on_update="verify", scheduler__max_off_policy_steps=0, run__steps=count,
             trainer__learning_rate=3e-3, resume=count > 8,
+            sampling__temperature=1.0 if count == 8 else 0.8,
         )  # fmt: skip
         steps = threaded_run.metrics()
         assert [step.staleness.max for step in steps] == [0] * count
         assert worst_mismatch(steps) < 1e-3
         verified = sum(step.tokens.verified for step in steps)
         rejected = sum(step.tokens.rejected for step in steps)
-        if verified and rejected:
+        if verified and rejected and count > 8:
             return
     pytest.fail(f"{verified} tokens verified and {rejected} rejected in 72 steps")
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.mutability import rule_of
 from asyncrl.rollout.truncation import Truncation
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import CheckpointError
@@ -42,37 +43,15 @@ _READ_UNASKED = (".json", ".safetensors", ".bin", ".pt", ".pth", ".py", ".jinja"
 
 _HASHING_THREADS = 4
 
-_FREE = frozenset(
-    {
-        "device",
-        "compile",
-        "fused",
-        "threads",
-        "learning_rate",
-        "learning_rate_minimum",
-        "learning_rate_schedule",
-        "schedule_steps",
-        "warmup_steps",
-        "weight_decay",
-        "max_grad_norm",
-        "checkpoint_every",
-        "async_checkpoints",
-        "keep_checkpoints",
-        "micro_batch_tokens",
-        "mix_groups",
-        "gradient_checkpointing",
-        "optimizer_offload",
-        "ranks",
-        "rank_network",
-        "rank_seconds",
-        "sharding",
-        "critic.learning_rate",
-        "critic.warmup_steps",
-        "lora.serve",
-    }
-)
-"""Settings that may change when a run is resumed: those that affect only speed, memory and
-rounding, and those that people adjust when a run goes wrong."""
+_KEYS = {
+    "group_size": "scheduler.group_size",
+    "seed": "run.seed",
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "top_k": "sampling.top_k",
+    "min_p": "sampling.min_p",
+}
+"""What of a checkpoint's settings is not of the section `trainer`, by its name there."""
 
 
 class FileDigest(msgspec.Struct, frozen=True):
@@ -264,7 +243,10 @@ def check_settings(directory: Path, manifest: Manifest, settings: dict[str, Any]
     if now.get("dtype") == "auto":
         now["dtype"] = then["dtype"]  # the trainer's process, which knows its device, compares it
     changed = sorted(
-        key for key in (then.keys() | now.keys()) - _FREE if then.get(key) != now.get(key)
+        key
+        for key in then.keys() | now.keys()
+        if then.get(key) != now.get(key)
+        and rule_of(_KEYS.get(key, f"trainer.{key}")).when == "never"
     )
     if changed:
         listed = ", ".join(f"{key}: {then.get(key)!r} -> {now.get(key)!r}" for key in changed)

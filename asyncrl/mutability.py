@@ -1,0 +1,159 @@
+"""When each setting of a run may change, and why not earlier: one table for all that ask.
+
+`asyncrl set`, `run.changes`, `--resume`, checkpoints and docs/configuration.md read it. The rule of
+a key is its own entry's, or else that of the section around it.
+
+>>> rule_of("trainer.learning_rate").when
+'next step'
+>>> rule_of("engine.vllm.dtype").when
+'resume'
+>>> rule_of("task.path").when
+'never'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+When = Literal["next step", "first step not begun", "at once", "resume", "never"]
+"""From when on a setting may have another value. `next step`: from the first one that the trainer
+was not told to train. `first step not begun`: from the first one of which no group was issued, so
+that all samples of a step are generated under the same rule. `at once`: it does not touch what is
+trained on. `resume`: when the run is continued with `--resume`. `never`: that is another run."""
+
+
+class Rule(NamedTuple):
+    """When a setting may change, and what to tell a user who changes it earlier."""
+
+    when: When
+    reason: str = ""
+    """Why not while the run is active; empty where it may."""
+    instead: str = ""
+    """What to do; empty: what `instead_of` says of all such settings."""
+
+
+_STEP, _BEGUN, _LIVE = Rule("next step"), Rule("first step not begun"), Rule("at once")
+_TRAINER = "the trainer was built with it"
+_RESUMED: tuple[str, ...] = (
+    "device", "compile", "fused", "threads", "learning_rate_minimum", "learning_rate_schedule",
+    "schedule_steps", "warmup_steps", "weight_decay", "max_grad_norm", "async_checkpoints",
+    "keep_checkpoints", "micro_batch_tokens", "mix_groups", "gradient_checkpointing",
+    "optimizer_offload", "ranks", "rank_network", "rank_seconds", "sharding",
+    "critic.learning_rate", "critic.warmup_steps", "lora.serve",
+)  # fmt: skip
+"""Settings of the trainer that affect only speed, memory and rounding, and those that people adjust
+when a run goes wrong. A checkpoint that was written with others of them is continued."""
+
+RULES: dict[str, Rule] = {
+    "run": Rule("resume", "it was decided when the run began"),
+    "run.name": Rule(
+        "resume",
+        "the run's folder has this name",
+        "Stop the run, rename its folder and continue it with `--resume --set run.name=NAME`",
+    ),
+    "run.steps": Rule("resume", "the schedules and the end of the run were planned with it"),
+    "run.seed": Rule("never", "the data order and the sampling depend on it"),
+    "run.changes": Rule(
+        "resume",
+        "changes are added one by one",
+        "Give the order at the step, or stop the run and resume it with `--set run.changes=...`",
+    ),
+    "task": Rule("never", "the data order and the prompts depend on it"),
+    "model": Rule("never", "the run trains this model"),
+    "rewards": Rule("resume", "samples of one step would be scored by different rules"),
+    "environment": Rule("resume", "samples of one step would be answered by different rules"),
+    # Unfinished samples of other sampling are drawn anew: `unfinished_work.settings_digest`.
+    "sampling": Rule("resume", "samples of one step would follow different distributions"),
+    "sampling.stop": Rule("never", "what a response is depends on it"),
+    "engine": Rule("resume", "the engines were started with it"),
+    "cache": Rule("resume", "the generators' caches were built with it"),
+    "scheduler": Rule("resume", "the work in flight was admitted under it"),
+    "scheduler.group_size": Rule("never", "which samples belong to a group depends on it"),
+    "scheduler.groups_per_step": Rule("never", "which groups belong to a step depends on it"),
+    "scheduler.dynamic_sampling.enabled": Rule(
+        "never", "which groups belong to a step depends on it"
+    ),
+    "scheduler.max_off_policy_steps": _BEGUN,
+    "scheduler.max_runahead_groups": _BEGUN,
+    "scheduler.on_update": _BEGUN,
+    "scheduler.sample_deadline_seconds": _BEGUN,
+    "trainer": Rule(
+        "never",
+        "the loss and the optimizer's state depend on it",
+        "Start a new run from its weights with `--set model.path=RUN/checkpoints/STEP`",
+    ),
+    "trainer.learning_rate": _STEP,
+    "trainer.checkpoint_every": _STEP,
+    **{f"trainer.{key}": Rule("resume", _TRAINER) for key in _RESUMED},
+    "evaluation": Rule("resume", "the accuracies before and after training could not be compared"),
+    "evaluation.every": _LIVE,
+    "evaluation.hold_seconds": _LIVE,
+    "evaluation.timeout_seconds": _LIVE,
+    "launcher": Rule("resume", "the processes were started with it"),
+    "launcher.generators": Rule(
+        "resume",
+        "generators join and leave by another order",
+        "Use `asyncrl scale --generators N`",
+    ),
+    "launcher.silence_seconds": _LIVE,
+    "launcher.leave_seconds": _LIVE,
+    "launcher.stop_seconds": _LIVE,
+    "launcher.checkpoint_seconds": _LIVE,
+    "launcher.max_restarts": _LIVE,
+    "monitoring": Rule("resume", "the processes read it when they start"),
+    "monitoring.log_level": _LIVE,
+}
+"""By key or section."""
+
+AT_A_STEP = tuple(
+    key for key, rule in RULES.items() if rule.when in ("next step", "first step not begun")
+)
+"""Settings that change at a step: what `run.changes` may hold."""
+LIVE = (*AT_A_STEP, *(key for key, rule in RULES.items() if rule.when == "at once"))
+"""Settings that `asyncrl set` changes."""
+
+
+def rule_of(key: str) -> Rule:
+    """The rule of a setting, by its dotted path. Raises KeyError: no entry covers it."""
+    while key not in RULES:
+        key, dot, _ = key.rpartition(".")
+        if not dot:
+            raise KeyError(f"no rule says when {key or 'it'} may change")
+    return RULES[key]
+
+
+def instead_of(key: str, rule: Rule) -> str:
+    """What a user does who wants another value of a setting that a live run does not take."""
+    if rule.instead:
+        return rule.instead
+    if rule.when == "never":
+        return "Start a new run under another name"
+    return f"Stop the run and continue it with `--resume --set {key}=VALUE`"
+
+
+def fixed_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first setting that differs and that no run changes; those of the trainer left out.
+
+    A checkpoint knows the trainer's own settings (`trainer.checkpoint.format.manifest`).
+
+    Args:
+        before: the configuration of a run, as nested mappings.
+        now: the one that it is continued with.
+    """
+    for key, rule in RULES.items():
+        if (
+            rule.when == "never"
+            and key != "trainer"
+            and value_of(before, key) != value_of(now, key)
+        ):
+            return key
+    return None
+
+
+def value_of(config: Mapping[str, Any], key: str) -> Any:
+    """What a configuration has at a dotted path; None where there is no such section."""
+    found: Any = config
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
