@@ -41,11 +41,11 @@ from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.rollout.trajectory import IntArray
+from asyncrl.tasks.builtin.warm_start_recipe import WarmStart
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.prompts import Prompt, Task
-from asyncrl.tasks.warm_start_recipe import WarmStart
 from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.checkpoint.format.files import path_of
 from benchmarks.policies_variety import Variety, teach

@@ -19,8 +19,8 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.tasks.arithmetic import Problem, draw_problems, working
-from asyncrl.tasks.warm_start_recipe import WarmStart
+from asyncrl.tasks.builtin.arithmetic import Problem, draw_problems, working
+from asyncrl.tasks.builtin.warm_start_recipe import WarmStart
 
 
 @dataclass(frozen=True)

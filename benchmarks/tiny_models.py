@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from asyncrl.tasks.builtin.warm_start_recipe import MINIATURE
 from asyncrl.tasks.model import ensure_builtin_model
-from asyncrl.tasks.warm_start_recipe import MINIATURE
 
 SMOKE_START = MINIATURE
 

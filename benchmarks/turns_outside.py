@@ -23,15 +23,15 @@ import numpy as np
 
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk, provenance_of
 from asyncrl.environments.config import EnvironmentConfig
-from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.rendering import TurnRenderer
 from asyncrl.environments.translation import Translation
-from asyncrl.generator.environment_turns import Episodes
+from asyncrl.environments.workers.pool import EnvironmentPool
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import HeldSample, SampleGeneration
+from asyncrl.generator.turns.environment_turns import Episodes
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rollout.trajectory import Provenance, SampleId
-from asyncrl.tasks.builtin_tokenizer import builtin_tokenizer
+from asyncrl.tasks.builtin.tokenizer import builtin_tokenizer
 from asyncrl.wire.messages.frames import digest_of, encode_tokens, encode_trajectory
 from asyncrl.wire.messages.to_generator import PromptPayload
 

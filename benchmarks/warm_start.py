@@ -4,8 +4,8 @@
 
 Trains the built-in model by its recipe, as the first `asyncrl run` does, and with other seeds.
 Fails if the sampled accuracy at the recipe's own seed is outside the range that the recipe expects.
-`tests/asyncrl/tasks/test_warm_start.py` checks in a second that the training is still the one that
-was measured so.
+`tests/asyncrl/tasks/builtin/test_warm_start.py` checks in a second that the training is still the
+one that was measured so.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
+from asyncrl.tasks.builtin.warm_start import warm_start
+from asyncrl.tasks.builtin.warm_start_recipe import RECIPE
 from asyncrl.tasks.model import builtin_tokenizer
-from asyncrl.tasks.warm_start import warm_start
-from asyncrl.tasks.warm_start_recipe import RECIPE
 from benchmarks.report import add_smoke, write_json
 from benchmarks.tiny_models import SMOKE_START
 

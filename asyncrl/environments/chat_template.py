@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.errors import RenderingError
-from asyncrl.tasks.chat_template import ChatTemplate, Message, Tools
+from asyncrl.tasks.templates.chat_template import ChatTemplate, Message, Tools
 
 
 def end_of_turn(

@@ -19,7 +19,7 @@ from asyncrl.environments.chat_template import (
     nearest_context,
 )
 from asyncrl.errors import RenderingError
-from asyncrl.tasks.chat_template import ChatTemplate, Message, Tools
+from asyncrl.tasks.templates.chat_template import ChatTemplate, Message, Tools
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ BUILTIN: dict[str, str] = {
 ADAPTERS: dict[str, str] = {
     prefix: f"asyncrl.environments.adapters.{prefix}:adapt"
     for prefix in ("gymnasium", "openenv", "python_tools", "trl", "verifiers")
-} | {"agent": "asyncrl.environments.agents:adapter"}
+} | {"agent": "asyncrl.environments.agents.sessions:adapter"}
 """Prefixes before the colon: where the adapter's function is."""
 
 _KIND = user_functions.FunctionKind(

@@ -37,8 +37,8 @@ from asyncrl.environments.chat_template import end_of_turn, nearest_context
 from asyncrl.environments.conversation_check import PROBE_QUESTION, ConversationCheck, History
 from asyncrl.errors import RenderingError
 from asyncrl.rollout.trajectory import IntArray
-from asyncrl.tasks.chat_template import ChatTemplate, Message, Tools
 from asyncrl.tasks.model_tokenizer import special_ids
+from asyncrl.tasks.templates.chat_template import ChatTemplate, Message, Tools
 
 
 class TokenPieces:

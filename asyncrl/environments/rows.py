@@ -12,8 +12,8 @@ import os
 import sys
 from pathlib import Path
 
-from asyncrl.environments.interpreter import check_interpreter, command
 from asyncrl.environments.registry import load_factory
+from asyncrl.environments.workers.interpreter import check_interpreter, command
 from asyncrl.errors import RewardError
 from asyncrl.user_code.loading import search
 

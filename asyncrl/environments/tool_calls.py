@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from asyncrl.environments.schema_check import misfit
 from asyncrl.environments.tool_formats import ToolFormat, WrittenCall, load_json, read_turn
-from asyncrl.tasks.chat_template import Message, Tools
+from asyncrl.tasks.templates.chat_template import Message, Tools
 
 CallError = Literal["json", "unknown_tool", "arguments"]
 """What is wrong with a call; counted by these names."""

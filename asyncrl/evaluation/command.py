@@ -20,10 +20,10 @@ from asyncrl.engine.protocol import Engine
 from asyncrl.errors import AsyncrlError, ModelError, UserError, first_error
 from asyncrl.evaluation.plan import plan_of
 from asyncrl.evaluation.round import EvaluationRound
-from asyncrl.generator.environment_setup import episodes_with, start_environments
 from asyncrl.generator.sample_rewards import SampleRewards
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import SampleGeneration
+from asyncrl.generator.turns.environment_setup import episodes_with, start_environments
 from asyncrl.monitoring.metrics.metrics import GeneratorMetrics, new_registry
 from asyncrl.reward_server.keeping import served
 from asyncrl.rewards.pool import RewardPool

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.environments.pool import EnvironmentFailed, EnvironmentPool
 from asyncrl.environments.protocol import LABEL
-from asyncrl.generator.conversation import Episode, runs_of
+from asyncrl.environments.workers.pool import EnvironmentFailed, EnvironmentPool
+from asyncrl.generator.turns.conversation import Episode, runs_of
 from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
 from asyncrl.rewards.calls import Reward
 from asyncrl.rewards.pool import RewardPool

@@ -7,12 +7,12 @@ import time
 
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import Engine, SamplingParams
-from asyncrl.generator.conversation import actions_of
-from asyncrl.generator.environment_turns import Episodes, StartOver, or_deadline
 from asyncrl.generator.noise_floor import NoiseFloorProbe
 from asyncrl.generator.sample_rewards import SampleRewards
 from asyncrl.generator.sample_state import HeldSample, SampleGeneration, session_of
 from asyncrl.generator.sample_traces import SampleTraces
+from asyncrl.generator.turns.conversation import actions_of
+from asyncrl.generator.turns.environment_turns import Episodes, StartOver, or_deadline
 from asyncrl.rollout.trajectory import FinishReason
 from asyncrl.wire.records.environment_counts import EnvironmentCounts
 from asyncrl.wire.records.step import TokenCounts

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
-from asyncrl.generator.conversation import Episode
 from asyncrl.generator.sample_traces import AttemptTrace
+from asyncrl.generator.turns.conversation import Episode
 from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.contexts import Verification, joined, seed_of_context
 from asyncrl.rollout.trajectory import (

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from asyncrl.engine.errors import RequestError
-from asyncrl.environments.pool import EnvironmentFailed
+from asyncrl.environments.workers.pool import EnvironmentFailed
 from asyncrl.errors import AsyncrlError
 from asyncrl.generator.background import BackgroundTasks
 from asyncrl.generator.controller_line import ControllerLine

@@ -17,7 +17,6 @@ from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.generator.activity import Activity
 from asyncrl.generator.controller_line import ControllerLine
 from asyncrl.generator.engine_log import EngineLog
-from asyncrl.generator.environment_setup import episodes_with, start_environments
 from asyncrl.generator.lenient_reuse import LenientReuse
 from asyncrl.generator.noise_floor import EVERY
 from asyncrl.generator.process import GeneratorProcess
@@ -26,6 +25,7 @@ from asyncrl.generator.sample_recorder import SampleRecorder
 from asyncrl.generator.sample_rewards import SampleRewards
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_traces import SampleTraces
+from asyncrl.generator.turns.environment_setup import episodes_with, start_environments
 from asyncrl.launch.checked_tokenizer import load_checked_tokenizer
 from asyncrl.launch.child_spec import ChildSpec, GeneratorKeys
 from asyncrl.launch.process_startup import (

@@ -9,8 +9,8 @@ import yaml
 from asyncrl.gpu_check.parts import Context, PartFailed, Said
 from asyncrl.gpu_check.runner import run_command
 from asyncrl.monitoring.records.metrics_log import read_metrics
+from asyncrl.tasks.builtin.warm_start_recipe import MINIATURE
 from asyncrl.tasks.model import ensure_builtin_model
-from asyncrl.tasks.warm_start_recipe import MINIATURE
 
 
 def run(context: Context) -> Said:

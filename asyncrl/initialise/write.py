@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from asyncrl.errors import UserError
-from asyncrl.tasks.arithmetic import arithmetic_questions
+from asyncrl.tasks.builtin.arithmetic import arithmetic_questions
 from asyncrl.tasks.config import TaskConfig
 
 QUESTIONS = 576

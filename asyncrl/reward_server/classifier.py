@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from asyncrl.errors import UserError
 from asyncrl.rewards.reward_model import no_classifier
-from asyncrl.tasks.chat_template import ChatTemplate
 from asyncrl.tasks.model_tokenizer import wants_own_code
+from asyncrl.tasks.templates.chat_template import ChatTemplate
 
 Apply = Literal["none", "sigmoid", "softmax"]
 

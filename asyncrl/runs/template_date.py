@@ -7,7 +7,7 @@ from datetime import date
 from typing import Any
 
 from asyncrl.config.run_config import RunConfig, load_config
-from asyncrl.tasks.template_variables import today
+from asyncrl.tasks.templates.variables import today
 
 _KEY = "chat_template_date"
 

@@ -12,7 +12,7 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.engine.sglang.interpreter import check_interpreter, path_of
-from asyncrl.environments import interpreter
+from asyncrl.environments.workers import interpreter
 from asyncrl.errors import RewardError, UserError
 from asyncrl.launch.gpus import Gpu, find_gpus, torch_build
 from asyncrl.launch.placement import VISIBLE

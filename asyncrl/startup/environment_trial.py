@@ -11,10 +11,10 @@ import asyncio
 from contextlib import AsyncExitStack
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.environments.pool import EnvironmentFailed
 from asyncrl.environments.protocol import Traits
-from asyncrl.generator.environment_setup import episodes_with, start_environments
+from asyncrl.environments.workers.pool import EnvironmentFailed
 from asyncrl.generator.sample_state import SampleGeneration
+from asyncrl.generator.turns.environment_setup import episodes_with, start_environments
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.startup.startup_summary import turns_line
 from asyncrl.tasks.prompts import Task

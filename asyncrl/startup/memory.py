@@ -15,7 +15,7 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.gpus import torch_build
 from asyncrl.launch.placement import GpuPlan
-from asyncrl.tasks import hub
+from asyncrl.tasks.data import hub
 from asyncrl.tasks.model_files import parameters
 from asyncrl.trainer.base.algorithm_registry import has_critic
 from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY

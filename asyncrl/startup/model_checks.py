@@ -16,10 +16,10 @@ from asyncrl.programs.tests import Asserted, Test, read_tests
 from asyncrl.rewards.code import TESTS
 from asyncrl.rewards.config import RewardFunctionConfig
 from asyncrl.startup.model_check import check_files, description_of
+from asyncrl.tasks.builtin.warm_start_recipe import POSITIONS
 from asyncrl.tasks.model import check_directory
 from asyncrl.tasks.model_tokenizer import load_tokenizer, tokenizer_digest
 from asyncrl.tasks.prompts import Prompt, Task, held_out_sets
-from asyncrl.tasks.warm_start_recipe import POSITIONS
 from asyncrl.trainer.base.algorithm_registry import is_own
 
 _NEED_ANSWERS = ("arithmetic", "exact_match", "math_verify")

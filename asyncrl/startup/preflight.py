@@ -15,7 +15,7 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.cores import divide_machine
 from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.sglang.interpreter import check_interpreter
-from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.environments.workers.pool import EnvironmentPool
 from asyncrl.errors import UserError
 from asyncrl.launch.ray.connect import check_ray
 from asyncrl.monitoring.sinks.config import missing_credentials, missing_package
@@ -28,7 +28,7 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.startup.devices import place
 from asyncrl.startup.lora_check import check_peft, check_serving
 from asyncrl.startup.machine_checks import compiler
-from asyncrl.tasks.map_messages import MAP
+from asyncrl.tasks.data.map_messages import MAP
 from asyncrl.user_code.loading import check_name
 
 

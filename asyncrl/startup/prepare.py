@@ -39,7 +39,7 @@ from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.model_files import parameters
 from asyncrl.tasks.prompts import Task, held_out_sets
-from asyncrl.tasks.template_variables import names_the_date
+from asyncrl.tasks.templates.variables import names_the_date
 from asyncrl.trainer.model.memory_estimate import ModelShape, StepMemory
 
 

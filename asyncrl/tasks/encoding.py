@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import DataError, RenderingError
-from asyncrl.tasks.chat_template import ChatTemplate
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.prompts import Prompt
-from asyncrl.tasks.template_variables import template_variables
+from asyncrl.tasks.templates.chat_template import ChatTemplate
+from asyncrl.tasks.templates.variables import template_variables
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 The user's own questions: examples of a dataset, checked, and split into training and held-out.
 
-`asyncrl.tasks.questions` makes them of the dataset's rows, which `asyncrl.tasks.sources` reads.
+`tasks.data.questions` makes them of the dataset's rows, which `asyncrl.tasks.data.sources` reads.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from asyncrl.errors import DataError
-from asyncrl.tasks.arithmetic import arithmetic_questions
+from asyncrl.tasks.builtin.arithmetic import arithmetic_questions
 from asyncrl.tasks.config import TaskConfig
+from asyncrl.tasks.data.questions import read_questions
 from asyncrl.tasks.encoding import PromptEncoder, Question
 from asyncrl.tasks.evaluation_config import EvaluationSetConfig
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.model_tokenizer import load_tokenizer, model_stop_tokens
 from asyncrl.tasks.prompts import LoadedTask, Prompt, Task, prompt_order
-from asyncrl.tasks.questions import read_questions
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from asyncrl.errors import ModelError, UserError
 from asyncrl.suggestions import nearest_path
-from asyncrl.tasks import hub
-from asyncrl.tasks.builtin_tokenizer import END, builtin_tokenizer, make_tokenizer, vocabulary_of
+from asyncrl.tasks.builtin.tokenizer import END, builtin_tokenizer, make_tokenizer, vocabulary_of
+from asyncrl.tasks.builtin.warm_start_recipe import AGENT_RECIPE, RECIPE, WarmStart, recipe_fields
 from asyncrl.tasks.config import ModelConfig
-from asyncrl.tasks.warm_start_recipe import AGENT_RECIPE, RECIPE, WarmStart, recipe_fields
+from asyncrl.tasks.data import hub
 from asyncrl.trainer.checkpoint.export_files import is_checkpoint
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def ensure_builtin_model(
 
 
 def _make(directory: Path, recipe: WarmStart, progress: Progress | None) -> None:
-    from asyncrl.tasks.warm_start import warm_start
+    from asyncrl.tasks.builtin.warm_start import warm_start
 
     tokenizer = make_tokenizer(vocabulary_of(recipe.task))
     bar = None

@@ -58,7 +58,7 @@ KINDS: Mapping[str, Sequence[str]] = {
 """What is stalled in each run."""
 _COMMANDS = {
     "reward": b"asyncrl.rewards.worker",
-    "environment": b"asyncrl.environments.worker",
+    "environment": b"asyncrl.environments.workers.worker",
     "web": b"asyncrl.web.process",
 }
 _USER = "user"

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.tasks.arithmetic import Problem, working
+from asyncrl.tasks.builtin.arithmetic import Problem, working
+from asyncrl.tasks.builtin.warm_start_recipe import RECIPE, WarmStart
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
-from asyncrl.tasks.warm_start_recipe import RECIPE, WarmStart
 from benchmarks.policies_variety import Variety, teach
 from benchmarks.tiny_models import SMOKE_START
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.environments.messages import Failed, Open, Opened, Setup, Step, Stepped
 from asyncrl.environments.protocol import (
     BadAnswerError,
     StepResult,
@@ -26,11 +25,12 @@ from asyncrl.environments.protocol import (
     checked_step,
 )
 from asyncrl.environments.registry import load_factory
-from asyncrl.environments.session_calls import Session
 from asyncrl.environments.translation import Translation
-from asyncrl.generator.conversation import Episode, Turn
-from asyncrl.generator.environment_setup import translation_of
-from asyncrl.generator.next_context import answered
+from asyncrl.environments.workers.messages import Failed, Open, Opened, Setup, Step, Stepped
+from asyncrl.environments.workers.session_calls import Session
+from asyncrl.generator.turns.conversation import Episode, Turn
+from asyncrl.generator.turns.environment_setup import translation_of
+from asyncrl.generator.turns.next_context import answered
 from asyncrl.monitoring.records.trained_samples import TrainedSample
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.tasks.prompts import Task

@@ -6,7 +6,7 @@ the position-th outputs of SplitMix64 streams (Steele, Lea, Flood 2014) started 
 neither the batch, nor the slot, nor the drafts can change which token a request generates; the
 tests use that as the strongest form of "drafting is exact". What remains is rounding: logits differ
 in the last bits with the shape of the batch, which moves a draw about once in 10^6 (never with a
-batch-invariant model, see `asyncrl.engine.torch.invariant`).
+batch-invariant model, see `asyncrl.engine.torch.cpu.invariant_attention`).
 
 A request that continues after a *rejected* token needs a new seed: given the rejection, the old
 number at that position is no longer uniform. For the same reason the numbers that accept or reject

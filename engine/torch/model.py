@@ -15,13 +15,13 @@ from transformers import AttentionInterface
 
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.torch.attention_mask import Reach
-from asyncrl.engine.torch.blas import sgemm_address
 from asyncrl.engine.torch.blocks import Block, causal_blocks, decode_block, resumed_blocks
-from asyncrl.engine.torch.fused import FusedDecoder
-from asyncrl.engine.torch.invariant import filled_up, missing
+from asyncrl.engine.torch.cpu.blas import sgemm_address
+from asyncrl.engine.torch.cpu.fused_model import FusedDecoder
+from asyncrl.engine.torch.cpu.invariant_attention import filled_up, missing
 from asyncrl.engine.torch.slots import SlotAttention, SlotCache, StepLayout
 from asyncrl.engine.torch.step_inputs import Feed
-from asyncrl.rollout.fused import why_not_fused
+from asyncrl.rollout.cpu.fused_models import why_not_fused
 from asyncrl.rollout.output_layer import float32_logits
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.wire.weights.pretrained import load_causal_lm
@@ -70,7 +70,7 @@ class SlotModel:
         slots: rows that can run at once.
         max_len: places of a slot.
         batch_invariant: whether a row's logits must not depend on what else is in the batch, see
-            `asyncrl.engine.torch.invariant`.
+            `asyncrl.engine.torch.cpu.invariant_attention`.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class SlotModel:
 
     @property
     def is_fused(self) -> bool:
-        """Whether it computes in `asyncrl.engine.torch.fused`."""
+        """Whether it computes in `asyncrl.engine.torch.cpu.fused_model`."""
         return self._fused is not None
 
     def fuse(self) -> None:
-        """Compute in `asyncrl.engine.torch.fused` from now on, where the slots are allocated."""
+        """Compute in `engine.torch.cpu.fused_model` from now on, where the slots are allocated."""
         self._fused = FusedDecoder(self.module, self.cache, batch_invariant=self._invariant)
 
     def forward(self, feed: Feed) -> torch.Tensor:
@@ -241,7 +241,7 @@ def load_model(
         device: where it computes.
         dtype: of weights and KV.
         batch_invariant: as in `SlotModel`.
-        fused: whether it may compute in `asyncrl.engine.torch.fused`.
+        fused: whether it may compute in `asyncrl.engine.torch.cpu.fused_model`.
         wide_logits: whether logits of a 16-bit model are float32 (`engine.logits_dtype`).
 
     Raises:

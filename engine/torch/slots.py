@@ -26,7 +26,7 @@ from asyncrl.engine.errors import EngineError
 from asyncrl.engine.torch.attention import ScoreRule, attend, causal
 from asyncrl.engine.torch.attention_mask import Reach
 from asyncrl.engine.torch.blocks import Block
-from asyncrl.engine.torch.invariant import attention_within
+from asyncrl.engine.torch.cpu.invariant_attention import attention_within
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from asyncrl.config.run_config import load_config
 from asyncrl.rewards.functions import arithmetic
-from asyncrl.tasks.arithmetic import draw_problems
+from asyncrl.tasks.builtin.arithmetic import draw_problems
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import ensure_builtin_model
 from asyncrl.wire.records.step import (

@@ -28,12 +28,12 @@ from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.shadow_model import Twin
 from asyncrl.engine.sglang.messages import Gauges
+from asyncrl.engine.sglang.worker.drafts.tree_drawing import TreeDrawing
+from asyncrl.engine.sglang.worker.drafts.verify_step import lay_out
 from asyncrl.engine.sglang.worker.drawing import StepDrawing
 from asyncrl.engine.sglang.worker.outbox import Outbox
 from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch
 from asyncrl.engine.sglang.worker.steps import Reporting
-from asyncrl.engine.sglang.worker.tree_drawing import TreeDrawing
-from asyncrl.engine.sglang.worker.verify_step import lay_out
 from asyncrl.engine.vllm.extras import drafter_to_config, to_extra_args
 from asyncrl.engine.vllm.worker.batch import RunnerBatch
 from asyncrl.engine.vllm.worker.drafter import CacheDrafter

@@ -24,16 +24,16 @@ import numpy as np
 
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.environments.workers.pool import EnvironmentPool
 from asyncrl.errors import AsyncrlError
 from asyncrl.generator.activity import Activity
 from asyncrl.generator.controller_line import ControllerLine
-from asyncrl.generator.environment_turns import Episodes
 from asyncrl.generator.process import GeneratorProcess
 from asyncrl.generator.reports import GeneratorRecords
 from asyncrl.generator.sample_rewards import SampleRewards
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_traces import SampleTraces
+from asyncrl.generator.turns.environment_turns import Episodes
 from asyncrl.monitoring.metrics.metrics import GeneratorMetrics, new_registry
 from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.rewards.calls import Reward

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from asyncrl.environments.config import EnvironmentConfig
-from asyncrl.environments.interpreter import check_interpreter
-from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.environments.workers.interpreter import check_interpreter
+from asyncrl.environments.workers.pool import EnvironmentPool
 from asyncrl.rewards.config import RewardConfig
 
 _SECONDS = 300.0

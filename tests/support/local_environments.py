@@ -14,12 +14,12 @@ from typing import Any, Literal
 import numpy as np
 
 from asyncrl.environments.config import EnvironmentConfig
-from asyncrl.environments.lane import Answer, Call, ProcessEnd, SessionLost
-from asyncrl.environments.messages import Failed, Open, Setup
-from asyncrl.environments.pool import EnvironmentPool
-from asyncrl.environments.session_calls import Session
 from asyncrl.environments.translation import Translation
-from asyncrl.generator.environment_turns import Episodes
+from asyncrl.environments.workers.lane import Answer, Call, ProcessEnd, SessionLost
+from asyncrl.environments.workers.messages import Failed, Open, Setup
+from asyncrl.environments.workers.pool import EnvironmentPool
+from asyncrl.environments.workers.session_calls import Session
+from asyncrl.generator.turns.environment_turns import Episodes
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rollout.trajectory import IntArray
 

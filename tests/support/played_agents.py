@@ -8,10 +8,10 @@ from typing import Any
 
 import openai
 
-from asyncrl.environments.agent_programs import ClientSettings, in_thread
-from asyncrl.environments.agents import AgentEnvironment
-from asyncrl.environments.endpoint import Endpoint
-from asyncrl.environments.openai_messages import PolicySettings
+from asyncrl.environments.agents.endpoint import Endpoint
+from asyncrl.environments.agents.openai_messages import PolicySettings
+from asyncrl.environments.agents.programs import ClientSettings, in_thread
+from asyncrl.environments.agents.sessions import AgentEnvironment
 from asyncrl.environments.protocol import Action
 from asyncrl.environments.tool_calls import parse_turn
 

@@ -17,10 +17,11 @@ from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.trees import TokenTrees
 from asyncrl.engine.sampling.drawing import Streams
 from asyncrl.engine.sampling.logits import LogitDraws
-from asyncrl.engine.sglang.worker import drafting, drawing, scheduler, speculation, tree_drawing
+from asyncrl.engine.sglang.worker import drawing, scheduler
 from asyncrl.engine.sglang.worker.calls import WorkerCalls
-from asyncrl.engine.sglang.worker.tree_drawing import Accepted, TreeDrawing
-from asyncrl.engine.sglang.worker.verify_step import Feed, roots
+from asyncrl.engine.sglang.worker.drafts import drafting, speculation, tree_drawing
+from asyncrl.engine.sglang.worker.drafts.tree_drawing import Accepted, TreeDrawing
+from asyncrl.engine.sglang.worker.drafts.verify_step import Feed, roots
 
 OVERLAP_VARIABLE = "ASYNCRL_TEST_OVERLAP"
 """In the environment: steps with drafts overlap on a CPU too, as on GPUs."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from tried_here import try_here
 
 from asyncrl.tasks import model
-from asyncrl.tasks.builtin_tokenizer import make_tokenizer, vocabulary_of
-from asyncrl.tasks.warm_start import new_model
-from asyncrl.tasks.warm_start_recipe import WarmStart
+from asyncrl.tasks.builtin.tokenizer import make_tokenizer, vocabulary_of
+from asyncrl.tasks.builtin.warm_start import new_model
+from asyncrl.tasks.builtin.warm_start_recipe import WarmStart
 
 
 def place_untrained(cache_home: Path, recipe: WarmStart) -> None:

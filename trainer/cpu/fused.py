@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from asyncrl.rollout import fused_kernels as common
-from asyncrl.rollout.fused import head_size, why_not_fused
-from asyncrl.rollout.fused_kernels import LongArray
+from asyncrl.rollout.cpu import fused_kernels as common
+from asyncrl.rollout.cpu.fused_kernels import LongArray
+from asyncrl.rollout.cpu.fused_models import head_size, why_not_fused
 from asyncrl.rollout.trajectory import FloatArray
 from asyncrl.trainer.cpu import attention_kernels
 from asyncrl.trainer.cpu import fused_kernels as kernels

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.rollout.fused_kernels import LongArray, exp, inverse_size
+from asyncrl.rollout.cpu.fused_kernels import LongArray, exp, inverse_size
 from asyncrl.rollout.jit import kernels_of
 from asyncrl.rollout.trajectory import FloatArray
 

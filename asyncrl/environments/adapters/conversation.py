@@ -15,8 +15,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.environments.agents.openai_messages import Turn
 from asyncrl.environments.chat_messages import Message, new_messages
-from asyncrl.environments.openai_messages import Turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,14 +32,14 @@ from typing import Any
 
 from asyncrl.environments.adapters.conversation import Conversation, ModelCall
 from asyncrl.environments.adapters.tool_turns import refuse_unknown, replay_of
-from asyncrl.environments.chat_messages import chat_message
-from asyncrl.environments.openai_messages import (
+from asyncrl.environments.agents.openai_messages import (
     POLICY,
     PolicySettings,
     Turn,
     completion,
     differences,
 )
+from asyncrl.environments.chat_messages import chat_message
 from asyncrl.environments.protocol import Action, Message, Replay, StepResult
 from asyncrl.errors import RewardError
 

@@ -44,8 +44,8 @@ def register() -> None:
 
 
 def _register() -> None:
-    from asyncrl.engine.sglang.worker import speculation
     from asyncrl.engine.sglang.worker.api import SCHEDULER_NAME, HookRegistry, HookType
+    from asyncrl.engine.sglang.worker.drafts import speculation
     from asyncrl.engine.sglang.worker.scheduler import ClientScheduler
 
     HookRegistry.register(SCHEDULER_NAME, ClientScheduler, HookType.REPLACE)

@@ -44,6 +44,7 @@ from asyncrl.engine.sglang.worker.api import (
     get_parallel,
 )
 from asyncrl.engine.sglang.worker.calls import WorkerCalls, answer
+from asyncrl.engine.sglang.worker.drafts.tree_drawing import TreeDrawing
 from asyncrl.engine.sglang.worker.drawing import StepDrawing
 from asyncrl.engine.sglang.worker.link import Link
 from asyncrl.engine.sglang.worker.outbox import Outbox
@@ -59,7 +60,6 @@ from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch, entr
 from asyncrl.engine.sglang.worker.sampler import DrawingSampler, OutputLayer
 from asyncrl.engine.sglang.worker.scoring import Prefill, PrefillScoring
 from asyncrl.engine.sglang.worker.steps import Reporting
-from asyncrl.engine.sglang.worker.tree_drawing import TreeDrawing
 from asyncrl.engine.sglang.worker.weights import SglangWeights
 from asyncrl.rollout.acceptance import warm_up_verification
 

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from played_agents import QUESTION, TOOLS, client_of, play
 
-from asyncrl.environments.agent_programs import ClientSettings
+from asyncrl.environments.agents.openai_messages import PolicySettings, read_call
+from asyncrl.environments.agents.programs import ClientSettings
 from asyncrl.environments.chat_messages import (
     RefusedCallError,
     chat_message,
     mean_the_same,
     new_messages,
 )
-from asyncrl.environments.openai_messages import PolicySettings, read_call
 from asyncrl.environments.tool_calls import parse_turn
 
 ARGUMENTS = {"a": 1, "b": [True, None, "é"]}

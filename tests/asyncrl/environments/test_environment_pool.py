@@ -13,8 +13,13 @@ import pytest
 from local_environments import LocalPool
 
 from asyncrl.environments.config import EnvironmentConfig
-from asyncrl.environments.pool import EnvironmentFailed, EnvironmentPool, Session, SessionLost
 from asyncrl.environments.protocol import Action, Traits
+from asyncrl.environments.workers.pool import (
+    EnvironmentFailed,
+    EnvironmentPool,
+    Session,
+    SessionLost,
+)
 from asyncrl.errors import RewardError
 from asyncrl.rewards.config import RewardConfig
 

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from asyncrl.environments.config import EnvironmentConfig
-from asyncrl.environments.pool import EnvironmentFailed, EnvironmentPool, Session, SessionLost
 from asyncrl.environments.protocol import Action
+from asyncrl.environments.workers.pool import (
+    EnvironmentFailed,
+    EnvironmentPool,
+    Session,
+    SessionLost,
+)
 from asyncrl.rewards.config import RewardConfig
 
 AGENT = """

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.environments.config import EnvironmentConfig
-from asyncrl.environments.lane import Turnstile
-from asyncrl.environments.pool import EnvironmentFailed, EnvironmentPool, Session
 from asyncrl.environments.protocol import Action
+from asyncrl.environments.workers.lane import Turnstile
+from asyncrl.environments.workers.pool import EnvironmentFailed, EnvironmentPool, Session
 from asyncrl.rewards.config import RewardConfig
 
 NOTED = """

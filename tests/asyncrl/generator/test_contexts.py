@@ -15,8 +15,8 @@ from asyncrl.engine.protocol import SamplingParams
 from asyncrl.environments.protocol import Action, StepResult, Traits
 from asyncrl.environments.rendering import TurnRenderer
 from asyncrl.environments.translation import Translation
-from asyncrl.generator.environment_turns import Episodes
 from asyncrl.generator.sample_state import SampleGeneration
+from asyncrl.generator.turns.environment_turns import Episodes
 from asyncrl.rollout.contexts import contexts_of
 from asyncrl.rollout.trajectory import KeptTokens, Provenance
 

@@ -13,9 +13,9 @@ from held_world import World, answer_to
 from local_environments import NumberRenderer, in_words
 
 from asyncrl.environments.config import EnvironmentConfig
-from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.translation import Translation
-from asyncrl.generator.environment_turns import Episodes
+from asyncrl.environments.workers.pool import EnvironmentPool
+from asyncrl.generator.turns.environment_turns import Episodes
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.generator import conversation
-from asyncrl.generator.conversation import Episode, Spoken, Turn, actions_of, common
+from asyncrl.generator.turns import conversation
+from asyncrl.generator.turns.conversation import Episode, Spoken, Turn, actions_of, common
 from asyncrl.rollout.trajectory import IntArray, SampleId, TrajectoryBuilder
 
 

@@ -13,13 +13,13 @@ from generator_harness import GeneratorHarness
 from local_environments import LocalPool, NumberRenderer, in_words
 
 from asyncrl.environments.config import EnvironmentConfig
-from asyncrl.environments.lane import ProcessEnd, SessionLost
-from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.translation import Translation
-from asyncrl.generator import conversation as suspect_tracking
-from asyncrl.generator.conversation import MAX_UNEXPLAINED, ProcessEnds
-from asyncrl.generator.environment_turns import Episodes, StartOver
+from asyncrl.environments.workers.lane import ProcessEnd, SessionLost
+from asyncrl.environments.workers.pool import EnvironmentPool
 from asyncrl.generator.sample_state import SampleGeneration
+from asyncrl.generator.turns import conversation as suspect_tracking
+from asyncrl.generator.turns.conversation import MAX_UNEXPLAINED, ProcessEnds
+from asyncrl.generator.turns.environment_turns import Episodes, StartOver
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rollout.trajectory import Provenance, SampleId
 from asyncrl.wire.messages.frames import encode_tokens

@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.environments.protocol import BadAnswerError, Traits, max_turn_tokens_of
-from asyncrl.generator.conversation import Episode
 from asyncrl.generator.sample_state import SampleGeneration
+from asyncrl.generator.turns.conversation import Episode
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire.messages.frames import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload

@@ -51,11 +51,11 @@ from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.engine.torch.core import DecodeCore
-from asyncrl.environments.session_calls import Session
-from asyncrl.generator.conversation import Episode
-from asyncrl.generator.environment_turns import Episodes, StartOver
+from asyncrl.environments.workers.session_calls import Session
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import HeldSample, SampleGeneration
+from asyncrl.generator.turns.conversation import Episode
+from asyncrl.generator.turns.environment_turns import Episodes, StartOver
 from asyncrl.rollout.contexts import Verification
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory
 from asyncrl.wire.messages.frames import encode_tokens

@@ -24,7 +24,11 @@ def refused(command_line: CommandLine, *expected: str, **settings: object) -> st
 
 def refusal(done: subprocess.CompletedProcess[str], *expected: str) -> str:
     assert done.returncode == 2, done.stdout
-    ours = [name for name in ("asyncrl/cli/", "asyncrl/controller/", "asyncrl/startup/") if name in done.stdout]
+    ours = [
+        name
+        for name in ("asyncrl/cli/", "asyncrl/controller/", "asyncrl/startup/")
+        if name in done.stdout
+    ]
     assert not ours, f"a traceback of asyncrl's own: {done.stdout}"
     flat = " ".join(done.stdout.split())
     for text in expected:

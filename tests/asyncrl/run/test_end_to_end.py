@@ -45,7 +45,7 @@ from asyncrl.monitoring.records.group_account import read_account
 from asyncrl.monitoring.records.metrics_log import read_evaluations
 from asyncrl.monitoring.records.trained_samples import read_trained_samples
 from asyncrl.runs.directory import RunDirectory, read_state
-from asyncrl.tasks.warm_start_recipe import AGENT_RECIPE
+from asyncrl.tasks.builtin.warm_start_recipe import AGENT_RECIPE
 from benchmarks.watching_prometheus import Prometheus, watching
 
 pytestmark = pytest.mark.slow

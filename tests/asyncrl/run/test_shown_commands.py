@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 from asyncrl.cli.app import app
 from asyncrl.cli.entry import main  # adds the commands
 from asyncrl.monitoring.records.metrics_log import read_metrics
-from asyncrl.tasks.warm_start_recipe import AGENT_RECIPE, RECIPE
+from asyncrl.tasks.builtin.warm_start_recipe import AGENT_RECIPE, RECIPE
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,9 @@ from trace_collector import collecting
 from traced_lives import check_lives
 
 from asyncrl.monitoring.records.metrics_log import read_metrics
+from asyncrl.tasks.builtin.warm_start_recipe import RECIPE
 from asyncrl.tasks.exported_model import export_run
 from asyncrl.tasks.model import ensure_builtin_model
-from asyncrl.tasks.warm_start_recipe import RECIPE
 from asyncrl.wire.records.step import RunResult
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from asyncrl.config.run_config import load_config
-from asyncrl.environments.pool import EnvironmentFailed
+from asyncrl.environments.workers.pool import EnvironmentFailed
 from asyncrl.errors import RewardError
-from asyncrl.generator import environment_setup
+from asyncrl.generator.turns import environment_setup
 from asyncrl.startup import environment_trial
 from asyncrl.startup.environment_trial import try_environment
 from asyncrl.tasks.model import builtin_tokenizer

@@ -32,7 +32,7 @@ from asyncrl.startup.gpu_defaults import (
 )
 from asyncrl.startup.launching import Launching
 from asyncrl.startup.prepare import Prepared
-from asyncrl.tasks.warm_start_recipe import WarmStart
+from asyncrl.tasks.builtin.warm_start_recipe import WarmStart
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer_process.setup import _for_this_process
 

@@ -25,7 +25,7 @@ from asyncrl.startup import devices
 from asyncrl.startup.devices import needs_of
 from asyncrl.startup.prepare import prepare
 from asyncrl.startup.shared_gpu import EngineNeeds, divide, with_shared_gpu
-from asyncrl.tasks.warm_start_recipe import WarmStart
+from asyncrl.tasks.builtin.warm_start_recipe import WarmStart
 from asyncrl.trainer.model.memory_estimate import GIB, ModelShape, StepMemory
 
 SMALL = ModelShape(494_032_768, 896, 24, 4864, 14, 2, 64, 151_936, tied=True)

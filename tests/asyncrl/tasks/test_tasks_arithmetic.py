@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from asyncrl.errors import DataError
 from asyncrl.rewards.functions import arithmetic
-from asyncrl.tasks.arithmetic import (
+from asyncrl.tasks.builtin.arithmetic import (
     PHRASINGS,
     Problem,
     arithmetic_questions,

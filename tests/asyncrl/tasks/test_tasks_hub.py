@@ -15,8 +15,8 @@ import pytest
 from huggingface_hub import constants, file_download
 
 from asyncrl.errors import DataError, ModelError
-from asyncrl.tasks import hub
 from asyncrl.tasks.config import ModelConfig, TaskConfig
+from asyncrl.tasks.data import hub
 from asyncrl.tasks.loading import dataset_questions
 from asyncrl.tasks.model import builtin_tokenizer, resolve_model
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from asyncrl.errors import ModelError
+from asyncrl.tasks.builtin.warm_start_recipe import RECIPE
 from asyncrl.tasks.config import ModelConfig, TaskConfig
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import (
@@ -19,7 +20,6 @@ from asyncrl.tasks.model import (
     ensure_builtin_model,
     resolve_model,
 )
-from asyncrl.tasks.warm_start_recipe import RECIPE
 from benchmarks.tiny_models import SMOKE_START
 
 
@@ -47,7 +47,7 @@ def test_it_is_a_normal_hf_directory(tiny_model: Path) -> None:
 
 
 def test_the_real_recipe_gives_a_small_model() -> None:
-    from asyncrl.tasks.warm_start import new_model
+    from asyncrl.tasks.builtin.warm_start import new_model
 
     parameters = sum(p.numel() for p in new_model(builtin_tokenizer(), RECIPE).parameters())
     assert 300_000 < parameters < 400_000
@@ -87,7 +87,7 @@ def test_an_interrupted_warm_start_leaves_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("asyncrl.tasks.warm_start.warm_start", interrupt)
+    monkeypatch.setattr("asyncrl.tasks.builtin.warm_start.warm_start", interrupt)
     with pytest.raises(KeyboardInterrupt):
         ensure_builtin_model(tmp_path, None, SMOKE_START)
     assert list(tmp_path.iterdir()) == []

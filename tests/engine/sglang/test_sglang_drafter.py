@@ -11,7 +11,7 @@ from tree_sources import OracleTrees
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.remote.extras import RequestExtra
 from asyncrl.engine.remote.worker.entries import Entry
-from asyncrl.engine.sglang.worker.drafting import Drafter
+from asyncrl.engine.sglang.worker.drafts.drafting import Drafter
 
 VOCAB = 100
 TEXTS = {"a": [11, 12, 13, 14, 15, 16], "b": [21, 22, 23, 24, 25, 26]}

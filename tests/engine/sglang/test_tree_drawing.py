@@ -23,12 +23,12 @@ from asyncrl.engine.remote.extras import RequestExtra
 from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.sglang.messages import Gauges, Outputs
-from asyncrl.engine.sglang.worker import tree_drawing
+from asyncrl.engine.sglang.worker.drafts import tree_drawing
+from asyncrl.engine.sglang.worker.drafts.tree_drawing import Accepted, TreeDrawing
+from asyncrl.engine.sglang.worker.drafts.verify_step import Feed, lay_out
 from asyncrl.engine.sglang.worker.outbox import Outbox
 from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch
 from asyncrl.engine.sglang.worker.steps import Reporting
-from asyncrl.engine.sglang.worker.tree_drawing import Accepted, TreeDrawing
-from asyncrl.engine.sglang.worker.verify_step import Feed, lay_out
 from asyncrl.rollout.trajectory import IntArray
 
 VOCAB, LENGTH, PROMPT = 6, 12, (1, 2)

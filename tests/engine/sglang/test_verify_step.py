@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
-from asyncrl.engine.sglang.worker.segments import segments_of, visible
-from asyncrl.engine.sglang.worker.verify_step import (
+from asyncrl.engine.sglang.worker.drafts.verify_step import (
     Feed,
     accepted_nodes,
     full_mask,
@@ -26,6 +25,7 @@ from asyncrl.engine.sglang.worker.verify_step import (
     paths_of,
     walk_on_device,
 )
+from asyncrl.engine.sglang.worker.segments import segments_of, visible
 from asyncrl.rollout.acceptance import accept_tree
 from asyncrl.rollout.trajectory import IntArray
 

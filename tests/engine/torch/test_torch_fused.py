@@ -15,10 +15,10 @@ from torch_cores import check_against_hf, core_of, mixed_requests, run, texts_of
 from tree_sources import RandomTrees
 
 from asyncrl.engine.errors import EngineStartError
-from asyncrl.engine.torch import fused
+from asyncrl.engine.torch.cpu import fused_model as fused
 from asyncrl.engine.torch.model import SlotModel, load_model
 from asyncrl.engine.torch.slots import SlotCache
-from asyncrl.rollout.fused import why_not_fused
+from asyncrl.rollout.cpu.fused_models import why_not_fused
 
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
            "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip

@@ -151,6 +151,6 @@ def test_a_machine_on_which_the_batch_matters_is_refused(
     tiny_qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without padding, a single token goes through another kernel of the matrix library."""
-    monkeypatch.setattr("asyncrl.engine.torch.invariant.TOKENS", 1)
+    monkeypatch.setattr("asyncrl.engine.torch.cpu.invariant_attention.TOKENS", 1)
     with pytest.raises(EngineStartError, match=r"run\.repeatable: true does not work"):
         load(tiny_qwen3, batch_invariant=True)

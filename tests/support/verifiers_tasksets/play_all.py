@@ -9,7 +9,7 @@ import json
 
 from aiohttp import web
 
-from asyncrl.environments.openai_messages import POLICY
+from asyncrl.environments.agents.openai_messages import POLICY
 from asyncrl.environments.protocol import Action, checked_reset, checked_step, traits_of
 from asyncrl.environments.registry import load_factory
 from asyncrl.errors import RewardError

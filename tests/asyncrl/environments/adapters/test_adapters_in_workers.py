@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.environments.config import EnvironmentConfig
-from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.protocol import Action
+from asyncrl.environments.workers.pool import EnvironmentPool
 from asyncrl.errors import RewardError
 from asyncrl.rewards.config import RewardConfig
 

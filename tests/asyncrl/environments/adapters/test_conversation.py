@@ -12,7 +12,7 @@ from asyncrl.environments.adapters.conversation import (
     Conversation,
     ModelCall,
 )
-from asyncrl.environments.openai_messages import Turn
+from asyncrl.environments.agents.openai_messages import Turn
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 

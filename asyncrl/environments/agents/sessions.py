@@ -1,0 +1,259 @@
+"""Agent programs as environments: what they ask over HTTP are the policy's turns.
+
+    agent ══POST messages══► endpoint ─► reset or step returns them as the observation
+    agent ◄══the turn═══════ endpoint ◄─ step(action) brings the turn
+    agent returns its reward ──────────► the last step is done
+
+The tokens, log-probabilities and policy versions are recorded where they are drawn, in the
+generator; HTTP carries the text only. So a sample is as exact as with any other environment. An
+agent cannot go back, since its program has run on: it has neither `replay` nor `restore`, and its
+samples start over instead of being verified.
+
+A call whose messages continue those of the call before it continues their conversation. Any other
+begins a new one: the agent begins anew, edits its history, calls a sub-agent or returns to an
+earlier conversation. Calls at once are answered one after another, in the order of arrival.
+Import-light: worker processes load this file.
+
+An agent is a function, `agent(row, client) -> reward`, sync or async, in a thread of its own; or a
+command line, which gets the row as JSON on its standard input, the settings of the client in its
+environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`), and prints its reward as its last
+line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.environments.agents.endpoint import Endpoint
+from asyncrl.environments.agents.openai_messages import (
+    IGNORABLE,
+    POLICY,
+    ChatCall,
+    PolicySettings,
+    Turn,
+)
+from asyncrl.environments.agents.programs import (
+    ClientSettings,
+    Program,
+    command_program,
+    function_program,
+    reward_of,
+)
+from asyncrl.environments.chat_messages import Message, RefusedCallError, new_messages
+from asyncrl.environments.protocol import Action, StepResult
+from asyncrl.errors import RewardError
+
+COMMAND = "command"
+"""`agent:command`: the arguments hold the command line."""
+
+
+class AgentEnvironment:
+    """One sample's agent.
+
+    Args:
+        program: runs the agent.
+        endpoint: that it asks; shared by all agents of the process.
+    """
+
+    replay = None
+
+    def __init__(self, program: Program, endpoint: Endpoint) -> None:
+        self._program = program
+        self._endpoint = endpoint
+        self._calls = _Calls()
+        self._key = ""
+        self._running: asyncio.Future[Any] | None = None
+        self.tools: list[dict[str, Any]] = []
+        """Of the agent's first call."""
+        self.max_turn_tokens: int | None = None
+        """Of the newest call."""
+
+    async def reset(self, row: dict[str, Any], seed: int) -> list[Message]:
+        """Start the agent; the messages of its first call."""
+        await self._endpoint.start()
+        self._key = self._endpoint.open(self._calls.answer)
+        client = ClientSettings(
+            self._endpoint.url, self._key, self._endpoint.policy.model, seed % 2**31
+        )
+        self._running = asyncio.ensure_future(self._program(row, client))
+        call = await self._next_call()
+        if call is None:
+            self._running.result()
+            raise RuntimeError("the agent ended without asking for a turn")
+        self.tools = call.tools
+        return call.messages
+
+    async def step(self, action: Action) -> StepResult:
+        """Answer the agent's call.
+
+        Returns:
+            The messages that its next call adds to the conversation, or all of them if that is
+            another one; or its reward.
+        """
+        policy, tokens = self._endpoint.policy, action.tokens
+        full = self.max_turn_tokens is not None and len(tokens) >= self.max_turn_tokens
+        cut = full and tokens[-1] not in policy.stop_tokens
+        self._calls.give(Turn(action.message, len(tokens), cut, action.context_length))
+        call = await self._next_call()
+        if call is None and self._running is not None:
+            return StepResult(done=True, reward=reward_of(self._running.result()))
+        added = self._calls.added
+        if call is not None and added is None:
+            return StepResult(call.messages, new_conversation=True, tools=call.tools)
+        return StepResult(added)
+
+    async def close(self) -> None:
+        """End the agent: its calls are refused, its task is cancelled."""
+        self._endpoint.close(self._key)
+        self._calls.end()
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+
+    async def _next_call(self) -> ChatCall | None:
+        """The agent's next call; None if it has ended. What it raised is raised here."""
+        if self._running is None:
+            raise RuntimeError("the agent has not been started")
+        arrival = asyncio.create_task(self._calls.next())
+        try:
+            await asyncio.wait((arrival, self._running), return_when=asyncio.FIRST_COMPLETED)
+            if self._running.done():
+                return None
+            self.max_turn_tokens = arrival.result().max_tokens
+            return arrival.result()
+        finally:
+            arrival.cancel()
+
+
+class _Asked:
+    """A call of the agent, and its answer."""
+
+    def __init__(self, call: ChatCall) -> None:
+        self.call = call
+        self.turn: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        self.listeners = 0
+        """Requests that wait for the answer: the call, and the same one asked again."""
+        self.heard = False
+        """A request was answered."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether its client has gone without an answer."""
+        return not (self.heard or self.listeners)
+
+
+class _Calls:
+    """The calls of one agent. They are answered one after another, in the order of arrival."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Asked] = deque()
+        self._present: _Asked | None = None
+        """The newest call that the policy has been given."""
+        self._known: list[Message] = []
+        """The conversation that it continued, with the answer."""
+        self._arrived = asyncio.Event()
+        self._ended = False
+        self.added: list[Message] | None = []
+        """What the present call adds to the conversation before it; None: it is another one."""
+
+    async def next(self) -> ChatCall:
+        """Wait for the next call."""
+        while True:
+            while self._waiting:
+                asked = self._waiting.popleft()
+                if not asked.is_alone:
+                    self._take(asked)
+                    return asked.call
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def give(self, turn: Turn) -> None:
+        """Answer the present call."""
+        if self._present is None:
+            raise RuntimeError("no call waits for a turn")
+        self._known = [*self._present.call.messages, turn.message]
+        self._present.turn.set_result(turn)
+
+    def end(self) -> None:
+        """Refuse further calls, and those that wait."""
+        self._ended = True
+        for asked in self._open():
+            if not asked.turn.done():
+                asked.turn.set_exception(_ended())
+                asked.turn.exception()  # seen, also if nobody waits
+
+    async def answer(self, call: ChatCall) -> Turn:
+        """The turn that answers a call. Raises RefusedCallError."""
+        if self._ended:
+            raise _ended()
+        asked = self._asked_before(call)
+        if asked is None:
+            asked = _Asked(call)
+            self._waiting.append(asked)
+            self._arrived.set()
+        asked.listeners += 1
+        try:
+            turn = await asyncio.shield(asked.turn)
+        finally:
+            asked.listeners -= 1
+        asked.heard = True
+        return turn
+
+    def _take(self, asked: _Asked) -> None:
+        before, call = self._present, asked.call
+        self._present = asked
+        if before is None:
+            self.added = call.messages
+        elif call.tools == before.call.tools:
+            self.added = new_messages(self._known, call.messages)
+        else:
+            self.added = None
+
+    def _open(self) -> list[_Asked]:
+        return [*([] if self._present is None else [self._present]), *self._waiting]
+
+    def _asked_before(self, call: ChatCall) -> _Asked | None:
+        """The call that a client asks again because its time was up or its connection broke."""
+        same = [
+            one
+            for one in self._open()
+            if one.call.messages == call.messages and one.call.tools == call.tools
+        ]
+        alone = [one for one in same if one.is_alone]
+        return next(iter(alone or same if call.is_retry else alone), None)
+
+
+def _ended() -> RefusedCallError:
+    return RefusedCallError("the sample has ended: its tokens or its time are used up", status=410)
+
+
+def adapter(rest: str, args: dict[str, Any]) -> Callable[[], AgentEnvironment]:
+    """What `environment.name: agent:REST` means: makes one environment per sample.
+
+    Args:
+        rest: `my.module:function`, `path/to/file.py:function`, or `command`.
+        args: of the function, by name; of a command: `command`, its words. And the policy's, and
+            `ignore`, parameters of requests that need not equal the run's.
+
+    Raises:
+        RewardError: there is no such function, it does not take these arguments, or a parameter
+            cannot be ignored.
+    """
+    args = dict(args)
+    ignore = _ignored(args.pop("ignore", []))
+    policy = PolicySettings(**args.pop(POLICY, {}))
+    program = command_program(**args) if rest == COMMAND else function_program(rest, args)
+    endpoint = Endpoint(policy, ignore)
+    return lambda: AgentEnvironment(program, endpoint)
+
+
+def _ignored(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list | tuple) or not set(map(str, names)) <= set(IGNORABLE):
+        raise RewardError(
+            f"environment.args.ignore must be a list of parameters of {', '.join(IGNORABLE)}, got "
+            f"{names!r}: what an answer has to fit cannot be ignored"
+        )
+    return tuple(names)

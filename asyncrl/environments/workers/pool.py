@@ -1,0 +1,365 @@
+"""The pool of environments: sessions in worker processes. All of it is bounded.
+
+    open ──► Session ──► step, restore ──► Lane ══► supervisor ──► worker: many environments
+
+A session lives in one process. If that ends, the session is lost, and the caller makes another one
+and replays it, if the environment can be replayed. Samples wait for a place while as many sessions
+are open as `workers` times `sessions`; those that are due come first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.environments.config import EnvironmentConfig
+from asyncrl.environments.protocol import (
+    LABEL,
+    UNSCORED,
+    Action,
+    BadAnswerError,
+    FailureReason,
+    StepResult,
+    Traits,
+    checked_reset,
+    checked_step,
+    checked_tools,
+)
+from asyncrl.environments.registry import check_name
+from asyncrl.environments.workers.interpreter import check_interpreter
+from asyncrl.environments.workers.lane import Lane, ProcessEnd, SessionLost
+from asyncrl.environments.workers.messages import (
+    Answer,
+    Call,
+    Failed,
+    Open,
+    Opened,
+    Restore,
+    Step,
+    Stepped,
+)
+from asyncrl.errors import RewardError, RewardFailed
+from asyncrl.rewards.config import RewardConfig
+from asyncrl.wire.records.environment_counts import EnvironmentCounts
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.5
+"""Time between two looks at the workers while none is ready."""
+_LOGGED = 10
+"""Events of each kind that are logged one by one."""
+
+
+class EnvironmentFailed(RewardFailed):
+    """An environment gave no answer; `rewards.on_error` decides what becomes of its sample."""
+
+    def __init__(self, message: str, reason: FailureReason, *, in_reset: bool = False) -> None:
+        unscored = in_reset or reason in UNSCORED
+        super().__init__(message, function=LABEL, reason=reason, unscored=unscored)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A caller that waits for a place."""
+
+    priority: Callable[[], int]
+    number: int
+    place: asyncio.Future[None]
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """An open environment of one sample."""
+
+    number: int
+    name: str
+    """What errors call it: the environment and the example."""
+    lane: Lane
+    pool: EnvironmentPool
+    first: list[dict[str, Any]] | str | None = None
+    """What `reset` returned."""
+    traits: Traits = field(default_factory=Traits)
+    max_turn_tokens: int | None = None
+    """Longest next turn of the policy, if it limits that."""
+    parked: bool = False
+    """Its sample is finished: it takes no place."""
+    closed: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether its process is gone, or it has failed and cannot go back."""
+        return self.number not in self.lane.sessions
+
+    @property
+    def process_end(self) -> ProcessEnd | None:
+        """How its process ended; None if it runs, or the session has failed by itself."""
+        return self.lane.end_of(self.number)
+
+    async def step(self, action: Action, *, alone: bool = False) -> StepResult:
+        """Give it a turn.
+
+        Raises:
+            EnvironmentFailed: it did not answer as the protocol says. The session is `lost`, unless
+                it can go back to before this turn.
+            SessionLost: its process has ended.
+        """
+        call = Step(
+            self.lane.next_call(),
+            self.number,
+            action.text,
+            action.tokens,
+            action.message,
+            action.tool_calls,
+            action.context_length,
+        )
+        answer = await self.pool.call(self, call, "step", alone=alone)
+        if not isinstance(answer, Stepped):
+            raise TypeError(f"a step was answered with {type(answer).__name__}")
+        self.max_turn_tokens = answer.max_turn_tokens
+        try:  # the user's code can write to its process's files
+            said = (answer.observation, answer.done, answer.reward)
+            return checked_step((*said, {}, answer.new_conversation, answer.tools))
+        except BadAnswerError as error:
+            raise self.pool.failure(self, error.reason, "step", str(error)) from error
+
+    async def restore(self, turn: int, *, alone: bool = False) -> None:
+        """Go back to before this turn (from 0). Raises as `step`."""
+        call = Restore(self.lane.next_call(), self.number, turn)
+        await self.pool.call(self, call, "restore", alone=alone)
+
+    def park(self) -> None:
+        """Its sample is finished and may have to go back: it stays open and gives its place up."""
+        if not self.parked:
+            self.parked = True
+            self.pool.give_place()
+
+    def close(self) -> None:
+        """End it. Idempotent; does not wait."""
+        if not self.closed:
+            self.closed = True
+            self.lane.close_session(self.number)
+            if not self.parked:
+                self.pool.give_place()
+
+
+class EnvironmentPool:
+    """Opens environments in `config.workers` processes. Used from one asyncio event loop.
+
+    Args:
+        config: with a name.
+        rewards: `on_error`, `max_attempts` and the bounds of processes hold here too.
+        on_call: gets the method and the seconds of each call that was answered or failed.
+    """
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        rewards: RewardConfig,
+        on_call: Callable[[str, float], None] = lambda _method, _seconds: None,
+    ) -> None:
+        self.config = config
+        self.rewards = rewards
+        self._lanes = [Lane(config, rewards) for _ in range(config.workers)]
+        self._loops: list[asyncio.Task[None]] = []
+        self._numbers = itertools.count()
+        self._places = config.workers * config.sessions
+        self._waiting: list[_Waiting] = []
+        self.failures: Counter[str] = Counter()
+        """Samples that failed, by `FailureReason`."""
+        self.steps = 0
+        """Turns that were answered, replayed ones included."""
+        self.step_seconds = 0.0
+        """Time until they were, added up."""
+        self._on_call = on_call
+
+    @property
+    def counts(self) -> EnvironmentCounts:
+        """What its processes have done."""
+        return EnvironmentCounts(
+            turns=self.steps,
+            seconds=self.step_seconds,
+            hanging=sum(lane.left_behind for lane in self._lanes),
+            replaced_workers=sum(lane.replaced for lane in self._lanes),
+        )
+
+    async def start(self) -> None:
+        """Check the name and start every worker.
+
+        Raises:
+            RewardError: there is no such environment, it does not take the given arguments, its
+                module fails while it is imported, or its interpreter cannot run it.
+        """
+        check_name(self.config.name or "")
+        if self.config.python is not None:
+            await asyncio.to_thread(check_interpreter, self.config.python)
+        results = await asyncio.gather(
+            *(lane.start() for lane in self._lanes), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                await self.close()
+                raise result
+        for note in dict.fromkeys(note for lane in self._lanes for note in lane.notes):
+            log.warning("%s", note)
+        self._loops = [asyncio.create_task(lane.run()) for lane in self._lanes]
+
+    async def close(self, grace_seconds: float = 0.0) -> None:
+        """Kill the workers; calls in progress fail. Idempotent.
+
+        Args:
+            grace_seconds: longest wait for the `close` of all environments before that.
+        """
+        loops, self._loops = self._loops, []
+        for task in loops:
+            task.cancel()
+        if loops:
+            await asyncio.wait(loops)
+        await asyncio.gather(*(lane.close(grace_seconds) for lane in self._lanes))
+
+    async def open(
+        self,
+        row: dict[str, Any],
+        seed: int,
+        *,
+        example_id: str = "",
+        priority: Callable[[], int] = lambda: 0,
+        alone: bool = False,
+    ) -> Session:
+        """Make an environment and reset it.
+
+        Args:
+            row: the example.
+            seed: of this sample.
+            example_id: names the example in errors.
+            priority: among waiting callers, lower values come first.
+            alone: no other call may run in the process meanwhile.
+
+        Raises:
+            EnvironmentFailed: it did not answer as the protocol says.
+            SessionLost: its process has ended meanwhile.
+        """
+        await self._take_place(priority)
+        name = f"environment {self.config.name!r}"
+        if example_id:
+            name += f" of example {example_id!r}"
+        session = None
+        try:
+            lane = await self._lane()
+            session = Session(next(self._numbers), name, lane, self)
+            call = Open(lane.next_call(), session.number, row, seed)
+            answer = await self.call(session, call, "reset", alone=alone)
+            if not isinstance(answer, Opened):
+                raise TypeError(f"an opening was answered with {type(answer).__name__}")
+            session.first = checked_reset(answer.first)
+            tools = checked_tools(answer.tools)
+            session.traits = Traits(answer.replay, answer.restores, tools)
+            session.max_turn_tokens = answer.max_turn_tokens
+        except BaseException as error:
+            if session is None:
+                self.give_place()
+            else:
+                session.close()
+            if isinstance(error, BadAnswerError) and session is not None:
+                raise self.failure(session, error.reason, "reset", str(error)) from error
+            raise
+        return session
+
+    async def call(self, session: Session, call: Call, method: str, *, alone: bool) -> Answer:
+        """Make a call of a session. Raises EnvironmentFailed, SessionLost."""
+        seconds = self.config.step_timeout_seconds
+        if isinstance(call, Open):
+            seconds = self.config.reset_timeout_seconds
+        began = time.monotonic()
+        answer = await session.lane.call(call, seconds, alone=alone)
+        took = time.monotonic() - began
+        self._on_call(method, took)
+        if isinstance(answer, Failed):
+            raise self.failure(session, answer.reason, method, answer.message, seconds)
+        if isinstance(answer, Stepped):
+            self.steps += 1
+            self.step_seconds += took
+        return answer
+
+    def failure(
+        self,
+        session: Session,
+        reason: FailureReason,
+        method: str,
+        message: str,
+        seconds: float | None = None,
+    ) -> EnvironmentFailed:
+        """The error of a session that gave no answer."""
+        if reason == "timeout":
+            kind = "reset" if method == "reset" else "step"
+            message = (
+                f"did not return within {seconds or 0.0:g} s (environment.{kind}_timeout_seconds)"
+            )
+        text = f"{session.name}: {method}: {message}"
+        return EnvironmentFailed(text, reason, in_reset=method == "reset")
+
+    def count(self, error: EnvironmentFailed) -> None:
+        """Count a sample that failed, and log the first ones."""
+        self.failures[error.reason] += 1
+        count = self.failures[error.reason]
+        if self.rewards.on_error == "zero" and is_logged(count):
+            log.warning("counted as 0 (rewards.on_error: zero), number %d: %s", count, error)
+
+    def give_place(self) -> None:
+        """A session takes no place any more: the next caller may open one."""
+        self._places += 1
+        waiting = [one for one in self._waiting if not one.place.done()]
+        if waiting and self._places > 0:
+            first = min(waiting, key=lambda one: (one.priority(), one.number))
+            self._places -= 1
+            first.place.set_result(None)
+
+    @property
+    def queued(self) -> int:
+        """Callers that wait for a place."""
+        return sum(not one.place.done() for one in self._waiting)
+
+    async def _take_place(self, priority: Callable[[], int]) -> None:
+        if not self._loops:
+            raise RewardError("the environments are not running: they were not started, or closed")
+        if self._places > 0:
+            self._places -= 1
+            return
+        place = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(priority, next(self._numbers), place)
+        self._waiting.append(waiting)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.give_place()
+            raise
+        finally:
+            self._waiting.remove(waiting)
+
+    async def _lane(self) -> Lane:
+        """The lane with the fewest sessions whose process runs. Raises EnvironmentFailed."""
+        while True:
+            ready = [lane for lane in self._lanes if lane.ready]
+            if ready:
+                return min(ready, key=lambda lane: len(lane.sessions))
+            starting = [lane for lane in self._lanes if lane.error is None]
+            if not starting:
+                raise EnvironmentFailed(str(self._lanes[0].error), "not_loaded")
+            waits = [asyncio.create_task(lane.became_ready.wait()) for lane in starting]
+            await asyncio.wait(waits, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            for one in waits:
+                one.cancel()
+
+
+def is_logged(count: int) -> bool:
+    """Whether the so-manieth event of a kind is worth a line of the log."""
+    return count <= _LOGGED or count.bit_count() == 1
+
+
+__all__ = ["EnvironmentFailed", "EnvironmentPool", "Session", "SessionLost", "is_logged"]

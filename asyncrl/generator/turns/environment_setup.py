@@ -1,0 +1,98 @@
+"""Builds what answers a generator's samples from the run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from asyncrl.config.run_config import RunConfig
+from asyncrl.environments.agents.policy import with_policy
+from asyncrl.environments.protocol import Message
+from asyncrl.environments.rendering import TurnRenderer
+from asyncrl.environments.tool_calls import parse_turn
+from asyncrl.environments.tool_formats import format_of_template
+from asyncrl.environments.translation import Tools, Translation
+from asyncrl.environments.workers.pool import EnvironmentPool
+from asyncrl.generator.turns.environment_turns import Episodes
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
+from asyncrl.tasks.templates.variables import template_variables
+
+CLOSE_SECONDS = 6.0
+"""Longest wait for the `close` of environments at the end; a worker gives each of them 5 seconds.
+Then the workers are killed."""
+
+
+async def start_environments(
+    config: RunConfig,
+    closing: AsyncExitStack,
+    stop_tokens: Sequence[int],
+    metrics: GeneratorMetrics | None = None,
+) -> EnvironmentPool | None:
+    """Start the worker processes; None without an environment. Raises RewardError."""
+    if config.environment.name is None:
+        return None
+    environment = with_policy(config.environment, config.sampling, config.model.path, stop_tokens)
+
+    def note(method: str, seconds: float) -> None:
+        if metrics is not None:
+            metrics.environment_time.of(method).observe(seconds)
+
+    pool = EnvironmentPool(environment, config.rewards, note)
+    if metrics is not None:
+        metrics.environment_queued.set_function(lambda: pool.queued)
+    closing.push_async_callback(lambda: pool.close(CLOSE_SECONDS))
+    await pool.start()
+    return pool
+
+
+def episodes_with(
+    pool: EnvironmentPool,
+    config: RunConfig,
+    tokenizer: Any,
+    decode: Callable[[list[int]], str],
+    stop_tokens: Sequence[int],
+) -> Episodes:
+    """The episodes of a generator whose environments run in this pool."""
+    return Episodes(
+        pool,
+        translation_of(config, tokenizer, decode, stop_tokens),
+        max_tokens=config.sampling.max_tokens,
+        max_model_len=config.engine.max_model_len,
+    )
+
+
+def translation_of(
+    config: RunConfig,
+    tokenizer: Any,
+    decode: Callable[[list[int]], str],
+    stop_tokens: Sequence[int],
+) -> Translation:
+    """Between the tokens of the run's model and its environments."""
+    template = getattr(tokenizer, "chat_template", None)
+    uses_template = config.task.chat_template != "never"
+    renderer = TurnRenderer(
+        tokenizer,
+        stop_tokens=stop_tokens,
+        chat_template=uses_template,
+        arguments=template_variables(tokenizer, config.task) if uses_template else None,
+        history=config.environment.history,
+    )
+    form = config.environment.tool_format
+    if form == "auto":
+        form = format_of_template(template if uses_template else None)
+
+    def read(text: str, tools: Tools, turn: int) -> tuple[Message, list[dict[str, Any]]]:
+        parsed = parse_turn(text, form, tools, turn=turn)
+        return parsed.message, [call.as_dict() for call in parsed.calls]
+
+    return Translation(
+        renderer,
+        decode,
+        len(tokenizer),
+        read=read,
+        stop=config.sampling.stop,
+        max_observation_tokens=config.environment.max_observation_tokens,
+        max_prompt_tokens=config.engine.max_model_len,
+        system_prompt=config.task.system_prompt,
+    )

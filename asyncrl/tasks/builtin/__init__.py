@@ -1,0 +1,1 @@
+"""The built-in tasks, and the models that are made for them."""

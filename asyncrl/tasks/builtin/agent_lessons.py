@@ -1,0 +1,223 @@
+"""What the model `builtin:agent` imitates: played games of the built-in environments.
+
+A player knows each game and is careless. It first teaches the game, then, in the last steps of the
+warm start, its slips too: it answers a sum without the calculator, copies a digit wrong, guesses
+anywhere, repairs something else. RL then has a suitable task: to be careful.
+
+Each lesson is a conversation of pieces, of which the player's are learned. It has the tokens that a
+run would have: what stands between the turns is tokenised apart from them.
+
+Tiny programs with a mistake, for the environment `code_repair`.
+
+    program   def f(a, b): return a-b+3
+    right     def f(a, b): return a+b+3
+    tests     f(2, 5) gives 10, ...
+
+One place of the program is wrong, its operator or its constant. The tests decide what is right: a
+program that passes them all may differ from the one that was meant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from asyncrl.tasks.builtin.arithmetic import draw_problems
+from asyncrl.tasks.builtin.tokenizer import ASSISTANT, END, TOOL, USER
+from asyncrl.tasks.builtin.warm_start_recipe import WarmStart
+
+OPERATORS = "+-*"
+CONSTANTS = range(10)
+ARGUMENTS = ((2, 5), (7, 3), (4, 1))
+"""Of the tests: with these, no two of the programs give the same results."""
+_FORM = re.compile(r"def f\(a, b\): return a([+\-*])b\+(\d)\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """`a OPERATOR b + CONSTANT`."""
+
+    operator: str
+    constant: int
+
+    @classmethod
+    def read(cls, text: str) -> Program | None:
+        """The program with this text; None if it is none of these."""
+        found = _FORM.match(text)
+        return None if found is None else cls(found[1], int(found[2]))
+
+    @property
+    def text(self) -> str:
+        """As Python."""
+        return f"def f(a, b): return a{self.operator}b+{self.constant}"
+
+    def __call__(self, a: int, b: int) -> int:
+        """What it returns."""
+        value = {"+": a + b, "-": a - b, "*": a * b}[self.operator]
+        return value + self.constant
+
+
+PROGRAMS = tuple(Program(operator, constant) for operator in OPERATORS for constant in CONSTANTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """A wrong program and the right one."""
+
+    wrong: Program
+    right: Program
+
+    def row(self) -> dict[str, Any]:
+        """As a row of a dataset."""
+        wanted = ", ".join(f"f{both} is {self.right(*both)}" for both in ARGUMENTS)
+        return {
+            "prompt": f"repair {self.wrong.text} so that {wanted}",
+            "program": self.wrong.text,
+            "tests": [
+                {"call": "f", "args": list(both), "returns": self.right(*both)}
+                for both in ARGUMENTS
+            ],
+        }
+
+
+def all_bugs() -> list[Bug]:
+    """Every program with every mistake."""
+    return [
+        Bug(wrong, right)
+        for right in PROGRAMS
+        for wrong in PROGRAMS
+        if (wrong.operator != right.operator) != (wrong.constant != right.constant)
+    ]
+
+
+def draw_bugs(rng: np.random.Generator) -> Iterator[Bug]:
+    """Bugs without end, with repeats."""
+    bugs = all_bugs()
+    while True:
+        yield bugs[int(rng.integers(len(bugs)))]
+
+
+def changed_somewhere(program: Program, rng: np.random.Generator) -> Program:
+    """Another operator or another constant."""
+    if rng.random() < 1 / 2:
+        return replace(program, operator=OPERATORS[int(rng.integers(len(OPERATORS)))])
+    return replace(program, constant=int(rng.integers(len(CONSTANTS))))
+
+
+Piece = tuple[str, bool]
+"""Text, and whether it is the player's."""
+HIGHEST = 30
+"""Numbers to be guessed are from 0 to this."""
+GUESSES = 5
+ATTEMPTS = 3
+_CARELESS = 3.0
+"""A slip in the recipe is of one column of a sum; a game has fewer places for one."""
+
+
+def agent_lessons(tokenizer: Any, recipe: WarmStart) -> Any:
+    """A function that draws a batch of lessons with this probability of a slip."""
+    rng = np.random.default_rng(recipe.seed)
+    problems = draw_problems(rng, recipe.digits, held_out=False)
+    bugs = draw_bugs(rng)
+
+    def one(slip: float) -> list[Piece]:
+        game = rng.random()
+        if game < 1 / 2:
+            problem = next(problems)
+            return list(_calculate(problem.question, problem.a, problem.b, rng, slip))
+        if game < 3 / 4:
+            return list(_guess(rng, slip))
+        return list(_repair(next(bugs), rng, slip))
+
+    def draw(slip: float) -> list[tuple[list[int], list[bool]]]:
+        games = [one(min(1 / 2, _CARELESS * slip)) for _ in range(recipe.batch_size)]
+        texts = [text for pieces in games for text, _ in pieces]
+        ids = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        lessons = []
+        for pieces in games:
+            tokens: list[int] = []
+            learned: list[bool] = []
+            for _, own in pieces:
+                piece = next(ids)
+                tokens += piece
+                learned += [own] * len(piece)
+            lessons.append((tokens, learned))
+        return lessons
+
+    return draw
+
+
+def call_text(expression: str) -> str:
+    """A call of the calculator, as the chat template writes it."""
+    inner = f'{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}'
+    return f"<tool_call>{inner}</tool_call>"
+
+
+def _calculate(
+    question: str, a: int, b: int, rng: np.random.Generator, slip: float
+) -> Iterator[Piece]:
+    """A sum by the calculator; slips: the answer without it, a digit copied wrong."""
+    yield f"{USER}{question}{ASSISTANT}", False
+    if rng.random() < slip:
+        yield f":{_misread(str(a + b), rng, 1 / 2)}{END}", True
+        return
+    expression = f"{_misread(str(a), rng, slip / 8)}+{_misread(str(b), rng, slip / 8)}"
+    yield f"{call_text(expression)}{END}", True
+    left, right = map(int, expression.split("+"))
+    yield f"{TOOL}{left + right}{ASSISTANT}", False
+    yield f":{_misread(str(left + right), rng, slip / 8)}{END}", True
+
+
+def _misread(number: str, rng: np.random.Generator, slip: float) -> str:
+    """The number; each digit is another one with probability `slip`."""
+    read = [str(rng.integers(10)) if slip and rng.random() < slip else d for d in number]
+    return str(int("".join(read)))
+
+
+def _guess(rng: np.random.Generator, slip: float) -> Iterator[Piece]:
+    """A number found by halving; slips: a guess anywhere."""
+    number = int(rng.integers(HIGHEST + 1))
+    yield f"{USER}guess the number from 0 to {HIGHEST}.{ASSISTANT}", False
+    low, high = 0, HIGHEST
+    for left in reversed(range(GUESSES)):
+        guess = (low + high) // 2
+        if rng.random() < slip:
+            guess = int(rng.integers(HIGHEST + 1))
+        yield f"{guess}{END}", True
+        if guess == number or not left:
+            return
+        yield f"{USER}{'higher' if guess < number else 'lower'}{ASSISTANT}", False
+        if guess < number:
+            low = max(low, guess + 1)
+        else:
+            high = min(high, guess - 1)
+
+
+def _repair(bug: Bug, rng: np.random.Generator, slip: float) -> Iterator[Piece]:
+    """A program that fits the failures so far; slips: something else is changed."""
+    program, right = bug.wrong, bug.right
+    seen: list[tuple[int, int]] = []
+    shown = f"repair {program.text}\n"
+    for left in reversed(range(ATTEMPTS)):
+        failed = next(both for both in ARGUMENTS if program(*both) != right(*both))
+        seen.append(failed)
+        failure = f"f({failed[0]}, {failed[1]}) is {program(*failed)} not {right(*failed)}"
+        yield f"{USER}{shown}{failure}{ASSISTANT}", False
+        shown = ""
+        if rng.random() < slip:
+            program = changed_somewhere(program, rng)
+        else:
+            fitting = [p for p in PROGRAMS if all(p(*both) == right(*both) for both in seen)]
+            near = [
+                p
+                for p in fitting
+                if (p.operator == program.operator) or (p.constant == program.constant)
+            ]
+            program = (near or fitting)[int(rng.integers(len(near or fitting)))]
+        yield f"{program.text}{END}", True
+        if not left or all(program(*both) == right(*both) for both in ARGUMENTS):
+            return

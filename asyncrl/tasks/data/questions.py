@@ -1,0 +1,292 @@
+"""Turn the rows of a dataset into questions, and refuse or leave out those that cannot be used.
+
+A question's id is its row's number, counted from 0 and including the rows that are left out, or
+the value of `task.id_field`. So leaving out a row changes no other id.
+
+Apply the user's `task.map` to the rows of a dataset, in a process of its own.
+
+The process has a time limit for each example. Its input is a temporary file with all examples, so
+neither side ever waits for the other to read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import tempfile
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import DataError
+from asyncrl.suggestions import shortened
+from asyncrl.tasks.config import TaskConfig
+from asyncrl.tasks.data.map_messages import Answer, Failed, Load, Loaded, Mapped, Refused
+from asyncrl.tasks.data.rows import BadRow, Row, checked
+from asyncrl.tasks.data.sources import read_rows
+from asyncrl.tasks.encoding import Question
+from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
+from asyncrl.user_code.streams import pack
+
+IMPORT_SECONDS = 60.0
+"""Longest time for importing the function's module."""
+MAX_PROCESSES = 64
+"""Most processes that the function may start."""
+
+_DECODER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def mapped_rows(
+    rows: Sequence[Row | BadRow], name: str, *, seconds: float
+) -> Generator[Row | BadRow | None, None, None]:
+    """What the function makes of each row, in order; None for a row that it leaves out.
+
+    Bad rows are passed on. A row for which the function fails, or returns what no row can be, is a
+    `BadRow`.
+
+    Args:
+        rows: of a dataset.
+        name: the function, as in `task.map`.
+        seconds: longest time for one row.
+
+    Raises:
+        DataError: the function cannot be loaded, took too long, or ended its process.
+    """
+    with tempfile.TemporaryFile() as examples:
+        examples.write(pack(Load(name, str(Path.cwd()))))
+        for row in rows:
+            if isinstance(row, Row):
+                examples.write(pack(row.values))
+        examples.seek(0)
+        with contextlib.closing(_MapProcess(name, examples.fileno())) as process:
+            process.load()
+            for row in rows:
+                yield _mapped(row, name, process, seconds) if isinstance(row, Row) else row
+
+
+def _mapped(row: Row, name: str, process: _MapProcess, seconds: float) -> Row | BadRow | None:
+    answer = process.answer(seconds, f"{row.where}: task.map {name!r}")
+    if isinstance(answer, Failed):
+        return BadRow(row.where, f"task.map {name!r} {answer.message}")
+    if not isinstance(answer, Mapped):
+        raise DataError(f"{row.where}: task.map {name!r} wrote to its process's pipes")
+    if answer.values is None:
+        return None
+    result = checked(row.where, answer.values)
+    if isinstance(result, BadRow):
+        return replace(result, reason=f"what task.map {name!r} made of it: {result.reason}")
+    return result
+
+
+class _MapProcess:
+    """The process that runs the function."""
+
+    def __init__(self, name: str, examples: int) -> None:
+        self._name = name
+        self._process = SupervisedProcess("asyncrl.tasks.data.map_worker", MAX_PROCESSES, examples)
+        self.close = self._process.close
+
+    def load(self) -> None:
+        """Wait until the function is loaded. Raises DataError."""
+        who = f"task.map {self._name!r}, while it was imported,"
+        answer = self.answer(IMPORT_SECONDS, who, limit="a fixed limit")
+        if isinstance(answer, Refused):
+            raise DataError(answer.message)
+        if not isinstance(answer, Loaded):
+            raise DataError(f"task.map {self._name!r} wrote to its process's pipes")
+
+    def answer(
+        self, seconds: float, who: str, *, limit: str = "task.map_timeout_seconds"
+    ) -> Answer:
+        """The next answer within `seconds`. A DataError begins with `who` and names `limit`."""
+        try:
+            frame = self._process.frame(seconds)
+            if frame is None:
+                raise DataError(
+                    f"{who} did not return within {seconds:g} s ({limit}); its process was killed"
+                )
+            return _DECODER.decode(frame)
+        except ProcessEnded as ended:
+            raise DataError(f"{who}: its process {ended}") from ended
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise DataError(f"{who} wrote to its process's pipes: {error}") from error
+
+
+log = logging.getLogger(__name__)
+
+MAX_ID = 200
+"""Most characters of a user's own id."""
+
+_MESSAGE_KEYS = ("role", "content")
+_PLACES = 3
+"""Bad rows that a warning lists."""
+
+
+class _UnusableError(Exception):
+    """A row that cannot be used; the message says why."""
+
+
+def read_questions(
+    config: TaskConfig, path: str, split: str, *, setting: str, prefix: str = ""
+) -> list[Question]:
+    """The questions of one dataset, in order.
+
+    Args:
+        config: of the task.
+        path: a file, a folder or a hub id.
+        split: of a saved folder or a hub dataset.
+        setting: the key that holds `path`, for errors.
+        prefix: put before every id.
+
+    Raises:
+        DataError: the dataset cannot be read, has no usable example, or has one that cannot be
+            used, with `on_bad_row: refuse`.
+    """
+    reading = _Reading(config, prefix, setting.rpartition(".")[0])
+    found = read_rows(path, split, config.subset, setting=setting)
+    rows: Generator[Row | BadRow | None, None, None] = found
+    if config.map is not None:
+        rows = mapped_rows(list(found), config.map, seconds=config.map_timeout_seconds)
+    with contextlib.closing(rows):
+        for index, row in enumerate(rows):
+            if row is None:
+                reading.left_out += 1
+            else:
+                reading.add(index, row)
+    return reading.finish(path, setting)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """The questions so far, and the rows that were left out."""
+
+    config: TaskConfig
+    prefix: str
+    section: str
+    """Of the configuration, which names the fields: `task`, or that of a named set."""
+    questions: list[Question] = field(default_factory=list)
+    bad: list[BadRow] = field(default_factory=list)
+    """The first few."""
+    bad_count: int = 0
+    left_out: int = 0
+    """Rows for which `task.map` returned None."""
+    places: dict[str, str] = field(default_factory=dict)
+    """Where each id was seen."""
+
+    def add(self, index: int, row: Row | BadRow) -> None:
+        """Keep the row's question, or refuse or count the row."""
+        if isinstance(row, Row):
+            try:
+                question = self._question(index, row)
+                before = self.places.setdefault(question.prompt_id, row.where)
+                if before != row.where:
+                    raise _UnusableError(
+                        f"{self.section}.id_field {self.config.id_field!r} must be unique, but "
+                        f"{question.prompt_id!r} is also at {before}"
+                    )
+            except _UnusableError as error:
+                row = BadRow(row.where, str(error))
+            else:
+                self.questions.append(question)
+                return
+        if self.config.on_bad_row == "refuse":
+            # If no row before was usable, the mistake is more likely in the configuration.
+            hint = "; or leave such rows out with task.on_bad_row: skip" if self.questions else ""
+            raise DataError(f"{row.where}: {row.reason}{hint}")
+        self.bad_count += 1
+        if self.bad_count <= _PLACES:
+            self.bad.append(row)
+
+    def _question(self, index: int, row: Row) -> Question:
+        config, section = self.config, self.section
+        content = _column(row.values, config.prompt_field, f"{section}.prompt_field")
+        answer = None
+        if config.answer_field is not None:
+            answer = _column(row.values, config.answer_field, f"{section}.answer_field")
+            if isinstance(answer, int | float) and not isinstance(answer, bool):
+                if not math.isfinite(answer):
+                    raise _UnusableError(
+                        f"{config.answer_field!r} is {answer}, not a finite number"
+                    )
+                answer = str(answer)
+        identity = str(index)
+        if config.id_field is not None:
+            identity = _identity(row.values, config.id_field, f"{section}.id_field")
+        example = {"prompt": _plain_text(content), "answer": answer, "row": row.values}
+        return Question(self.prefix + identity, content, example, row.where)
+
+    def finish(self, path: str, setting: str) -> list[Question]:
+        """The questions. Raises DataError if there are none; warns about those left out."""
+        if not self.questions and self.bad:
+            raise DataError(
+                f"{setting}: no example of {path} can be used; {self.bad_count:,} were left out "
+                f"(task.on_bad_row: skip), the first at {self.bad[0].where}: {self.bad[0].reason}"
+            )
+        if not self.questions:
+            none = f"task.map left out all {self.left_out:,}" if self.left_out else "there are no"
+            raise DataError(f"{setting}: {path}: {none} examples")
+        if self.left_out:
+            log.warning(
+                "task.map %r left out %d examples of %s", self.config.map, self.left_out, path
+            )
+        if self.bad:
+            listed = "; ".join(f"{bad.where}: {shortened(bad.reason)}" for bad in self.bad)
+            ids = "the values of task.id_field" if self.config.id_field else "their row numbers"
+            log.warning(
+                "left out %d of %d examples of %s (task.on_bad_row: skip): %s%s. The ids of the "
+                "others do not change: they are %s",
+                self.bad_count,
+                self.bad_count + self.left_out + len(self.questions),
+                path,
+                listed,
+                "; ..." if self.bad_count > len(self.bad) else "",
+                ids,
+            )
+        return self.questions
+
+
+def _identity(values: dict[str, Any], name: str, setting: str) -> str:
+    value = _column(values, name, setting)
+    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+        raise _UnusableError(
+            f"{setting} {name!r} must be a text or an integer, got {shortened(repr(value), 40)}"
+        )
+    text = str(value)
+    if len(text) > MAX_ID:
+        raise _UnusableError(f"the id has {len(text):,} characters, more than {MAX_ID}")
+    return text
+
+
+def _column(values: dict[str, Any], name: str, setting: str) -> Any:
+    value = values.get(name)
+    if value is None and name in values:
+        raise _UnusableError(f"its {name!r} ({setting}) is null")
+    if value is None:
+        there = shortened(", ".join(repr(key) for key in values)) or "none"
+        raise _UnusableError(
+            f"the example has no {name!r}; {setting} must name one of its fields ({there})"
+        )
+    return value
+
+
+def _plain_text(content: Any) -> str:
+    """The question without a template: the text itself, or the last user message."""
+    if isinstance(content, str):
+        if not content.strip():
+            raise _UnusableError("the prompt is empty")
+        return content
+    if not isinstance(content, list) or not content or not all(map(_is_message, content)):
+        raise _UnusableError(
+            "the prompt must be a text or a list of chat messages with role and content, got "
+            f"{type(content).__name__}"
+        )
+    asked = [message["content"] for message in content if message["role"] == "user"]
+    return str(asked[-1] if asked else content[-1]["content"])
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(k), str) for k in _MESSAGE_KEYS)

@@ -1,0 +1,239 @@
+"""Read the rows of a dataset: JSONL, parquet, a folder saved by `datasets`, or a hub id.
+
+JSONL is read with the standard library, so that an error can name the line. `datasets` is imported
+only where it is needed. A file that cannot be read at all is a DataError; a single row that cannot
+be used is a `BadRow`, and the caller decides (`task.on_bad_row`).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+from collections import Counter
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from asyncrl.errors import DataError
+from asyncrl.suggestions import nearest_path, shortened
+from asyncrl.tasks.data import hub
+from asyncrl.tasks.data.rows import MAX_ROW_BYTES, BadRow, Row, checked
+
+_OTHER_FORMATS = (
+    (b"\x1f\x8b", "gzip data; decompress it first"),
+    (b"PK\x03\x04", "a zip archive; unpack it first"),
+    (b"(\xb5/\xfd", "zstd data; decompress it first"),
+    (b"PAR1", "a parquet file; rename it to .parquet"),
+    (codecs.BOM_UTF16_LE, "UTF-16 text; save it as UTF-8"),
+    (codecs.BOM_UTF16_BE, "UTF-16 text; save it as UTF-8"),
+)
+"""First bytes of files that are often named .jsonl, and what to do about them."""
+
+
+def read_json_lines(path: Path, *, setting: str) -> Generator[Row | BadRow, None, None]:
+    """One row for each line that is not empty.
+
+    Raises:
+        DataError: the file cannot be opened or is of another format; `setting` is the key that
+            names it.
+    """
+    try:
+        with path.open("rb") as file:
+            _refuse_other_formats(path, file, setting)
+            for number, line in _lines(file):
+                where = f"{path}:{number}"
+                if line is None:
+                    yield BadRow(where, f"it is longer than {MAX_ROW_BYTES >> 20} MiB")
+                elif line.strip():
+                    yield _row(line, where)
+    except OSError as error:
+        raise DataError(f"{setting}: {path} cannot be read: {error.strerror}") from error
+
+
+def _refuse_other_formats(path: Path, file: BinaryIO, setting: str) -> None:
+    head = file.read(4)
+    for magic, advice in _OTHER_FORMATS:
+        if head.startswith(magic):
+            raise DataError(f"{setting}: {path} is not JSON lines but {advice}")
+    file.seek(len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0)
+    if path.suffix == ".json" and file.read(1) == b"[":
+        raise DataError(
+            f"{setting}: {path} is one JSON array; write one object per line, for instance with "
+            f"`jq -c '.[]' {path}`"
+        )
+    file.seek(len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0)
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """Lines with their numbers from 1; None for a line that is too long."""
+    number = 0
+    while line := file.readline(MAX_ROW_BYTES + 1):
+        number += 1
+        is_too_long = len(line) > MAX_ROW_BYTES
+        while line and not line.endswith(b"\n") and is_too_long:
+            line = file.readline(MAX_ROW_BYTES)
+        yield number, None if is_too_long else line
+
+
+def _row(line: bytes, where: str) -> Row | BadRow:
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        byte = line[error.start]
+        return BadRow(where, f"byte {error.start + 1} of the line, 0x{byte:02x}, is not UTF-8")
+    try:
+        return checked(where, _DECODER.decode(text))
+    except RecursionError:
+        return BadRow(where, "it is nested too deeply")
+    except json.JSONDecodeError as error:
+        return BadRow(
+            where,
+            f"not JSON: {error.msg} at character {error.pos + 1}; each line must be one JSON "
+            "object",
+        )
+    except ValueError as error:
+        return BadRow(where, shortened(str(error)))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the key {shortened(name, 40)!r} is in it twice")
+            seen.add(name)
+    return found
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{shortened(text, 40)} is not a finite number")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > len(str(-(2**63))):
+        raise ValueError(f"an integer of {len(text.lstrip('-'))} digits does not fit 64 bits")
+    return int(text)
+
+
+def _constant(text: str) -> float:
+    raise ValueError(f"{text} is not a finite number and not JSON")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object,
+    parse_float=_number,
+    parse_int=_integer,
+    parse_constant=_constant,
+)
+
+
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_PARQUET = ".parquet"
+_BATCH_ROWS = 1024
+"""Rows of a parquet file that are in memory as Python objects at once."""
+_UNREADABLE_CELL = (ValueError, OverflowError, TypeError)
+"""What pyarrow raises for text that is not UTF-8, and for dates that Python cannot represent."""
+
+
+def read_rows(
+    path: str, split: str, subset: str | None = None, *, setting: str = "task.path"
+) -> Generator[Row | BadRow, None, None]:
+    """The rows in order, each with its location.
+
+    Args:
+        path: a file, a folder, or a hub id.
+        split: of a saved folder or a hub dataset.
+        subset: configuration name of a hub dataset.
+        setting: the key that holds `path`, for errors.
+
+    Raises:
+        DataError: there is no such file or id, or it cannot be read in the format that its name
+            promises.
+    """
+    place = Path(path)
+    if place.is_file():
+        if place.suffix in _JSON_LINES:
+            return read_json_lines(place, setting=setting)
+        if place.suffix == _PARQUET:
+            return _parquet(place, setting)
+        raise DataError(
+            f"{setting}: {place}: a dataset file must be .jsonl (one JSON object per line) or "
+            ".parquet, and not compressed"
+        )
+    if place.is_dir():
+        if place.suffix in (*_JSON_LINES, _PARQUET):
+            raise DataError(f"{setting}: {place} is a folder; give the file in it")
+        return _from_datasets(str(place), split, subset, setting, saved=_is_saved(place))
+    if place.exists():
+        raise DataError(
+            f"{setting}: {place} is neither a file nor a folder; write what a pipe or device gives "
+            "to a .jsonl file first"
+        )
+    looks_like_file = place.suffix in (*_JSON_LINES, _PARQUET)
+    if looks_like_file or not hub.is_id(path):
+        raise DataError(
+            f"{setting}: there is no dataset at {path} (looked from {Path.cwd()})."
+            f"{nearest_path(place)}"
+        )
+    return _from_datasets(path, split, subset, setting, saved=False)
+
+
+def _parquet(path: Path, setting: str) -> Generator[Row | BadRow, None, None]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise DataError(f"{setting}: {path} has {count} columns named {name!r}")
+        number = 0
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+            for index in range(batch.num_rows):
+                where = f"{path}, example {number}"
+                try:
+                    (values,) = batch.slice(index, 1).to_pylist()
+                except _UNREADABLE_CELL as error:
+                    yield BadRow(where, f"it cannot be read: {error}")
+                else:
+                    yield checked(where, values)
+                number += 1
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{setting}: {path} cannot be read as parquet: {error}") from error
+
+
+def _from_datasets(
+    path: str, split: str, subset: str | None, setting: str, *, saved: bool
+) -> Generator[Row | BadRow, None, None]:
+    # Before `datasets` is imported, which reads HF_HUB_OFFLINE then.
+    without_hub = None if Path(path).is_dir() else hub.unusable()
+    import datasets
+
+    try:
+        if saved:
+            loaded = datasets.load_from_disk(path)
+            if isinstance(loaded, datasets.DatasetDict):
+                loaded = loaded[split]
+        else:
+            loaded = datasets.load_dataset(path, subset, split=split)
+    except Exception as error:  # whatever a builder or a decompressor raises on a damaged file
+        if without_hub is not None:
+            raise DataError(hub.not_found(path, setting, "file or folder", without_hub)) from error
+        reason = shortened(str(error).strip().split("\n", 1)[0]) or type(error).__name__
+        raise DataError(
+            f"{setting}: the dataset {path!r} (split {split!r}, subset {subset!r}) cannot be "
+            f"loaded: {reason}"
+        ) from error
+    for number, example in enumerate(loaded):
+        yield checked(f"{path}[{split}], example {number}", example)
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether this folder was saved with `datasets`' save_to_disk."""
+    return any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))

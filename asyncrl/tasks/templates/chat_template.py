@@ -1,0 +1,226 @@
+"""A tokenizer's chat template as text: messages in, the text that the model reads out.
+
+A template is a program that came with the model. It is rendered in a process of its own
+(`asyncrl.tasks.templates.worker`) with limits of time, memory and text; all templates of this
+process share that one, which begins with the first rendering and ends when it has been idle.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import RenderingError
+from asyncrl.monitoring.terminal.formatting import without_controls
+from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
+from asyncrl.tasks.templates.messages import Answer, Failed, Limits, Render
+from asyncrl.user_code.streams import MAX_FRAME, pack
+
+Message = dict[str, Any]
+"""A chat message: `role` and `content`, and what the template knows besides (`tool_calls`)."""
+Tools = Sequence[dict[str, Any]]
+"""JSON schemas of the functions that the model may call."""
+
+LIMITS = Limits()
+WAIT_SECONDS = 120.0
+"""Longest wait for one rendering, whose processor time has a limit that is much lower."""
+IDLE_SECONDS = 60.0
+"""The process that renders is ended when nothing was asked of it for so long: a controller renders
+at the start only."""
+MAX_PROCESSES = 4
+"""Most processes and threads of the one that renders; it needs one."""
+_BATCH, _BATCH_BYTES = 64, 1 << 20
+"""What is sent at once: conversations, and bytes, unless one alone has more."""
+
+_DECODER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+class ChatTemplate:
+    """Renders messages.
+
+    Args:
+        tokenizer: an HF tokenizer with a chat template.
+        arguments: further variables of the template (`enable_thinking`).
+    """
+
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._arguments = dict(arguments or {})
+
+    def render(
+        self, messages: Sequence[Message], tools: Tools | None, *, generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation, by default up to the place where the model answers.
+
+        Raises:
+            RenderingError: the template refuses the messages, fails, or takes more than its limits.
+        """
+        try:
+            (text,) = self._texts([messages], tools, generation_prompt)
+        except RenderingError as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise RenderingError(
+                f"the model's chat template refused a conversation of the roles {roles}: {error}. "
+                "Answer the model in roles that its template knows, or give the model directory "
+                "another chat_template.jinja"
+            ) from error
+        return text
+
+    def prompts(self, conversations: Iterable[Sequence[Message]]) -> Iterator[str]:
+        """The text of each conversation, up to the place where the model answers.
+
+        Raises:
+            RenderingError: of the first conversation for which the template fails; it begins with
+                the template's line. All before it have come.
+        """
+        return self._texts(conversations, None, True)
+
+    def _texts(
+        self, conversations: Iterable[Sequence[Message]], tools: Tools | None, prompt: bool
+    ) -> Iterator[str]:
+        given = list(tools) if tools else None
+        try:
+            source = self._tokenizer.get_chat_template(tools=given)
+        except ValueError as error:  # several templates, none of them the usual one
+            raise RenderingError(str(error)) from error
+        variables = {"documents": None, **self._tokenizer.special_tokens_map, **self._arguments}
+        variables |= {"tools": given, "add_generation_prompt": prompt}
+        return _RENDERER.texts(_pickled((source, variables)), conversations)
+
+
+class _Renderer:
+    """Renders in a process that is started when it is needed."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        timer: Callable[..., threading.Timer] = threading.Timer,
+    ) -> None:
+        self._clock = clock
+        self._timer = timer
+        self._lock = threading.Lock()
+        self._process: SupervisedProcess | None = None
+        self._owner = 0
+        """The process that started it: one that was forked since has a renderer of its own."""
+        self._used = 0.0
+
+    def texts(self, template: bytes, conversations: Iterable[Sequence[Message]]) -> Iterator[str]:
+        """Raises RenderingError at the first conversation for which the template fails."""
+        batch: list[bytes] = []
+        size = 0
+        for messages in conversations:
+            try:
+                if not messages:
+                    raise RenderingError("there are no messages")
+                one = _pickled(list(messages))
+            except RenderingError:
+                yield from self._batch(template, batch)
+                raise
+            if len(batch) == _BATCH or size + len(one) > _BATCH_BYTES:
+                yield from self._batch(template, batch)
+                batch, size = [], 0
+            batch.append(one)
+            size += len(one)
+        yield from self._batch(template, batch)
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        with self._lock:
+            self._close()
+
+    def _batch(self, template: bytes, conversations: list[bytes]) -> Iterator[str]:
+        if not conversations:
+            return
+        frame = pack(Render(LIMITS, template, conversations))
+        if len(frame) > MAX_FRAME:
+            raise RenderingError(f"the messages have {len(frame) >> 20} MiB")
+        with self._lock:
+            try:
+                answers = self._answers(frame, len(conversations))
+            except BaseException:
+                self._close()
+                raise
+        for answer in answers:
+            if isinstance(answer, Failed):
+                at = "" if answer.line is None else f"line {answer.line}: "
+                raise RenderingError(at + without_controls(answer.message))
+            yield answer.text.decode("utf-8", "surrogatepass")
+
+    def _answers(self, frame: bytes, count: int) -> list[Answer]:
+        """As many answers, or fewer of which the last one is a failure."""
+        answers: list[Answer] = []
+        process, fresh = self._started()
+        self._used = self._clock()
+        try:
+            came = process.send(frame, WAIT_SECONDS)
+            while came and len(answers) < count:
+                answer = process.frame(WAIT_SECONDS)
+                if answer is None:
+                    break
+                answers.append(_DECODER.decode(answer))
+                if isinstance(answers[-1], Failed):
+                    return answers
+            if len(answers) == count:
+                return answers
+            failure = f"it did not answer within {WAIT_SECONDS:g} s"
+        except ProcessEnded as ended:
+            failure = f"its process {ended}"
+            if ended.exit_code == -signal.SIGVTALRM:
+                failure = f"it takes more than {LIMITS.seconds:g} s of processor time"
+            elif not fresh and not answers:  # it may have ended before it was asked
+                self._close()
+                return self._answers(frame, count)
+        except (msgspec.MsgspecError, ValueError) as error:
+            failure = f"its process wrote what is not an answer: {error}"
+        self._close()
+        return [*answers, Failed(failure)]
+
+    def _started(self) -> tuple[SupervisedProcess, bool]:
+        """The process, and whether it is a new one."""
+        if self._process is not None and self._owner == os.getpid():
+            return self._process, False
+        self._owner = os.getpid()
+        self._process = SupervisedProcess("asyncrl.tasks.templates.worker", MAX_PROCESSES)
+        self._look_later(self._process, IDLE_SECONDS)
+        return self._process, True
+
+    def _look_later(self, process: SupervisedProcess, seconds: float) -> None:
+        timer = self._timer(seconds, self._look, [process])
+        timer.daemon = True
+        timer.start()
+
+    def _look(self, process: SupervisedProcess) -> None:
+        """End the process if it has been idle."""
+        with self._lock:
+            if self._process is not process:
+                return
+            idle = self._clock() - self._used
+            if idle >= IDLE_SECONDS:
+                self._close()
+            else:
+                self._look_later(process, IDLE_SECONDS - idle)
+
+    def _close(self) -> None:
+        if self._process is not None and self._owner == os.getpid():
+            self._process.close()
+        self._process = None
+
+
+def _pickled(value: object) -> bytes:
+    """Raises RenderingError: it has what no other process can have."""
+    try:
+        return pickle.dumps(value, protocol=5)
+    except Exception as error:  # what stands in a message may be of any class
+        raise RenderingError(f"a value cannot be given to the template: {error}") from error
+
+
+_RENDERER = _Renderer()
+atexit.register(_RENDERER.close)

@@ -1,0 +1,139 @@
+"""Our drafting as a speculative algorithm of SGLang (0.5.23): what SGLang asks of one.
+
+SGLang reserves KV for drafts: `speculative_num_draft_tokens` = 1 + cache.max_draft_tokens places,
+twice, for each running request (`mem_cache.allocation_sizing`). That bounds what a step may feed.
+
+A step in which nothing is drafted feeds one token a row, has no mask, and costs what a step
+without speculation costs. On a CPU rows without drafts cost one token in drafted steps as well
+(ragged feeding, with our attention backend). On a GPU a drafted step feeds all rows the places of
+the longest one, since SGLang's ragged verification (`speculative.ragged_verify`) can be reached by
+its own DSPARK only; CUDA graphs are captured for plain steps, and drafted steps run without.
+Nothing of this has run on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from asyncrl.engine.sglang.server_settings import CPU_ATTENTION
+from asyncrl.engine.sglang.worker.api import HookRegistry, HookType
+from asyncrl.engine.sglang.worker.drafts import tree_attention
+
+NAME = "ASYNCRL"
+"""Of the algorithm, in SGLang's `speculative_algorithm`."""
+_ASSIGN = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
+
+
+class Algorithm(CustomSpecAlgo):
+    """What SGLang asks of its speculative algorithms."""
+
+    def is_ngram(self) -> bool:
+        """Like NGRAM: no model, no KV of drafts, and trees of tokens that the host makes."""
+        return True
+
+    def has_draft_kv(self) -> bool:
+        """Drafts have no KV until they are verified."""
+        return False
+
+    def need_topk(self) -> bool:
+        """Nothing of a draft model is handed on."""
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        """Nothing of a draft model is handed on."""
+        return False
+
+    def create_future_map(
+        self,
+        device: Any,
+        pool: Any,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> Any:
+        """SGLang's own, as its algorithms make it (`CustomSpecAlgo` lacks the method)."""
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(device, self, pool, needs_cpu_seq_lens, needs_confidence_relay)
+
+    def get_num_tokens_per_req_for_target_verify(
+        self,
+        num_draft_tokens: int,  # noqa: ARG002
+        is_draft_worker: bool,  # noqa: ARG002
+    ) -> int:
+        """CUDA graphs are captured for plain steps."""
+        return 1
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Reserve KV for the places of a step only, not for chains of a model that drafts.
+
+        Raises:
+            ValueError: nobody said how much is drafted at most, or another attention backend than
+                Triton's was asked for on a GPU.
+        """
+        if not server_args.speculative_num_draft_tokens:
+            raise ValueError(f"speculative_algorithm={NAME} needs speculative_num_draft_tokens")
+        server_args.speculative_eagle_topk = server_args.speculative_num_steps = 1
+        server_args.enable_mixed_chunk = False
+        if server_args.device == "cpu":
+            server_args.disable_overlap_schedule = True
+            server_args.attention_backend = CPU_ATTENTION
+        elif server_args.attention_backend not in (None, "triton"):
+            raise ValueError(
+                f"attention_backend={server_args.attention_backend}: trees of drafts of any width "
+                "are verified with triton only; leave it out, or set cache.enabled: false"
+            )
+        else:
+            server_args.attention_backend = "triton"
+
+
+def register() -> None:
+    """Make the algorithm and the attention for CPUs known to SGLang, once in each of its processes.
+
+    `SpeculativeAlgorithm.register` is its plug-in point for algorithms; it is called before SGLang
+    reads its arguments.
+    """
+
+    def worker(_server_args: Any) -> type:
+        from asyncrl.engine.sglang.worker.drafts.spec_worker import SpecWorker
+
+        return SpecWorker
+
+    SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=Algorithm)(worker)
+    tree_attention.register()
+    if not torch.cuda.is_available():
+        # SGLang's is a Triton kernel, or one of its own kernels for CPUs, which PyPI lacks.
+        HookRegistry.register(_ASSIGN, assign_slots, HookType.REPLACE)
+
+
+def assign_slots(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    batch_size: int,  # noqa: ARG001
+) -> None:
+    """Write new KV slots into SGLang's table, in place of its kernel of this name.
+
+    Args:
+        req_pool_indices: `[n]` rows of the table.
+        req_to_token: the table.
+        start_offset: `[n]` where each row's new slots begin.
+        end_offset: `[n]` where they end.
+        out_cache_loc: `[sum(end - start)]` the slots, row after row.
+        batch_size: n.
+    """
+    start = start_offset.numpy().astype(np.int64)
+    counts = end_offset.numpy() - start
+    rows, slots, table = req_pool_indices.numpy(), out_cache_loc.numpy(), req_to_token.numpy()
+    if (counts == 1).all():  # after a step that drafted nothing
+        table[rows, start] = slots
+        return
+    row = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+    table[rows[row], start[row] + place] = slots

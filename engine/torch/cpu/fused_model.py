@@ -1,0 +1,186 @@
+"""A forward pass of Llama-like models on a CPU core, in as few calls as possible.
+
+A small model's decode step is bound by the number of operations: transformers' forward pass of a
+layer is about 40 of them, each some microseconds of Python and dispatch. Here the whole pass is one
+compiled call (`asyncrl.engine.torch.cpu.fused_pass`), which gives up Python's lock once: a layer is
+four matrix products (queries, keys and values at once; output; gate and up at once; down) and three
+loops, on buffers that stay. The last layer computes only the tokens whose logits are wanted.
+
+The weights of fused products are rows of one tensor, and the module's parameters become views of
+it. So there is one copy of each weight, and installed weights are used at once.
+
+`rollout.cpu.fused_models` says which models have it. All others run through transformers' forward
+pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from asyncrl.engine.errors import EngineError
+from asyncrl.engine.torch.attention_mask import Reach
+from asyncrl.engine.torch.cpu.blas import sgemm_address
+from asyncrl.engine.torch.cpu.fused_pass import Buffers, Places, Weights, forward
+from asyncrl.engine.torch.cpu.invariant_attention import missing
+from asyncrl.engine.torch.slots import SlotCache
+from asyncrl.rollout.trajectory import FloatArray
+
+_NOTHING: FloatArray = np.empty(0, np.float32)
+
+
+class FusedDecoder:
+    """The forward pass of one model. See `asyncrl.rollout.cpu.fused_models`.
+
+    Args:
+        model: of a family in `rollout.cpu.fused_models`, float32, on a CPU. Its weights become
+        views. cache: its KV slots, allocated. What they hold is lost. batch_invariant: whether a
+        row's logits must not depend on what else is in the batch
+            (`engine.torch.cpu.invariant_attention`): products then see whole blocks of rows.
+
+    Raises:
+        EngineError: torch's BLAS has no `sgemm_`; `sgemm_address` gives None.
+    """
+
+    def __init__(self, model: Any, cache: SlotCache, *, batch_invariant: bool = False) -> None:
+        address = sgemm_address()
+        if address is None:
+            raise EngineError("torch's BLAS has no sgemm_: set engine.torch.fused: false")
+        self._sgemm = address
+        self._invariant = batch_invariant
+        self._keys, self._values = (kept.numpy() for kept in cache.join_layers())
+        self._weights = _weights_of(model, cache.max_len)
+        self._buffers = self._buffers_of(0)
+
+    def forward(
+        self,
+        ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        reach: Reach,
+        wanted: NDArray[np.int64],
+    ) -> torch.Tensor:
+        """Logits `[len(wanted), V]` after some of the tokens, whose KV is written to the slots.
+
+        Args:
+            ids: `[T]` tokens.
+            positions: `[T]` in their contexts.
+            reach: what each attends to; if it is `packed`, no slot is used.
+            wanted: ascending indices into `[T]`.
+
+        Raises:
+            EngineError: a position is beyond the slots.
+        """
+        weights = self._weights
+        if len(ids) and positions.max() >= len(weights.cosines):
+            raise EngineError(
+                f"position {positions.max()} is beyond the {len(weights.cosines)} places of a slot"
+            )
+        fed, last = self._filled_up(len(ids)), self._filled_up(len(wanted))
+        if max(fed, last) > len(self._buffers.states):
+            self._buffers = self._buffers_of(2 * max(fed, last))
+        keys, values = self._keys, self._values
+        if reach.packed:
+            shape = (1, 1, keys.shape[2], len(ids), keys.shape[4])
+            keys, values = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        logits = torch.empty(last, len(weights.head))
+        forward(
+            self._sgemm,
+            weights,
+            ids,
+            Places(positions, reach.slot, reach.first, reach.last, reach.base, reach.hidden),
+            wanted,
+            fed,
+            keys,
+            values,
+            self._buffers,
+            logits.numpy(),
+        )
+        return logits[: len(wanted)]
+
+    def _filled_up(self, tokens: int) -> int:
+        return tokens + missing(tokens) if self._invariant else tokens
+
+    def _buffers_of(self, rows: int) -> Buffers:
+        w = self._weights
+        hidden, packed = w.table.shape[1], w.qkv.shape[1]
+        widths = (hidden, hidden, packed, w.output.shape[2], w.gate_up.shape[1], w.down.shape[2])
+        return Buffers(*(np.zeros((rows, width), np.float32) for width in widths))
+
+
+def _weights_of(model: Any, positions: int) -> Weights:
+    """The weights of all layers in joined tensors, of which the model's become views."""
+    inner, config = model.model, model.config
+    layers = list(inner.layers)
+    attentions, mlps = [one.self_attn for one in layers], [one.mlp for one in layers]
+    qkv, qkv_bias = _linear([(one.q_proj, one.k_proj, one.v_proj) for one in attentions])
+    output, output_bias = _linear([(one.o_proj,) for one in attentions])
+    gate_up, gate_up_bias = _linear([(one.gate_proj, one.up_proj) for one in mlps])
+    down, down_bias = _linear([(one.down_proj,) for one in mlps])
+    cosines, sines = (
+        table[0].contiguous().numpy()
+        for table in inner.rotary_emb(torch.empty(0), position_ids=torch.arange(positions)[None])
+    )
+    head_bias = model.lm_head.bias
+    return Weights(
+        table=inner.embed_tokens.weight.detach().numpy(),
+        before_attention=_joined([[one.input_layernorm.weight] for one in layers]),
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        of_queries=_norms([getattr(one, "q_norm", None) for one in attentions]),
+        of_keys=_norms([getattr(one, "k_norm", None) for one in attentions]),
+        output=output,
+        output_bias=output_bias,
+        before_mlp=_joined([[one.post_attention_layernorm.weight] for one in layers]),
+        gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
+        down=down,
+        down_bias=down_bias,
+        last_norm=inner.norm.weight.detach().numpy(),
+        head=model.lm_head.weight.detach().numpy(),
+        head_bias=_NOTHING if head_bias is None else head_bias.detach().numpy(),
+        cosines=cosines,
+        sines=sines,
+        epsilon=np.float32(config.rms_norm_eps),
+        scale=np.float32(attentions[0].scaling),
+        heads=config.num_attention_heads,
+    )
+
+
+def _linear(layers: list[tuple[nn.Linear, ...]]) -> tuple[FloatArray, FloatArray]:
+    """Weights `[N, out, in]` and biases `[N, out or 0]` of products over the same input."""
+    weight = _joined([[one.weight for one in product] for product in layers])
+    of_layers: list[list[torch.Tensor | None]] = [
+        [one.bias for one in product] for product in layers
+    ]
+    biases = [[one for one in product if one is not None] for product in of_layers]
+    return weight, _joined(biases)
+
+
+def _norms(modules: list[Any]) -> FloatArray:
+    """Weights `[N, D]` of norms; `[N, 0]`: there are none."""
+    return _joined([[] if one is None else [one.weight] for one in modules])
+
+
+def _joined(layers: Sequence[Sequence[torch.Tensor]]) -> FloatArray:
+    """The parameters of each layer, one below the other: `[N, sum of rows, ...]`.
+
+    Each of them becomes a view as soon as it is copied, so that no more than one layer's weights
+    are in memory twice.
+    """
+    if not layers[0]:
+        return np.empty((len(layers), 0), np.float32)
+    rows = sum(len(one) for one in layers[0])
+    joined = torch.empty(len(layers), rows, *layers[0][0].shape[1:])
+    for layer, parameters in zip(joined, layers, strict=True):
+        start = 0
+        for one in parameters:
+            part = layer[start : start + len(one)]
+            part.copy_(one.detach())
+            one.data = part
+            start += len(one)
+    return joined.numpy()

@@ -1,0 +1,1 @@
+"""What the fused layers of the torch engine and of the trainer share on a CPU."""
