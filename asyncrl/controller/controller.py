@@ -44,7 +44,6 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.controller.agent_autoscaling import arrivals_of
 from asyncrl.controller.checkpoint_record import CheckpointRecord
 from asyncrl.controller.group_traces import GroupTraces
 from asyncrl.controller.inbox import Inbox, Message
@@ -52,7 +51,7 @@ from asyncrl.controller.live_settings import LiveSettings
 from asyncrl.controller.policy_watch import PolicyWatch
 from asyncrl.controller.progress import Progress
 from asyncrl.controller.sample_handover import Moves
-from asyncrl.controller.scaling import Scaling
+from asyncrl.controller.scaling import Scaling, arrivals_of
 from asyncrl.controller.trainer_restarts import TrainerRestarts
 from asyncrl.controller.training import Training
 from asyncrl.controller.unfinished_work import UnfinishedWork

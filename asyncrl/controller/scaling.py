@@ -1,14 +1,29 @@
-"""`asyncrl scale`: generators that join and leave a run while it trains."""
+"""Generators that join and leave a run while it trains: by `asyncrl scale`, and with their agents.
+
+    an agent without work        ──► a generator more, up to the bound
+    an agent that is to end      ──► its generator leaves as after `asyncrl scale`, its trainer ends
+                                     after a checkpoint, and another agent gets the next one
+    no agent for what is needed  ──► the run waits, for `launcher.agents.place_seconds`
+
+A generator whose agent was lost is not replaced as long as there are others: one joins when an
+agent comes.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 from asyncrl.controller.training import Training
-from asyncrl.errors import UserError
+from asyncrl.errors import RunFailed, UserError
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.fleet.process_state import Worker
+from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.scheduler.events import GeneratorLeaves
-from asyncrl.steering.user_commands import Effect
+from asyncrl.steering.user_commands import Effect, last_scale
+from asyncrl.wire.messages import to_trainer
 from asyncrl.wire.messages.control import ScaleRequest
 from asyncrl.wire.messages.to_generator import Shutdown
 
@@ -78,3 +93,124 @@ class Scaling:
 def _listed(names: list[str], limit: int = 4) -> str:
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+class Arrivals:
+    """Looks at the agents, again and again.
+
+    Args:
+        agents: of the run.
+        fleet: of the run.
+        scaling: has generators leave.
+        why_closed: why nothing of the run can be changed now; None: it can.
+        say: tells the user something.
+    """
+
+    def __init__(
+        self,
+        agents: AgentsLauncher,
+        fleet: Fleet,
+        scaling: Scaling,
+        *,
+        why_closed: Callable[[], str | None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._agents = agents
+        self._fleet = fleet
+        self._scaling = scaling
+        self._why_closed = why_closed
+        self._say = say
+        self._told: set[str] = set()
+        """Processes that were told to leave with their agent."""
+        self._alone_since: float | None = None
+        """When the last generator was gone (monotonic seconds)."""
+
+    async def check(self) -> None:
+        """Have generators join and leave with their agents.
+
+        Raises:
+            RunFailed: there is no generator, and no agent came for one in time.
+        """
+        is_closed = self._why_closed() is not None
+        for name in self._agents.roster.leaving():
+            await self._leave(name, is_closed=is_closed)
+        if is_closed:
+            return
+        self._join()
+        self._wait_for_a_generator()
+        self._name_those_that_wait()
+
+    async def _leave(self, name: str, *, is_closed: bool) -> None:
+        worker = next((one for one in self._fleet.alive if one.name == name), None)
+        if worker is None or name in self._told:
+            return
+        others = [one for one in self._fleet.generators() if one is not worker]
+        if is_closed and (worker.is_trainer or not others):
+            return  # nobody could take its place any more, so it works as long as it may
+        self._told.add(name)
+        if not worker.is_trainer:
+            await self._scaling.leave(worker)
+            return
+        for rank in self._fleet.ranks:  # they are one unit, and a checkpoint is of all
+            rank.gives_way = rank is not worker
+            self._told.add(rank.name)
+            if not worker.is_ready:
+                rank.handle.end(by_force=False)
+        if worker.is_ready:
+            self._say(f"{name} leaves with its agent, after a checkpoint")
+            await self._fleet.send_trainer(to_trainer.Shutdown(checkpoint=True))
+
+    def _join(self) -> None:
+        bounds = [self._fleet.config.agents.max_generators, self._scaling.ordered]
+        most = min((one for one in bounds if one is not None), default=None)
+        count = self._agents.roster.offered()
+        if most is not None:
+            count = min(count, most - len(self._fleet.ordered))
+        for index in self._fleet.free_indices(max(0, count)):
+            self._say(f"{self._fleet.join(index)} will join")
+
+    def _name_those_that_wait(self) -> None:
+        """Each once: the trainer, or the only generator."""
+        ordered = self._fleet.ordered
+        for worker in [self._fleet.trainer, *(ordered if len(ordered) == 1 else ())]:
+            if worker.waits_for_room and not worker.is_gone and not worker.is_said_to_wait:
+                worker.is_said_to_wait = True
+                ranks = len(self._fleet.ranks) if worker.is_trainer else 1
+                agents = "an agent" if ranks == 1 else f"agents for its {ranks} ranks"
+                self._say(f"{worker.name} waits for {agents}, {self._limit}")
+
+    def _wait_for_a_generator(self) -> None:
+        if self._fleet.has_generators:
+            self._alone_since = None
+            return
+        now, limit = time.monotonic(), self._fleet.config.agents.place_seconds
+        if self._alone_since is None:
+            self._alone_since = now
+            self._say(f"no generator is left; the run waits for an agent, {self._limit}")
+        elif now - self._alone_since > limit:
+            raise RunFailed(
+                f"no generator is left, and no agent came for one within {limit:.0f} s "
+                "(launcher.agents.place_seconds); `asyncrl run CONFIG --continue` continues from "
+                "the newest checkpoint"
+            )
+
+    @property
+    def _limit(self) -> str:
+        seconds = self._fleet.config.agents.place_seconds
+        return f"for at most {seconds:.0f} s (launcher.agents.place_seconds)"
+
+
+def arrivals_of(
+    agents: AgentsLauncher | None,
+    fleet: Fleet,
+    scaling: Scaling,
+    run: Path,
+    why_closed: Callable[[], str | None],
+    say: Callable[[str], None],
+) -> Arrivals | None:
+    """Looks at the agents, if there are any. Arguments as for `Arrivals`; `run` is the folder."""
+    if agents is None:
+        return None
+    agents.roster.is_ready = fleet.is_ready
+    scaling.ordered = last_scale(run)
+    return Arrivals(agents, fleet, scaling, why_closed=why_closed, say=say)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.controller.agent_autoscaling import Arrivals
 from asyncrl.controller.progress import Progress
+from asyncrl.controller.scaling import Arrivals
 from asyncrl.controller.trainer_restarts import TrainerRestarts
 from asyncrl.controller.training import Training
 from asyncrl.errors import RunFailed

@@ -36,7 +36,7 @@ from asyncrl.engine.torch.model import SlotModel
 from asyncrl.engine.torch.reports import Unreported
 from asyncrl.engine.torch.rows import Rows
 from asyncrl.engine.torch.scoring import score_all
-from asyncrl.engine.torch.step_inputs import Feed
+from asyncrl.engine.torch.slots import Feed
 from asyncrl.engine.torch.step_sampling import Draws, draw_step
 from asyncrl.engine.torch.verification import judge_rows
 from asyncrl.engine.torch.waiting import Waiting

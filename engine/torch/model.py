@@ -19,8 +19,7 @@ from asyncrl.engine.torch.blocks import Block, causal_blocks, decode_block, resu
 from asyncrl.engine.torch.cpu.blas import sgemm_address
 from asyncrl.engine.torch.cpu.fused_model import FusedDecoder
 from asyncrl.engine.torch.cpu.invariant_attention import filled_up, missing
-from asyncrl.engine.torch.slots import SlotAttention, SlotCache, StepLayout
-from asyncrl.engine.torch.step_inputs import Feed
+from asyncrl.engine.torch.slots import Feed, SlotAttention, SlotCache, StepLayout
 from asyncrl.rollout.cpu.fused_models import why_not_fused
 from asyncrl.rollout.output_layer import float32_logits
 from asyncrl.rollout.trajectory import IntArray

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from fake_processes import run_config, started_fleet
 
-from asyncrl.controller.agent_autoscaling import Arrivals
-from asyncrl.controller.scaling import Scaling
+from asyncrl.controller.scaling import Arrivals, Scaling
 from asyncrl.errors import UserError
 from asyncrl.fleet.process_state import Worker, cause_of_death
 from asyncrl.wire.messages.control import ScaleRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.controller.sample_reports import SampleReports
+from asyncrl.controller.commands import SampleReports
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire.messages.from_generator import SampleFinished, SampleRewarded
 from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample

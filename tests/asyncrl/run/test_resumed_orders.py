@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.entry import app
 from asyncrl.config.run_config import RunConfig, load_config, parse_config
-from asyncrl.controller.agent_autoscaling import arrivals_of
-from asyncrl.controller.scaling import Scaling
+from asyncrl.controller.scaling import Scaling, arrivals_of
 from asyncrl.errors import UserError
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.steering.user_commands import ORDERS, _append, with_orders

@@ -17,7 +17,7 @@ from asyncrl.engine.protocol import GenerateRequest, TokenChunk
 from asyncrl.engine.torch.admission import ParkingLot
 from asyncrl.engine.torch.core import DecodeCore
 from asyncrl.engine.torch.model import SlotModel
-from asyncrl.engine.torch.step_inputs import Feed
+from asyncrl.engine.torch.slots import Feed
 from asyncrl.rollout.trajectory import IntArray
 
 ANSWER = np.array([2, STOP, 5, 7], np.int32)
