@@ -100,7 +100,8 @@ async def _take_in(tokens: int, count: int, way: Way) -> Rank:
         sender.kill()
         hub.close()
         folder.close()
-    return Rank(wall, main, cpu - main, len(msgspec.msgpack.encode(delivery_of(trajectory))))
+    io = max(0.0, cpu - main)  # the kernel adds up other threads' time by ticks
+    return Rank(wall, main, io, len(msgspec.msgpack.encode(delivery_of(trajectory))))
 
 
 async def _receive(hub: Hub[TrajectoryDelivery], end: TrainerEnd) -> None:

@@ -27,7 +27,9 @@ def test_it_measures_every_path_and_writes_the_ratios(
     for one in (long, short):
         assert set(one["cpu_us"]) == set(PATHS)
         assert min(*one["cpu_us"].values(), *one["stage_us"].values()) > 0
-        assert min(one["rank"].values()) > 0
+        rank = one["rank"]
+        assert min(rank["wall_us"], rank["main_us"], rank["bytes_each"]) > 0
+        assert rank["io_us"] >= 0, "less than a tick of the kernel's clock"
     assert {"delivery_whole_over_curve_3000", "delivery_ranks_for_1000_gpus_3000"} < set(
         written["ratios"]
     )
@@ -40,5 +42,6 @@ def test_it_measures_an_intake_over_tcp(tmp_path: Path, monkeypatch: pytest.Monk
     main.main(["--quick", "--part", "intake", "--json", str(file)])
     written = json.loads(file.read_text(encoding="utf-8"))
     (row,) = written["raw"]["intake"]
-    assert min(row["wall_us"], row["main_us"], row["io_us"]) > 0
+    assert min(row["wall_us"], row["main_us"]) > 0
+    assert row["io_us"] >= 0
     assert written["ratios"]["intake_mb_per_s_groups_plain_3000"] > 0
