@@ -74,7 +74,7 @@ def test_an_output_that_cannot_show_every_character_ends_nothing(
 def test_a_pipe_that_is_closed_ends_nothing() -> None:
     program = (
         "import os, sys\n"
-        "from asyncrl.cli import entry, terminal\n"
+        "from asyncrl.cli import app as terminal, entry\n"
         "def app():\n"
         "    console = terminal.TerminalConsole()\n"
         "    for _ in range(3):\n"
