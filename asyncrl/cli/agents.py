@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 from enum import Enum
 from pathlib import Path
@@ -14,19 +13,6 @@ import typer
 
 from asyncrl.cli.app import MACHINE, app
 from asyncrl.errors import UserError
-from asyncrl.launch.gpus import find_gpus, torch_build
-from asyncrl.launch.placement import VISIBLE, select_gpus
-
-
-def count_gpus() -> int:
-    """Those of the machine that CUDA_VISIBLE_DEVICES leaves; 0 if torch is built for the CPU.
-
-    Raises:
-        UserError: nvidia-smi does not answer, or the variable names GPUs that do not exist.
-    """
-    if torch_build().cuda is None:
-        return 0
-    return len(select_gpus(find_gpus(), os.environ.get(VISIBLE), None))
 
 
 class Role(str, Enum):  # noqa: UP042 - typer shows the values of this one
@@ -75,6 +61,7 @@ def agent(
     from asyncrl.config.agents import host_and_port
     from asyncrl.health import Health
     from asyncrl.launch.agents.agent import Agent, Settings
+    from asyncrl.launch.agents.gpus import count_gpus
     from asyncrl.launch.agents.secret import read_secret
 
     logging.basicConfig(

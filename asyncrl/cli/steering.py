@@ -14,33 +14,6 @@ from asyncrl.suggestions import shortened
 
 if TYPE_CHECKING:
     from asyncrl.wire.messages import control
-import contextlib
-
-from asyncrl.runs.directory import find_run, is_alive
-
-
-def find_run_for_order(name: str | None, directory: Path) -> Path:
-    """The folder of the run that an order is for: the one named, or the only active one.
-
-    Raises:
-        UserError: there is no such run, or several are active and none is named.
-    """
-    if name is not None:
-        return find_run(name, directory)
-    active = sorted(path.parent for path in directory.glob("*/run.json") if _is_alive(path.parent))
-    if len(active) > 1:
-        names = ", ".join(path.name for path in active)
-        raise UserError(
-            f"{len(active)} runs in {directory} are active: {names}. Name the one that is meant, "
-            f"as in `asyncrl stop {active[0].name}`"
-        )
-    return active[0] if active else find_run(None, directory)
-
-
-def _is_alive(path: Path) -> bool:
-    with contextlib.suppress(OSError):  # of another user
-        return is_alive(path)
-    return False
 
 
 @app.command(rich_help_panel=STEERING, epilog="Example: asyncrl stop arithmetic")
@@ -135,6 +108,7 @@ def _request(name: str | None, runs: Path, request: control.Request) -> None:
         UserError: it is refused, or it is not known which run is meant.
         AsyncrlError: it is not known whether it was carried out.
     """
+    from asyncrl.runs.find_run import find_run_for_order
     from asyncrl.steering.control_socket import ask
     from asyncrl.wire.messages import control
 

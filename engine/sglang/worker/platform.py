@@ -15,15 +15,6 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from asyncrl.engine.sglang.server_settings import CPU_ATTENTION
-from asyncrl.engine.sglang.worker.api import MHATokenToKVPool
-
-
-class TorchKVPool(MHATokenToKVPool):
-    """Moves entries by indexing: SGLang's kernel for that, which it warms up, needs Triton."""
-
-    def _init_kv_copy_and_warmup(self) -> None:
-        self._kv_copy_config = None
-        self.use_native_move_kv_cache = True
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -54,5 +45,6 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Of an ordinary attention; SGLang's own for others."""
         if kind != "mha":
             return None
+        from asyncrl.engine.sglang.worker.kv_pool import TorchKVPool
 
         return TorchKVPool

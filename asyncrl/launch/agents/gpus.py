@@ -1,0 +1,19 @@
+"""How many GPUs an agent's child would find."""
+
+from __future__ import annotations
+
+import os
+
+from asyncrl.launch.gpus import find_gpus, torch_build
+from asyncrl.launch.placement import VISIBLE, select_gpus
+
+
+def count_gpus() -> int:
+    """Those of the machine that CUDA_VISIBLE_DEVICES leaves; 0 if torch is built for the CPU.
+
+    Raises:
+        UserError: nvidia-smi does not answer, or the variable names GPUs that do not exist.
+    """
+    if torch_build().cuda is None:
+        return 0
+    return len(select_gpus(find_gpus(), os.environ.get(VISIBLE), None))
