@@ -16,14 +16,12 @@ A response that reaches L_max has -1 by either line.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 from torch import Tensor
 
 from asyncrl.rollout.contexts import longest_response
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.trainer import corrections
 from asyncrl.trainer.algorithms.base import (
     STD_EPSILON,
     Algorithm,
@@ -34,38 +32,14 @@ from asyncrl.trainer.algorithms.base import (
     uses_proximal,
 )
 from asyncrl.trainer.algorithms.reference_kl import WithReferenceKl
-from asyncrl.trainer.algorithms.router_balance import WithRouterBalance
-from asyncrl.trainer.base.algorithm_registry import class_of
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
-from asyncrl.trainer.corrections.apply import Corrected
 from asyncrl.trainer.model.token_batch import denominator
+from asyncrl.trainer.objective.algorithm_factory import make
 from asyncrl.trainer.objective.gradient_parts import GradientParts
 from asyncrl.trainer.objective.step_statistics import StepTotals
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.step_targets import Fixed, normalise
-
-
-def make(config: TrainerConfig) -> Algorithm:
-    """The configured algorithm, with its correction, and the KL penalty if there is one.
-
-    Raises:
-        ImportError, AttributeError: the registered target does not exist.
-    """
-    made = class_of(config.algorithm).from_config(config)
-    algorithm: Algorithm = Corrected(
-        cast("Algorithm", made),
-        corrections.make(config),
-        config.log_ratio_clamp,
-        weighs=config.proximal_policy == "current",
-    )
-    if config.router_loss_coefficient > 0:
-        algorithm = WithRouterBalance(algorithm, config.router_loss_coefficient)
-    if config.kl_coefficient > 0:
-        return WithReferenceKl(
-            algorithm, config.kl_coefficient, config.kl_estimator, config.kl_clamp
-        )
-    return algorithm
 
 
 def overlong_penalties(lengths: Rewards, *, longest: int, buffer: int) -> Rewards:

@@ -16,7 +16,7 @@ from asyncrl.trainer.base import algorithm_registry as registry
 from asyncrl.trainer.base.algorithm_registry import known_algorithms, register
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
-from asyncrl.trainer.loss import make
+from asyncrl.trainer.objective.algorithm_factory import make
 from asyncrl.trainer.optimizer.optimizer import learning_rate
 
 

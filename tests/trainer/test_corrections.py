@@ -13,7 +13,7 @@ import torch
 from asyncrl.trainer import corrections
 from asyncrl.trainer.algorithms.base import LossSums, TokenBatch
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.loss import make
+from asyncrl.trainer.objective.algorithm_factory import make
 
 LENGTHS = [3, 1, 2]
 GAPS = [[0.1, -0.3, 1.2], [2.0], [-1.0, 0.9]]

@@ -21,7 +21,8 @@ from asyncrl.trainer.algorithms.sequences import sums_to_go
 from asyncrl.trainer.base.algorithm_registry import known_algorithms
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
-from asyncrl.trainer.loss import Objective, make, overlong_penalties
+from asyncrl.trainer.loss import Objective, overlong_penalties
+from asyncrl.trainer.objective.algorithm_factory import make
 
 Array = np.ndarray
 

@@ -19,8 +19,8 @@ from asyncrl.trainer.base.algorithm_registry import has_critic, known_algorithms
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import BatchError
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.loss import make
 from asyncrl.trainer.model.packed_batch import PackedBatch
+from asyncrl.trainer.objective.algorithm_factory import make
 from asyncrl.trainer.objective.group_check import check_trajectory
 from asyncrl.trainer.optimizer.optimizer import scale_and_clip
 
