@@ -169,7 +169,7 @@ def execute(
 def _changes(
     config: RunConfig, inputs: RunInputs, say: Callable[[str], None]
 ) -> tuple[list[str], list[str]]:
-    """Rows and functions that changed since the run was started last; they are named."""
+    """Rows, functions and sampling that changed since the run was started last; they are named."""
     state = read_state(config.directory)
     rows, code = changes_since(None if state is None else state.inputs, inputs)
     for what in (*rows, *code):

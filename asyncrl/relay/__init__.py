@@ -1,10 +1,9 @@
 """The relay of a node: passes what its processes send and need between nodes.
 
-    process.py   dispatches the controller's commands, and reports
     weights.py   weights of other nodes into this node's memory, and on to others
     control.py   control messages of this node's processes, gathered on their way
     files.py     files of nodes that do not see the run's folder, copied into it
-    setup.py     builds them
+    setup.py     builds them, dispatches the controller's commands, and reports
 
 Each part has messages of its own (`asyncrl.wire.messages.to_relay`, `from_relay`) and sockets of
 its own, whose addresses `RelayReady` names. A relay decides nothing about tokens. It can be killed

@@ -5,8 +5,8 @@ and map functions decide what a number means. A run keeps digests of all of them
 
 - Rows that changed are refused, unless the user accepts them (`--changed-data`).
 - Functions that changed are named. A file is compared as it is, without what it imports.
-- After a change of held-out rows or of functions, the accuracy before training is of something
-  else, so the difference is left out.
+- After a change of held-out rows, of functions or of `sampling`, the accuracy before training is of
+  something else, so the difference is left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RunInputs(msgspec.Struct, frozen=True):
     rows: dict[str, str]
     """Of the training rows and of each set of held-out rows, by what they are."""
     code: dict[str, str]
-    """Of the files with functions, by the setting and the name."""
+    """Of the files with functions, by the setting and the name, and what `sampling` says."""
 
 
 def inputs_of(config: RunConfig, task: Task) -> RunInputs:
@@ -40,11 +40,12 @@ def inputs_of(config: RunConfig, task: Task) -> RunInputs:
     for name, prompts in held_out_sets(task).items():
         rows[f"held-out rows ({name})"] = _digest_of_rows(prompts)
     code = {what: _digest([file.read_bytes()]) for what, file in _files(config)}
+    code |= {f"sampling.{key}": repr(one) for key, one in config.sampling.model_dump().items()}
     return RunInputs(rows, code)
 
 
 def changes_since(before: RunInputs | None, now: RunInputs) -> tuple[list[str], list[str]]:
-    """What differs from the run's earlier start: rows, and functions.
+    """What differs from the run's earlier start: rows, and functions or sampling.
 
     Args:
         before: None: the run was begun by a version that kept no digests.

@@ -30,6 +30,7 @@ def check_is_safe(key: str, config: RunConfig) -> When:
     rule = rule_of(key)
     stop = command_for("stop", config.directory)
     instead = instead_of(key, rule).replace("Stop the run", f"Stop the run (`{stop}`)")
+    instead = instead.replace("RUN/", f"{config.directory}/")
     raise UserError(
         f"{key} cannot be changed while the run is active: {rule.reason}. {instead}. "
         f"Settings that can be changed: {', '.join(LIVE)}"

@@ -85,7 +85,7 @@ def run_child(way: str) -> dict[str, Any] | None:
 def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
     """The second and third of three passes, the faster one; and bytes beyond the start's."""
     from asyncrl.trainer.cpu.layers import speed_up
-    from asyncrl.trainer_process.setup import keep_freed_memory
+    from asyncrl.trainer.cpu.memory import keep_freed_memory
 
     keep_freed_memory()  # as a run's trainer does on a CPU
     torch.set_num_threads(options.threads)

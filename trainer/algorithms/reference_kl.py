@@ -1,7 +1,7 @@
 """The KL penalty towards a reference model, with the loss of any algorithm.
 
 For a token with current log-probability log p and log-probability log r under the reference (the
-initial model, or what `asyncrl.trainer.reference` makes of it), the estimators of Schulman's
+initial model, or what `asyncrl.trainer.scoring` makes of it), the estimators of Schulman's
 "Approximating KL divergence":
 
     k1 = log(p / r)                        of either sign

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from asyncrl.environments.schema_check import misfit
-from asyncrl.environments.tool_calls import parse_turn
+from asyncrl.environments.tool_calls import misfit, parse_turn
 
 DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(3000):

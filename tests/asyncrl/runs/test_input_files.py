@@ -11,6 +11,7 @@ from asyncrl_runs import ROOT
 from run_in_threads import ThreadedRun, ThreadLauncher
 
 from asyncrl.config.run_config import parse_config
+from asyncrl.engine.config import SamplingConfig
 from asyncrl.errors import UserError
 from asyncrl.runs.directory import read_state
 from asyncrl.runs.input_files import changes_since, inputs_of
@@ -103,3 +104,6 @@ def test_each_input_is_named_by_itself(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "world.py").write_text("class World: x = 1")
     _, code = changes_since(before, inputs_of(config, task()))
     assert code == ["rewards.functions mine.scores:score", "environment.name world.py:World"]
+    warmer = config.model_copy(update={"sampling": SamplingConfig(temperature=0.5, top_p=0.9)})
+    _, code = changes_since(before, inputs_of(warmer, task()))
+    assert code[2:] == ["sampling.temperature", "sampling.top_p"]
