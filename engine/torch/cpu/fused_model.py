@@ -2,8 +2,9 @@
 
 A small model's decode step is bound by the number of operations: transformers' forward pass of a
 layer is about 40 of them, each some microseconds of Python and dispatch. Here the whole pass is one
-compiled call, which gives up Python's lock once: a layer is four matrix products (queries, keys and values at once; output; gate and up at once; down) and three
-loops, on buffers that stay. The last layer computes only the tokens whose logits are wanted.
+compiled call, which gives up Python's lock once: a layer is four matrix products (queries, keys and
+values at once; output; gate and up at once; down) and three loops, on buffers that stay. The last
+layer computes only the tokens whose logits are wanted.
 
 The weights of fused products are rows of one tensor, and the module's parameters become views of
 it. So there is one copy of each weight, and installed weights are used at once.
@@ -11,7 +12,7 @@ it. So there is one copy of each weight, and installed weights are used at once.
 `rollout.cpu.fused_models` says which models have it. All others run through transformers' forward
 pass.
 
-The compiled forward pass of `asyncrl.engine.torch.cpu.fused_model`: all layers in one call.
+The call:
 
     embed + norm -> [qkv, rotate_and_store, attend, o, add_and_norm, gate and up, gated, down,
                      add_and_norm] x layers -> head
