@@ -1,6 +1,7 @@
 """What a learner optimises: the configured algorithm, fitted to the run.
 
-Overlong shaping of rewards (DAPO, arXiv 2503.14476, eq. 13).
+`Objective` makes advantages of rewards, and a loss of log probabilities. One of its rewards is the
+overlong shaping of rewards (DAPO, arXiv 2503.14476, eq. 13).
 
 With the longest response L_max (`sampling.max_tokens`), the buffer B (`trainer.overlong_buffer`)
 and a response of L tokens, observed ones included, as `sampling.max_tokens` counts them:

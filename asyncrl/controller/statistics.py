@@ -1,4 +1,4 @@
-"""The groups of a run, counted over resumes."""
+"""What a run has counted: rewards, generation, staleness and groups; also over resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Refuse sequences that are longer than the model reads, before anything is made or started."""
+"""Refuse what cannot train, before anything is made or started.
+
+Rows that a reward cannot judge, an algorithm that does not suit the run, sequences that are longer
+than the model reads, and a critic of another vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ from asyncrl.wire.records.step import RunResult, StepMetrics
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "your_own"
 _UNHURRIED = Path(__file__).with_name("unhurried_rewards.py")
-UNHURRIED = f"[{{name: {_UNHURRIED}:digits_please}}]"
+UNHURRIED = f"[{{name: '{_UNHURRIED}:digits_please'}}]"
 """`rewards.functions` of a run that leaves the cores to what the test waits for."""
-UNHURRIED_DIGITS = f"[{{name: {_UNHURRIED}:digits}}]"
+UNHURRIED_DIGITS = f"[{{name: '{_UNHURRIED}:digits'}}]"
 """The same for other rows than those of `OWN`."""
 
 
@@ -114,6 +114,15 @@ class CommandLine:
 
     def steps(self) -> int:
         return len(self.metrics())
+
+    def wait_for_steps(self, steps: int, *, seconds: float = 400) -> None:
+        """Wait until the run that was started last has trained so many steps; fail if it ends."""
+        until(
+            lambda: self.steps() >= steps,
+            seconds=seconds,
+            what=f"{steps} steps",
+            run=self.started[-1],
+        )
 
     def children(self, role: str) -> list[int]:
         """Process ids of the run's processes of this role."""

@@ -88,7 +88,7 @@ def survives_kills_of_its_page(page: RunPage) -> None:
     os.kill(process, signal.SIGKILL)
     address = (urlsplit(page.url).hostname, urlsplit(page.url).port)
     assert page.get("/api/status")["run"] == page.run.name, "the same address"
-    until(lambda: page.run.steps() > steps, seconds=100, what="training")
+    page.run.wait_for_steps(steps + 1)
     for _ in range(3):
         with contextlib.suppress(ConnectionError), socket.create_connection(address):
             until(page.processes, seconds=100, what="a process of the page")

@@ -47,9 +47,9 @@ def test_a_run_whose_agents_come_and_go(command_line: CommandLine, agents: Agent
         "rewards__functions": UNHURRIED,
     }
 
-    def steps_more(count: int, what: str) -> None:
+    def steps_more(count: int) -> None:
         before = command.steps() if (command.folder / "metrics.jsonl").exists() else 0
-        until(lambda: command.steps() >= before + count, seconds=240, what=what)
+        command.wait_for_steps(before + count)
 
     command.phase("it begins on two agents")
     trainer = agents.start("t", "trainer", "--once")
@@ -57,7 +57,7 @@ def test_a_run_whose_agents_come_and_go(command_line: CommandLine, agents: Agent
     try:
         run = command.start("--continue", *agents.settings, **settings)
         until(lambda: (command.folder / "metrics.jsonl").exists(), seconds=240, what="training")
-        steps_more(1, "the first step")
+        steps_more(1)
         command.phase("a generator joins")
         second = agents.start("h", "generator", "--once")
         log = command.folder / "logs" / "generator-1.log"
@@ -66,7 +66,7 @@ def test_a_run_whose_agents_come_and_go(command_line: CommandLine, agents: Agent
         first.send_signal(signal.SIGTERM)
         assert first.wait(timeout=240) == 0, agents.said("g")
         assert f"left run {command.name}" in agents.said("g")
-        steps_more(2, "steps of the one that joined")
+        steps_more(2)
         command.phase("it is stopped")
         assert CliRunner().invoke(app, ["stop", str(command.folder)]).exit_code == 0
         said = run.communicate(timeout=240)[0]

@@ -90,13 +90,13 @@ def test_two_ranks_one_of_which_is_killed_train_each_group_once_and_ctrl_c_twice
         trainer__algorithm=f"{algorithm}:AboveMean",
         sampling__stop='["e"]', sampling__top_k=20,
     )  # fmt: skip
-    until(lambda: command_line.steps() >= 3, seconds=200, what="three steps")
+    command_line.wait_for_steps(3)
     assert "AboveMean: an algorithm of your own" in terminal.text
     command_line.phase("a rank is killed")
     (last,) = [pid for pid in command_line.children("trainer") if _rank(pid) == 1]
     os.kill(last, signal.SIGKILL)
     before = command_line.steps()
-    until(lambda: command_line.steps() >= before + 3, seconds=400, what="another trainer's steps")
+    command_line.wait_for_steps(before + 3)
     assert "trainer-1 was killed by SIGKILL" in terminal.text
     said = "started trainer.1 and trainer-1.1 in place of trainer and trainer-1, from"
     assert said in terminal.text
@@ -170,7 +170,7 @@ def test_a_run_is_suspended_attacked_watched_and_steered_stopped_and_resumed_in_
     process = command_line.start(
         run__steps=100_000, rewards__functions=UNHURRIED, monitoring__live="plain"
     )
-    until(lambda: command_line.steps() >= 3, seconds=200, what="three steps")
+    command_line.wait_for_steps(3)
     page = RunPage(command_line)
     assert page.processes() == [], "nobody has looked yet"
     asyncrl = [sys.executable, "-m", "asyncrl"]
@@ -206,7 +206,7 @@ def test_a_run_is_suspended_attacked_watched_and_steered_stopped_and_resumed_in_
         only_the_attack_raises_an_alert(prometheus)
         prometheus.kill()
         trained = command_line.steps()
-        until(lambda: command_line.steps() > trained + 1, seconds=200, what="steps without it")
+        command_line.wait_for_steps(trained + 2)
     in_use = call_here(command_line.arguments())
     assert in_use.returncode == 2
     assert "is active" in " ".join(in_use.stdout.split())
@@ -230,7 +230,7 @@ def test_a_run_is_suspended_attacked_watched_and_steered_stopped_and_resumed_in_
         "--resume", run__steps=200_000, rewards__functions=UNHURRIED,
         launcher__weights="broadcast", launcher__trusted_network=True,
     )  # fmt: skip
-    until(lambda: command_line.steps() >= steps + 2, seconds=200, what="two more steps")
+    command_line.wait_for_steps(steps + 2)
     terminal.close()
     terminal.process.wait(timeout=200)
     assert json.loads((command_line.folder / "run.json").read_text())["ended"] == "stopped"

@@ -68,7 +68,7 @@ def test_every_process_is_killed_while_environments_answer_and_each_group_is_tra
     with collecting() as collector:
         collector.hold()
         process = command_line.start(run__steps=4000, **settings, **traced(collector))
-        steps_after(command_line, 5)
+        command_line.wait_for_steps(5)
         until(lambda: collector.requests, seconds=200, what="spans")
 
     command_line.phase("a worker of environments and the trainer are killed")
@@ -80,7 +80,7 @@ def test_every_process_is_killed_while_environments_answer_and_each_group_is_tra
     os.kill(command_line.children("trainer")[0], signal.SIGKILL)
     until(lambda: "trainer.1" in watched(command_line), seconds=200, what="another trainer")
     world.release()
-    steps_after(command_line, command_line.steps() + 3)
+    command_line.wait_for_steps(command_line.steps() + 3)
     assert watched(command_line) == ["controller", "generator-0", "trainer.1"]
     assert command_line.children("generator") == generators, "generators continue"
 
@@ -92,7 +92,7 @@ def test_every_process_is_killed_while_environments_answer_and_each_group_is_tra
     killed |= workers
     assert waiting_workers(world).isdisjoint(killed), "those of another generator"
     world.release()
-    steps_after(command_line, command_line.steps() + 2)
+    command_line.wait_for_steps(command_line.steps() + 2)
 
     command_line.phase("the run is killed")
     world.hold()
@@ -113,7 +113,7 @@ def test_every_process_is_killed_while_environments_answer_and_each_group_is_tra
 
     command_line.phase("it is resumed and killed again, with a stopped generator and an order")
     process = command_line.start("--resume", run__steps=4000, **settings)
-    steps_after(command_line, command_line.steps() + 3)
+    command_line.wait_for_steps(command_line.steps() + 3)
     (stopped,) = command_line.children("generator")
     os.kill(stopped, signal.SIGSTOP)
     order = ask(command_line.folder, control.SetRequest("trainer.learning_rate", "1e-5"))
@@ -198,16 +198,6 @@ def watched(command_line: CommandLine) -> list[str]:
     """The processes that Prometheus is told of."""
     listed = json.loads(targets_file(command_line.folder).read_text())
     return [one["labels"]["instance"] for one in listed]
-
-
-def steps_after(command_line: CommandLine, steps: int) -> None:
-    run = command_line.started[-1]
-    until(
-        lambda: command_line.steps() >= steps or run.poll() is not None,
-        seconds=400,
-        what=f"{steps} steps",
-    )
-    assert run.poll() is None, run.communicate(timeout=60)[0]
 
 
 def waiting_workers(world: World) -> set[int]:

@@ -119,7 +119,7 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
         launcher__ray__relays="always",
         launcher__generators=2,
     )
-    until(lambda: command_line.steps() >= 2, seconds=PATIENCE, what="two steps", run=process)
+    command_line.wait_for_steps(2)
     first, second = sorted(command_line.children("generator"))
     files = {one: command_line.files_in_memory(one) for one in ("trainer", *RELAYS)}
     assert files["trainer"]
@@ -130,7 +130,7 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
     os.kill(first, signal.SIGKILL)
     relay = next(one for one in files if one != "trainer" and files[one])
     os.kill(process_named(command_line, relay), signal.SIGKILL)
-    until(lambda: command_line.steps() >= 5, seconds=PATIENCE, what="five steps", run=process)
+    command_line.wait_for_steps(5)
     status = status_of(second)
     assert status is not None
     os.kill(status.parent, signal.SIGKILL)  # the actor's worker
@@ -142,12 +142,7 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
         run=process,
     )
     before = command_line.steps()
-    until(
-        lambda: command_line.steps() > before + 1,
-        seconds=PATIENCE,
-        what="two more steps",
-        run=process,
-    )
+    command_line.wait_for_steps(before + 2)
     command_line.phase("the run is killed")
     process.kill()
     text = " ".join(process.communicate(timeout=PATIENCE)[0].split())
@@ -163,7 +158,7 @@ def test_a_run_on_three_nodes_loses_everything_in_turn_and_leaves_nothing(
     settings |= {"launcher__weights": "broadcast", "launcher__trusted_network": True}
     process = command_line.start("--resume", **settings, trainer__ranks=2)
     before = command_line.steps()
-    until(lambda: command_line.steps() > before, seconds=PATIENCE, what="another step", run=process)
+    command_line.wait_for_steps(before + 1)
     assert len(command_line.children("trainer")) == 2, "one on each node, as each has one CPU"
     steps = command_line.metrics()
     assert [step.step for step in steps] == list(range(len(steps)))

@@ -129,7 +129,7 @@ def test_an_active_run_takes_every_command(elsewhere: CommandLine) -> None:
     settings = ("run.steps=100000", f"run.directory={elsewhere.runs}", unhurried, *FEW)
     process = _begin(start.replace("examples", EXAMPLES), *settings)
     elsewhere.started.append(process)
-    until(lambda: elsewhere.steps() >= 1, seconds=300, what="a step")
+    elsewhere.wait_for_steps(1)
     followers: list[subprocess.Popen[str]] = []
     words = {"RUN": "arithmetic", "N": "2", "KEY": "trainer.learning_rate", "VALUE": "1e-5"}
     for form in [one for command in commands for one in forms(command, **words)]:

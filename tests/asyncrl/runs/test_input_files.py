@@ -42,7 +42,7 @@ def test_a_resume_with_other_rows_or_another_reward_says_so(
         "task__prompt_field": "prompt",
         "task__answer_field": "answer",
         "task__evaluation_size": 4,
-        "rewards__functions": f"[{{name: {reward}:score}}]",
+        "rewards__functions": f"[{{name: '{reward}:score'}}]",
         "trainer__checkpoint_every": 1,
     }
     first = run.run(run__steps=1, **settings)
