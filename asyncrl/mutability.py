@@ -98,7 +98,6 @@ RULES: dict[str, Rule] = {
     ),
     "launcher.silence_seconds": _LIVE,
     "launcher.leave_seconds": _LIVE,
-    "launcher.stop_seconds": _LIVE,
     "launcher.checkpoint_seconds": _LIVE,
     "launcher.max_restarts": _LIVE,
     "monitoring": Rule("resume", "the processes read it when they start"),

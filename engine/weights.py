@@ -32,7 +32,7 @@ def longest_installation(nbytes: int, at_least: float = 0.0) -> float:
 
     Args:
         nbytes: of all weights, also if a rank takes a part of them.
-        at_least: the user's own limit, in seconds (`call_timeout_seconds`).
+        at_least: seconds that any call may take (`ProcessConfig.call_seconds`).
     """
     return max(at_least, _BASE_SECONDS + nbytes / _BYTES_PER_SECOND)
 

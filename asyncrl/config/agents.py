@@ -50,9 +50,6 @@ class AgentsConfig(ClusterConfig):
     later for one in place of the trainer's or of the last generator's that was lost."""
     silence_seconds: float = Field(default=20.0, gt=0, le=WEEK_SECONDS)
     """An agent that says nothing for this long counts as lost, and its processes with it."""
-    lost_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
-    """An agent that hears nothing of the controller for this long ends its processes and waits for
-    another controller."""
 
     @field_validator("listen")
     @classmethod

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from asyncrl.config.former import refusal
 from asyncrl.suggestions import nearest, shortened
 
 MAX_LINES = 20
@@ -84,6 +85,9 @@ def _explain(detail: ErrorDetails, model: type[BaseModel]) -> str:
     location, kind = detail["loc"], detail["type"]
     path = _path(location) or "the configuration"
     if kind == "extra_forbidden":
+        former = refusal(path)
+        if former is not None:
+            return f"{path} {former}"
         names = _field_names(model, location[:-1])
         return f"{path}: there is no such key.{nearest(str(location[-1]), names)}"
     message = _MESSAGES.get(kind) or _reworded(detail["msg"])

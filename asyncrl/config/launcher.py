@@ -99,7 +99,7 @@ class LauncherConfig(BaseModel):
     reward workers use a core that is left over or else the trainer's, never a generator's."""
     startup_seconds: float = Field(default=START_SECONDS, gt=0, le=WEEK_SECONDS)
     """Longest wait for a process to become ready: imports, loading the model, compilation, CUDA
-    graphs. The limits of vLLM and SGLang follow it (`startup_timeout_seconds`)."""
+    graphs. vLLM and SGLang get 90% of it, so that their own error is seen first."""
     silence_seconds: float = Field(default=120.0, gt=0, le=WEEK_SECONDS)
     """A process that reports nothing for this long is killed and counts as dead; a relay after a
     quarter of it, so that those who speak through it can be heard again in time."""
@@ -107,8 +107,6 @@ class LauncherConfig(BaseModel):
     """Longest time for a generator to leave after `asyncrl scale`, in which the run is not paused
     and has a trainer. Then it is killed, and what it had is generated again. Without verification
     it finishes the groups that it has begun."""
-    stop_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS)
-    """Longest wait for a process to end after it was asked to. Then it is killed."""
     checkpoint_seconds: float = Field(default=600.0, gt=0, le=WEEK_SECONDS)
     """Longest time for a checkpoint: one that takes longer is given up, and training continues. The
     trainer has this much more time to end, because it saves one."""

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from asyncrl.cache.config import CacheConfig
 from asyncrl.config.changes import changed_at, refuse_unknown
 from asyncrl.config.errors import mistakes
+from asyncrl.config.former import without_former
 from asyncrl.config.launcher import LauncherConfig
 from asyncrl.config.repeatable import clock_dependencies
 from asyncrl.config.run_section import RunSection
@@ -187,19 +188,6 @@ class RunConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _engines_may_start_as_long_as_their_process(self) -> Self:
-        outer = self.launcher.startup_seconds
-        for kind in ("vllm", "sglang"):
-            inner = getattr(self.engine, kind).startup_timeout_seconds
-            if inner is not None and inner > outer:
-                raise ValueError(
-                    f"engine.{kind}.startup_timeout_seconds: {inner:g} is longer than "
-                    f"launcher.startup_seconds ({outer:g}), after which the generator is killed. "
-                    "Raise launcher.startup_seconds alone: the engine's limit follows it"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _repeatable_runs_do_not_depend_on_the_clock(self) -> Self:
         sections = self.scheduler, self.engine, self.cache, self.trainer, self.environment
         found = list(clock_dependencies(*sections)) if self.run.repeatable else []
@@ -312,7 +300,7 @@ def parse_config(
     """
     values = {
         key: {} if value is None and key in RunConfig.model_fields else value
-        for key, value in values.items()
+        for key, value in without_former(values).items()
     }
     try:
         config = RunConfig.model_validate(values, context={FOLDER: folder})

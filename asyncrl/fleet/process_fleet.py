@@ -16,7 +16,7 @@ from asyncrl.fleet.node_files import NodeFiles
 from asyncrl.fleet.pending_weight_updates import Installations
 from asyncrl.fleet.process_state import Worker, cause_of_death, left_early, what_starts
 from asyncrl.fleet.relays import Relays
-from asyncrl.fleet.shutdown import attended, end_all, raise_if_late
+from asyncrl.fleet.shutdown import STOP_SECONDS, attended, end_all, raise_if_late
 from asyncrl.launch.child_spec import ChildSpec, Role, keys_of
 from asyncrl.launch.interface import Launcher
 from asyncrl.monitoring.metrics.discovery import Target
@@ -392,7 +392,7 @@ class Fleet:
         """
         async with attended(self._hub, self.relays, lambda: self._ending, self.alive):
             killed = await end_all(self.alive, self._hub, self._config, told=self._ending)
-        seconds = 0.0 if self._ending else self._config.stop_seconds
+        seconds = 0.0 if self._ending else STOP_SECONDS
         left = await self.files.finish(self._hub, seconds)
         killed |= await end_all(self.relays.alive, self._hub, self._config, told=self._ending)
         raise_if_late(killed, left)

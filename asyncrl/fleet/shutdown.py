@@ -18,6 +18,8 @@ from asyncrl.launch.child_spec import Role
 from asyncrl.wire import Hub, Unreachable
 from asyncrl.wire.messages import to_generator, to_relay, to_trainer
 
+STOP_SECONDS = 60.0
+"""Longest wait for a process to end after it was asked to. Then it is killed."""
 KILL_SECONDS = 10.0
 """Longest wait for killed processes."""
 _ATTEND_SECONDS = 0.2
@@ -51,7 +53,7 @@ async def end_all(
 def wait_for_end(workers: Sequence[Worker], limits: LauncherConfig) -> dict[str, float]:
     """Wait until all have ended; those that exceeded their limit, and after how many seconds.
 
-    Each gets `launcher.stop_seconds`, the trainer twice `launcher.checkpoint_seconds` more: for a
+    Each gets `STOP_SECONDS`, the trainer twice `launcher.checkpoint_seconds` more: for a
     checkpoint that it is writing, and for the last one. Then it is killed.
     """
     began = time.monotonic()
@@ -62,7 +64,7 @@ def wait_for_end(workers: Sequence[Worker], limits: LauncherConfig) -> dict[str,
         waited = time.monotonic() - began
         for worker in remaining:
             extra = 2 * limits.checkpoint_seconds if worker.is_trainer else 0.0
-            if waited > limits.stop_seconds + extra and worker.name not in killed:
+            if waited > STOP_SECONDS + extra and worker.name not in killed:
                 worker.handle.end(by_force=True)
                 killed[worker.name] = waited
         if any(waited - killed.get(one.name, waited) > KILL_SECONDS for one in remaining):
@@ -78,7 +80,8 @@ def raise_if_late(killed: Mapping[str, float], left: str) -> None:
         said.insert(
             0,
             f"{', '.join(killed)} did not end within {max(killed.values()):.0f} s and were "
-            "killed; see launcher.stop_seconds and launcher.checkpoint_seconds",
+            "killed (the limit is {STOP_SECONDS:g} s, the trainer's more by twice "
+            "launcher.checkpoint_seconds)",
         )
     if said:
         raise WaitTimeout(". ".join(said))

@@ -29,6 +29,8 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens, Traject
 
 TOKEN_BYTES = 8
 """Bytes of a remembered token: its id and its log-probability. The rule needs no top-K."""
+MAX_BYTES = 1 << 30
+"""Of what a generator remembers."""
 ENTRY_BYTES = 512
 """Python's overhead for each remembered trajectory, rounded up; a test measures it."""
 
@@ -55,7 +57,7 @@ class LenientReuse:
         """As configured; None by default, where earlier rollouts only serve as drafts."""
         if config.reuse != "lenient":
             return None
-        return cls(lenience=config.lenience, max_bytes=config.lenient_max_bytes)
+        return cls(lenience=config.lenience, max_bytes=MAX_BYTES)
 
     def __len__(self) -> int:
         return len(self._remembered)

@@ -148,7 +148,7 @@ def _engine_config(config: RunConfig, number: int) -> EngineConfig:
     engine, lora = config.engine.of_generator(number), config.trainer.lora
     if lora.serve != "adapter":
         return engine
-    vllm = engine.vllm.model_copy(update={"lora_rank": lora.rank})
+    vllm = engine.vllm.with_adapter(lora.rank)
     return engine.model_copy(update={"vllm": vllm})
 
 

@@ -37,12 +37,7 @@ def check_peft(config: RunConfig) -> None:
 
 def check_serving(config: RunConfig) -> None:
     """Refuse an adapter that engines cannot serve as it is trained. Raises UserError."""
-    lora, rank = config.trainer.lora, config.engine.vllm.lora_rank
-    if rank:
-        raise UserError(
-            f"engine.vllm.lora_rank: {rank} is set by the run itself; leave it out, and set "
-            "trainer.lora.serve: adapter"
-        )
+    lora = config.trainer.lora
     on_cpu = config.engine.device == "cpu" or (
         config.launcher.kind == "local" and torch_build().cuda is None
     )

@@ -70,10 +70,7 @@ class TaskConfig(BaseModel):
     """Dataset only: a function of your own that is applied to every example before anything else,
     `my.module:function` or `path/to/file.py:function`. It takes the example as a dict and returns a
     dict, or nothing to leave the example out. It must return the same every time, because a resumed
-    run calls it again."""
-    map_timeout_seconds: float = Field(default=10.0, gt=0, le=WEEK_SECONDS)
-    """Dataset only: longest time that `map` may take for one example; then the run does not
-    start."""
+    run calls it again. It has 10 s for each example."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """Dataset only: what happens to a row that cannot be used: not JSON, without the fields, with
     an id that is there already. `refuse`: the run does not start. `skip`: such rows are left out,

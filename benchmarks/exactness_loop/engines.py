@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
@@ -43,6 +43,14 @@ def torch_engine(path: str, mode: Mode) -> Engine:
     return create_engine(config, path, cache_config=_cache_config(mode), seed=1)
 
 
+class _Vllm(VllmConfig):
+    steps_per_message: ClassVar[int] = 2  # with 4, responses of six tokens are seldom cut
+
+
+class _Sglang(SglangConfig):
+    steps_per_message: ClassVar[int] = 2
+
+
 def vllm_engine(path: str, mode: Mode) -> Engine:
     """Real vLLM, with its prefix cache on."""
     config = EngineConfig(
@@ -51,12 +59,7 @@ def vllm_engine(path: str, mode: Mode) -> Engine:
         max_model_len=32,
         threads=1,
         top_k_logprobs=mode.top_k,
-        vllm=VllmConfig(
-            kv_cache_gib=0.25,
-            max_step_tokens=256,
-            enable_prefix_caching=True,
-            steps_per_message=2,  # with 4, responses of some six tokens are seldom cut by an update
-        ),
+        vllm=_Vllm(kv_cache_gib=0.25, max_step_tokens=256, enable_prefix_caching=True),
     )
     return create_engine(config, path, cache_config=_cache_config(mode), seed=1)
 
@@ -69,12 +72,7 @@ def sglang_engine(path: str, mode: Mode) -> Engine:
         max_model_len=32,
         threads=1,
         top_k_logprobs=mode.top_k,
-        sglang=SglangConfig(
-            python=sglang_python(),
-            kv_cache_gib=0.05,
-            max_step_tokens=256,
-            steps_per_message=2,  # as for vLLM
-        ),
+        sglang=_Sglang(python=sglang_python(), kv_cache_gib=0.05, max_step_tokens=256),
     )
     return create_engine(config, path, cache_config=_cache_config(mode), seed=1)
 

@@ -242,7 +242,7 @@ class SharedCache:
             self._ring = None
 
     def _publish(self, rollout: StoredRollouts) -> None:
-        message = pack(rollout, self.config.max_match)
+        message = pack(rollout, self.cache.rules.max_match)
         size = 0
         if self._ring is not None and message is not None:
             try:
@@ -252,7 +252,7 @@ class SharedCache:
                 self._stop_publishing()
         self._bytes_out += size
         if size:
-            self._tokens_out += len(rollout.tokens) - self.config.max_match
+            self._tokens_out += len(rollout.tokens) - self.cache.rules.max_match
         else:
             self._unpublished += 1
 

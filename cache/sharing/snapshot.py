@@ -249,7 +249,7 @@ def _write(file: BinaryIO, cache: RolloutCache, mark: bytes) -> int:
         for numbers in (stored.lengths, stored.versions, stored.tokens):
             body += put(numbers.astype(_INT32).tobytes())
         prompts += 1
-    fields = _FIELDS.pack(MAGIC, FORMAT, len(mark), cache.config.max_match, prompts, body)
+    fields = _FIELDS.pack(MAGIC, FORMAT, len(mark), cache.rules.max_match, prompts, body)
     digest.update(fields)
     file.seek(0)
     file.write(fields + digest.digest())

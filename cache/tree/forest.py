@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.config import CacheConfig, TreeRules
 from asyncrl.cache.errors import CacheCorrupt
 from asyncrl.cache.tree import arena, integrity, sequences, stored
 from asyncrl.cache.tree.arena import LongArray
@@ -26,11 +26,12 @@ class Forest:
     recently used one before the others; then the oldest rollouts of the prompts in use.
 
     Args:
-        config: the byte budgets. With `enabled=False` there is no room for anything.
+        config: the byte budget. With `enabled=False` there is no room for anything.
+        rules: match length, and the budget of one prompt.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
-        self._config = config
+    def __init__(self, config: CacheConfig, rules: TreeRules) -> None:
+        self._config, self._rules = config, rules
         blocks = config.max_bytes // BLOCK_BYTES if config.enabled else 0
         # Only reserved: the system provides a page when a block in it is first used.
         self.arena: IntArray = np.empty((blocks + 1) * arena.BLOCK, np.int32)
@@ -38,7 +39,7 @@ class Forest:
         self.state[arena.BUMP] = arena.BLOCK
         self.state[arena.LIMIT] = blocks
         self.trees: LongArray = np.zeros((16, arena.TREE_WORDS), np.int64)
-        self.prompt_blocks = config.max_bytes_per_prompt // BLOCK_BYTES
+        self.prompt_blocks = min(rules.bytes_per_prompt, config.max_bytes) // BLOCK_BYTES
         """Most blocks of one tree."""
         self.evicted_tokens = 0
         """Counter: response tokens dropped to stay within a budget."""
@@ -116,7 +117,7 @@ class Forest:
         """
         dropped = sequences.trim_tree(
             self.arena, self.state, self.trees, tree, target,
-            self._config.min_match, self._config.max_match,
+            self._config.min_match, self._rules.max_match,
         )  # fmt: skip
         self.evicted_tokens += max(0, dropped)
         return dropped >= 0
@@ -147,7 +148,7 @@ class Forest:
         used = np.array(sorted(self._keys.values()), np.int32)
         problem = integrity.check(
             self.arena, self.state, self.trees, used,
-            self._config.min_match, self._config.max_match,
+            self._config.min_match, self._rules.max_match,
         )  # fmt: skip
         if problem:
             raise CacheCorrupt(integrity.PROBLEMS[problem])

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.config import CacheConfig, TreeRules
 from asyncrl.cache.errors import CacheCorrupt
 from asyncrl.cache.tree import arena, insert
 from asyncrl.cache.tree.draft import draft
@@ -89,23 +89,27 @@ class CacheStats:
     """Counter: drafted tokens."""
 
 
+_DEFAULT_RULES = TreeRules()
+
+
 class RolloutCache:
     """Trees of rollouts within a byte budget; see the module's docstring for an example.
 
     Args:
         config: budgets and drafting rules. With `enabled=False` every row drafts nothing.
+        rules: how trees are searched.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
-        self.config = config
-        self._forest = Forest(config)
-        self._rows = OpenRows(config)
+    def __init__(self, config: CacheConfig, rules: TreeRules = _DEFAULT_RULES) -> None:
+        self.config, self.rules = config, rules
+        self._forest = Forest(config, rules)
+        self._rows = OpenRows(config, rules)
         self._rules = Rules(
             config.min_match,
-            config.max_match,
-            config.max_candidates,
+            rules.max_match,
+            rules.max_candidates,
             config.draft_tokens,
-            version_weights(config.version_half_life),
+            version_weights(rules.version_half_life),
         )
         self._inserted = self._drafted = 0
 
@@ -127,7 +131,7 @@ class RolloutCache:
         """
         if not isinstance(key, str):
             raise TypeError(f"a cache key must be a str, not {type(key).__name__}")
-        tail = int32_values("context", context, minimum=0)[-self.config.max_match :]
+        tail = int32_values("context", context, minimum=0)[-self.rules.max_match :]
         tree = self._forest.tree_of(key) if key and self.config.enabled else arena.DETACHED
         row = self._rows.add(tree, tail)
         if tree >= 0:
@@ -308,7 +312,7 @@ class RolloutCache:
             code = insert.extend(
                 forest.arena, state, forest.trees, self._rows.cursors, self._rows.rings, rows,
                 tokens, offsets, self.config.min_match, forest.prompt_blocks, grow,
-                self._rows.experience, self.config.calibrate,
+                self._rows.experience, self.rules.calibrate,
             )  # fmt: skip
             if code == insert.DONE:
                 return

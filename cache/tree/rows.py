@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.config import CacheConfig, TreeRules
 from asyncrl.cache.tree import arena, estimate
 from asyncrl.cache.tree.arena import LongArray
 from asyncrl.cache.tree.index import hash_of
@@ -17,18 +17,19 @@ class OpenRows:
     """Row handles, and the arrays in which compiled code keeps the state of each row.
 
     Args:
-        config: match length, and the number of guesses to remember for a row.
+        config: length of the shortest match, and of the longest draft.
+        rules: match length, and what is doubted at first.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, rules: TreeRules) -> None:
         self._min_match = config.min_match
         self.cursors: LongArray = np.full((16, arena.CURSOR_WORDS), arena.CLOSED, np.int64)
         """`[R, CURSOR_WORDS]` see `asyncrl.cache.tree.arena`."""
-        self.rings: IntArray = np.zeros((16, config.max_match), np.int32)
+        self.rings: IntArray = np.zeros((16, rules.max_match), np.int32)
         """`[R, max_match]` the last tokens of each row, as a ring; -1 where there are fewer."""
         # A tree makes more guesses than it drafts, and all of them teach something.
         width = 2 * config.draft_tokens + 8
-        self.experience = estimate.no_experience(config.max_match, config.doubt, 16, width)
+        self.experience = estimate.no_experience(rules.max_match, rules.doubt, 16, width)
         self._free: list[int] = list(range(15, -1, -1))
 
     def __len__(self) -> int:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from asyncrl.wire.transport.paths import MAX_TOKENS, START_SECONDS, WEEK_SECONDS
-
-_SHARE_OF_START = 0.9
-"""SGLang's part of the limit of its generator's start; the rest is imports and the tokenizer."""
+from asyncrl.engine.process_config import ProcessConfig
+from asyncrl.wire.transport.paths import MAX_TOKENS
 
 _SHARE_OF_GPU = 0.85
 
 
-class SglangConfig(BaseModel):
+class SglangConfig(ProcessConfig):
     """How SGLang is started, and how many tokens its steps take.
 
     The length of drafts is a setting of the cache (`cache.max_draft_tokens`). With the cache
     disabled SGLang runs without speculation.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     python: str | None = Field(default=None, min_length=1)
     """Python interpreter that SGLang runs in. It may be another one than this, because SGLang's
@@ -46,17 +42,8 @@ class SglangConfig(BaseModel):
     """A request reports its tokens in chunks of at least this many. The first token is reported at
     once, and the rest at its end, at an interruption, at a pause and before new weights. 1 streams
     every message, at a cost."""
-    steps_per_message: int = Field(default=4, ge=1, le=64)
-    """SGLang sends what it has generated after so many steps, or after 0.1 s. Ends of responses
-    come up to so many steps later. 1 sends every step."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """GPUs of one generator, which split every layer among them."""
-    startup_timeout_seconds: float | None = Field(default=None, ge=1, le=WEEK_SECONDS)
-    """Longest wait for SGLang to become ready, at most `launcher.startup_seconds`. null: 90% of
-    that, so that SGLang's own error is seen before its process is killed."""
-    call_timeout_seconds: float = Field(default=120.0, ge=1, le=WEEK_SECONDS)
-    """Longest wait for SGLang to pause or to resume. A step that takes longer ends SGLang too.
-    Staging and installing weights may take 60 s, and 1 s for each 0.3 GB, if that is longer."""
     log_level: str = Field(default="ERROR", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
     """What SGLang writes to stderr. INFO and above also goes to a file, whose end is quoted when
     SGLang fails."""
@@ -66,16 +53,3 @@ class SglangConfig(BaseModel):
         """`mem_fraction_static`, or its default."""
         own = self.mem_fraction_static
         return _SHARE_OF_GPU if own is None else own
-
-    @property
-    def start_limit(self) -> float:
-        """Longest wait for SGLang to become ready, in seconds."""
-        own = self.startup_timeout_seconds
-        return _SHARE_OF_START * START_SECONDS if own is None else own
-
-    def started_within(self, seconds: float) -> SglangConfig:
-        """These settings in a process that is killed if it is not ready after so many seconds."""
-        if self.startup_timeout_seconds is not None:
-            return self
-        limit = max(1.0, _SHARE_OF_START * seconds)
-        return self.model_copy(update={"startup_timeout_seconds": limit})

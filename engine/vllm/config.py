@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Self
 
-from asyncrl.wire.transport.paths import MAX_TOKENS, START_SECONDS, WEEK_SECONDS
+from pydantic import Field, PrivateAttr
 
-_SHARE_OF_START = 0.9
-"""vLLM's part of the limit of its process's start; the rest is imports and attaching to it."""
+from asyncrl.engine.process_config import ProcessConfig
+from asyncrl.wire.transport.paths import MAX_TOKENS
 
 _SHARE_OF_GPU = 0.85
 _CPU_KV_GIB = 0.5
 _GIB = 1 << 30
 
 
-class VllmConfig(BaseModel):
+class VllmConfig(ProcessConfig):
     """How vLLM is started, and how many tokens its steps take.
 
     The length of drafts is a setting of the cache (`cache.max_draft_tokens`). With the cache
     disabled vLLM runs without speculation.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kv_cache_gib: float | None = Field(default=None, gt=0, le=4096)
     """Memory for KV, in GiB, on each GPU of a generator. null: 0.5 on a CPU; on a GPU what
@@ -46,24 +44,24 @@ class VllmConfig(BaseModel):
     """A request reports its tokens in chunks of at least this many. The first token is reported at
     once, and the rest at its end, at an interruption, at a pause and before new weights. 1 streams
     every message, at a cost."""
-    steps_per_message: int = Field(default=4, ge=1, le=64)
-    """vLLM's core sends what it has generated after so many steps, or after 0.1 s: a message costs
-    the generator's process more than what is in it. Ends of responses come up to so many steps
-    later. 1 sends every step."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """GPUs of one generator, which split every layer among them."""
-    lora_rank: int = Field(default=0, ge=0, le=512)
-    """Rank of an adapter that is kept apart from the model. The run sets it, by
-    `trainer.lora.serve: adapter`; 0: there is none."""
-    startup_timeout_seconds: float | None = Field(default=None, ge=1, le=WEEK_SECONDS)
-    """Longest wait for vLLM to become ready, at most `launcher.startup_seconds`. null: 90% of that,
-    so that vLLM's own error is seen before its process is killed."""
-    call_timeout_seconds: float = Field(default=120.0, ge=1, le=WEEK_SECONDS)
-    """Longest wait for vLLM to pause or to resume. Staging and installing weights may take 60 s,
-    and 1 s for each 0.3 GB, if that is longer."""
     log_level: str = Field(default="ERROR", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
     """What vLLM writes to stderr. INFO and above also goes to a file, whose end is quoted when vLLM
     fails."""
+
+    _lora_rank: int = PrivateAttr(0)
+
+    @property
+    def lora_rank(self) -> int:
+        """Rank of an adapter that is kept apart from the model; 0: there is none."""
+        return self._lora_rank
+
+    def with_adapter(self, rank: int) -> Self:
+        """These settings with an adapter of this rank (`trainer.lora.serve: adapter`)."""
+        changed = self.model_copy()
+        changed._lora_rank = rank
+        return changed
 
     @property
     def share_of_gpu(self) -> float:
@@ -85,16 +83,3 @@ class VllmConfig(BaseModel):
         if self.kv_cache_gib is None or self.gpu_memory_utilization is not None:
             given["gpu_memory_utilization"] = self.share_of_gpu
         return given
-
-    @property
-    def start_limit(self) -> float:
-        """Longest wait for vLLM to become ready, in seconds."""
-        own = self.startup_timeout_seconds
-        return _SHARE_OF_START * START_SECONDS if own is None else own
-
-    def started_within(self, seconds: float) -> VllmConfig:
-        """These settings in a process that is killed if it is not ready after so many seconds."""
-        if self.startup_timeout_seconds is not None:
-            return self
-        limit = max(1.0, _SHARE_OF_START * seconds)
-        return self.model_copy(update={"startup_timeout_seconds": limit})

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_caches import cache_of
 
-from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
 
 PROMPT = np.array([101, 102, 103, 104], np.int32)
@@ -15,7 +15,7 @@ PROMPT = np.array([101, 102, 103, 104], np.int32)
 
 def make(**settings: object) -> RolloutCache:
     defaults = {"max_bytes": 1 << 20, "min_probability": 0.0, "calibrate": False}
-    return RolloutCache(CacheConfig(**(defaults | settings)))  # type: ignore[arg-type]
+    return cache_of(**(defaults | settings))
 
 
 def grow(cache: RolloutCache, row: int, budget: int = 16, least: float = 0.0) -> Drafts:

@@ -8,8 +8,8 @@ compared with it and not with single outcomes. All draws have fixed seeds.
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rollout_caches import cache_of
 
-from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree import estimate
 from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
 
@@ -97,7 +97,7 @@ def deviations(estimated: list[float], true: list[float]) -> list[tuple[float, f
 def test_estimates_are_the_true_probabilities(sure: float, branching: bool) -> None:
     rng = np.random.default_rng(7)
     truths = [policy(rng, sure) for _ in range(24)]
-    cache = RolloutCache(CacheConfig(max_draft_tokens=12, min_probability=0.05))
+    cache = cache_of(max_draft_tokens=12, min_probability=0.05)
     for _ in range(3):
         epoch(cache, truths, rng, branching)
     found = deviations(*epoch(cache, truths, rng, branching))
@@ -112,7 +112,7 @@ def test_estimates_are_the_true_probabilities(sure: float, branching: bool) -> N
 def test_uncalibrated_estimates_are_wrong() -> None:
     rng = np.random.default_rng(7)
     truths = [policy(rng, 0.9) for _ in range(12)]
-    cache = RolloutCache(CacheConfig(min_probability=0.05, calibrate=False))
+    cache = cache_of(min_probability=0.05, calibrate=False)
     epoch(cache, truths, rng, branching=False)
     found = deviations(*epoch(cache, truths, rng, branching=False))
     assert max(estimated - true for _, estimated, true in found) > 0.05
@@ -121,7 +121,7 @@ def test_uncalibrated_estimates_are_wrong() -> None:
 def test_many_agreeing_rollouts_are_nearly_certain() -> None:
     rng = np.random.default_rng(3)
     truths = [policy(rng, 0.999) for _ in range(8)]
-    cache = RolloutCache(CacheConfig())
+    cache = cache_of()
     for _ in range(4):
         estimated, _ = epoch(cache, truths, rng, branching=False)
     assert np.quantile(estimated, 0.95) > 0.995
@@ -138,7 +138,7 @@ def chance(cache: RolloutCache, row: int) -> float:
 
 @pytest.mark.parametrize("branching", [False, True])
 def test_a_guess_that_was_given_up_is_tried_again_once_it_proves_right(branching: bool) -> None:
-    cache = RolloutCache(CacheConfig(min_probability=0.5))
+    cache = cache_of(min_probability=0.5)
     cache.insert("p", PROMPT, np.arange(20))
     row = cache.open("p", PROMPT)
 
@@ -160,7 +160,7 @@ def test_a_guess_that_was_given_up_is_tried_again_once_it_proves_right(branching
 
 
 def test_only_guesses_that_follow_accepted_tokens_count() -> None:
-    cache = RolloutCache(CacheConfig())
+    cache = cache_of()
     cache.insert("p", PROMPT, np.arange(20))
     row = cache.open("p", PROMPT)
     cache.draft(np.array([row]), np.array([10]))
@@ -172,7 +172,7 @@ def test_only_guesses_that_follow_accepted_tokens_count() -> None:
 
 
 def test_a_new_request_is_not_judged_by_the_guesses_of_the_last_one() -> None:
-    cache = RolloutCache(CacheConfig())
+    cache = cache_of()
     cache.insert("p", PROMPT, np.arange(20))
     row = cache.open("p", PROMPT)
     cache.draft(np.array([row]), np.array([10]))
@@ -183,7 +183,7 @@ def test_a_new_request_is_not_judged_by_the_guesses_of_the_last_one() -> None:
 
 
 def test_without_calibration_nothing_is_learned() -> None:
-    cache = RolloutCache(CacheConfig(calibrate=False))
+    cache = cache_of(calibrate=False)
     cache.insert("p", PROMPT, np.arange(20))
     row = cache.open("p", PROMPT)
     before = chance(cache, row)

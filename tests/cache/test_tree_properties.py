@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.config import CacheConfig, TreeRules
 from asyncrl.cache.tree import arena
 from asyncrl.cache.tree.arena import SPAN
 from asyncrl.cache.tree.branch import BLEND
@@ -59,12 +59,13 @@ class Naive:
     """The same rules in plain Python, looking at every position of every rollout."""
 
     config: CacheConfig
+    rules: TreeRules
     trees: dict[str, list[Sequence]] = field(default_factory=lambda: defaultdict(list))
     rows: dict[int, Row] = field(default_factory=dict)
     version: int = 0
 
     def tail(self, row: Row) -> list[int]:
-        size = self.config.max_match
+        size = self.rules.max_match
         return ([-1] * size + row.context)[-size:]
 
     def extend(self, handle: int, tokens: list[int]) -> None:
@@ -81,7 +82,7 @@ class Naive:
         self, row: Row, past: list[int], blend: float
     ) -> tuple[list[tuple[list[int], float]], int]:
         """Continuations with weights, and the longest match's length."""
-        size = self.config.max_match
+        size = self.rules.max_match
         found, echo = [], []
         extra = len(past) - size  # drafted tokens after the row's own
         expected = (len(row.own.tokens) - size if row.own else 0) - 1 + extra
@@ -95,11 +96,11 @@ class Naive:
                     echo = rest if length == size else echo
                 elif length >= self.config.min_match:
                     age = abs(self.version - sequence.versions[at // SPAN])
-                    fading = max(0.5 ** (age / self.config.version_half_life), 1 / 16)
+                    fading = max(0.5 ** (age / self.rules.version_half_life), 1 / 16)
                     near = max(0.1, 1 / (1 + abs(at - size - expected)))
                     found.append((rest, fading * near, length))
         # With more, the cache lets only the newest vote.
-        assume(2 * len(found) < self.config.max_candidates)
+        assume(2 * len(found) < self.rules.max_candidates)
         if not found:
             return ([(echo, 0.5)], size) if echo else ([], 0)
         sure = [(rest, w) for rest, w, length in found if length == size]
@@ -132,7 +133,7 @@ class Naive:
                 votes[rest[0]] += weight
             total = sum(votes.values())
             best = max(votes.values())
-            p = min(best / (total + config.doubt * config.max_match / matched), 0.9999)
+            p = min(best / (total + self.rules.doubt * self.rules.max_match / matched), 0.9999)
             path *= p
             if done == len(tokens):
                 assert not clearly_less(config.min_probability, path), "stopped too early"
@@ -142,7 +143,7 @@ class Naive:
             assert math.isclose(probabilities[done], path, rel_tol=PATH_ERROR)
             alive = [(rest[1:], w) for rest, w in alive if rest[0] == tokens[done]]
             past.append(tokens[done])
-            matched = min(matched + 1, config.max_match)
+            matched = min(matched + 1, self.rules.max_match)
             done += 1
         assert done == len(tokens), "continued too long"
 
@@ -157,8 +158,8 @@ class Naive:
         for token in {rest[0] for rest, _ in alive}:
             behind = [(rest[1:], weight) for rest, weight in alive if rest[0] == token]
             votes = sum(weight for _, weight in behind)
-            p = min(votes / (total + config.doubt * config.max_match / matched), 0.9999)
-            out[token] = p, (behind, min(matched + 1, config.max_match))
+            p = min(votes / (total + self.rules.doubt * self.rules.max_match / matched), 0.9999)
+            out[token] = p, (behind, min(matched + 1, self.rules.max_match))
         return out
 
     def judge_tree(self, handle: int, budget: int, found: dict[tuple[int, ...], float]) -> None:
@@ -189,20 +190,26 @@ def clearly_less(low: float, high: float) -> bool:
     return low < high and not math.isclose(low, high, rel_tol=2 * PATH_ERROR)
 
 
+Settings = tuple[CacheConfig, TreeRules]
+
+
 def config_of(
     min_match: int, more: int, min_probability: float, version_half_life: float, doubt: float
-) -> CacheConfig:
-    return CacheConfig(
+) -> Settings:
+    config = CacheConfig(
         max_bytes=1 << 20,
         min_match=min_match,
-        max_match=min_match + more,
         min_probability=min_probability,
+        max_draft_tokens=MAX_DRAFT_TOKENS,
+    )
+    rules = TreeRules(
+        max_match=min_match + more,
         version_half_life=version_half_life,
         doubt=doubt,
         calibrate=False,
-        max_draft_tokens=MAX_DRAFT_TOKENS,
         max_candidates=256,
     )
+    return config, rules
 
 
 configs = st.builds(
@@ -257,8 +264,8 @@ NEAR_THE_BAR = [
 @settings(max_examples=500)
 @given(configs, actions)
 @example(config_of(1, 1, 0.4999, 1.5, 0.0), NEAR_THE_BAR)
-def test_drafts_are_those_of_the_naive_model(config: CacheConfig, steps: list[tuple]) -> None:
-    cache, model = RolloutCache(config), Naive(config)
+def test_drafts_are_those_of_the_naive_model(given: Settings, steps: list[tuple]) -> None:
+    cache, model = RolloutCache(*given), Naive(*given)
     for name, *arguments in [("open", 0, []), ("open", 0, []), *steps, ("draft", 12)]:
         handles = list(model.rows)
         if name == "open":
@@ -292,7 +299,7 @@ def test_drafts_are_those_of_the_naive_model(config: CacheConfig, steps: list[tu
             cache.close(handle)
             del model.rows[handle]
     cache.check()
-    stored = sum(len(s.tokens) - config.max_match for t in model.trees.values() for s in t)
+    stored = sum(len(s.tokens) - cache.rules.max_match for t in model.trees.values() for s in t)
     assert cache.stats().tokens == stored
 
 
@@ -304,13 +311,8 @@ def allocated(cache: RolloutCache) -> int:
 @given(st.integers(0, 2**32 - 1), st.integers(14, 17), st.integers(13, 16), st.integers(1, 40))
 def test_memory_stays_within_its_budget(seed: int, total: int, prompt: int, max_match: int) -> None:
     rng = np.random.default_rng(seed)
-    config = CacheConfig(
-        max_bytes=1 << total,
-        max_bytes_per_prompt=1 << prompt,
-        min_match=1 + max_match // 4,
-        max_match=max_match,
-    )
-    cache = RolloutCache(config)
+    config = CacheConfig(max_bytes=1 << total, min_match=min(1 + max_match // 4, 8))
+    cache = RolloutCache(config, TreeRules(bytes_per_prompt=1 << prompt, max_match=max_match))
     vocabulary = int(rng.choice([2, 50, 2**31 - 1]))
     rows: list[int] = []
     for _ in range(60):

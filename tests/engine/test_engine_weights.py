@@ -124,7 +124,7 @@ def test_the_page_has_the_limits_and_they_are_twice_what_is_computed() -> None:
         assert gigabytes == pytest.approx(2 * parameters, rel=0.01)
         computed = 1.1 * gigabytes, 0.45 * gigabytes, 0.27 * gigabytes
         assert (proof, staging, loading) == tuple(map(round, computed))
-        longest = longest_installation(round(1e9 * gigabytes), settings.call_timeout_seconds)
+        longest = longest_installation(round(1e9 * gigabytes), settings.call_seconds)
         assert limit == round(longest)
         assert limit >= 2 * (staging + loading)
         assert settings.start_limit >= 2 * 3 * proof, "also where eight ranks share the memory"

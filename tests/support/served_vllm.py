@@ -61,8 +61,7 @@ def serving(
             max_step_tokens=96,
             max_prefill_tokens=max_prefill_tokens,
             tensor_parallel_size=tensor_parallel_size,
-            lora_rank=lora_rank,
-        ),
+        ).with_adapter(lora_rank),
     )
     cache = CacheConfig(max_draft_tokens=4, min_match=1, min_probability=0.0, max_bytes=1 << 26)
     with asyncio.Runner() as runner, patch(EXTENSION, FAULTY):

@@ -185,7 +185,6 @@ def test_a_7b_model_with_an_adapter_fits_one_gpu() -> None:
         ({"kinds": ["vllm", "sglang"]}, {}, r"engine\.kind is sglang"),
         ({"kind": "vllm", "vllm": {"tensor_parallel_size": 2}}, {}, "tensor_parallel_size above 1"),
         ({"kind": "vllm"}, {"rank": 600}, "adapters of rank 512 at most"),
-        ({"kind": "vllm", "vllm": {"lora_rank": 4}}, {}, "lora_rank: 4 is set by the run itself"),
     ],
 )
 def test_an_adapter_that_an_engine_cannot_keep_apart_is_refused(

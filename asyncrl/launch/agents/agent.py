@@ -334,8 +334,8 @@ def _hello(settings: Settings, ip: str, code: str, beginning: str) -> from_agent
 
 def _gone(run: str, silent: float) -> AsyncrlError:
     return AsyncrlError(
-        f"the controller of run {run} was silent for {silent:.0f} s "
-        "(launcher.agents.lost_seconds), so this agent ends with the run (--once)"
+        f"the controller of run {run} was silent for {silent:.0f} s, "
+        "so this agent ends with the run (--once)"
     )
 
 

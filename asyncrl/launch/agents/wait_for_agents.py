@@ -27,6 +27,8 @@ from asyncrl.wire.transport.refusals import Refusals
 
 NODES_FILE = ".nodes"
 """In the run's folder. An agent that can read the token in it shares the folder."""
+LOST_SECONDS = 60.0
+"""An agent that hears nothing of the controller for this long ends its processes and waits."""
 _SAY_SECONDS = 30.0
 """Between two lines about what is waited for."""
 
@@ -80,7 +82,7 @@ async def open_agents(
         optional_gpus=optional_gpus,
         mark=records.mark,
         silence_seconds=settings.silence_seconds,
-        lost_seconds=settings.lost_seconds,
+        lost_seconds=LOST_SECONDS,
         relay_per_node=settings.relays == "always",
     )
     launcher = AgentsLauncher(config, needs, secret, Refusals(), say)

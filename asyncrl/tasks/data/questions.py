@@ -100,7 +100,7 @@ class _MapProcess:
             raise DataError(f"task.map {self._name!r} wrote to its process's pipes")
 
     def answer(
-        self, seconds: float, who: str, *, limit: str = "task.map_timeout_seconds"
+        self, seconds: float, who: str, *, limit: str = "its limit for one example"
     ) -> Answer:
         """The next answer within `seconds`. A DataError begins with `who` and names `limit`."""
         try:
@@ -118,6 +118,8 @@ class _MapProcess:
 
 log = logging.getLogger(__name__)
 
+MAP_SECONDS = 10.0
+"""Longest time of `task.map` for one example."""
 MAX_ID = 200
 """Most characters of a user's own id."""
 
@@ -150,7 +152,7 @@ def read_questions(
     found = read_rows(path, split, config.subset, setting=setting)
     rows: Generator[Row | BadRow | None, None, None] = found
     if config.map is not None:
-        rows = mapped_rows(list(found), config.map, seconds=config.map_timeout_seconds)
+        rows = mapped_rows(list(found), config.map, seconds=MAP_SECONDS)
     with contextlib.closing(rows):
         for index, row in enumerate(rows):
             if row is None:

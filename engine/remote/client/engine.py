@@ -93,7 +93,7 @@ class RemoteEngine:
         seed: of the stream that gives seeds to requests without one.
         process: of the core, not started.
         start: starts the process with policy version 0, and connects to it. Raises EngineError.
-        call_timeout_seconds: weights may take so long in any case (`longest_installation`).
+        call_seconds: weights may take so long in any case (`longest_installation`).
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class RemoteEngine:
         seed: int,
         process: CoreProcess,
         start: Callable[[], Awaitable[Core]],
-        call_timeout_seconds: float,
+        call_seconds: float,
     ) -> None:
         self._config = config
         self._model_path = model_path
         self._seed = seed
         self._core_process = process
         self._start = start
-        self._call_timeout_seconds = call_timeout_seconds
+        self._call_seconds = call_seconds
         self._starting = False
         self._parts: _Parts | None = None
 
@@ -139,7 +139,7 @@ class RemoteEngine:
         streams = Streams(core)
         self._core_process.on_end = streams.fail
         pausing = Pausing(core, streams)
-        longest = partial(longest_installation, at_least=self._call_timeout_seconds)
+        longest = partial(longest_installation, at_least=self._call_seconds)
         return _Parts(
             core=core,
             streams=streams,

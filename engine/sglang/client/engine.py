@@ -100,7 +100,7 @@ def server_settings(
         prefix_caching=ours.enable_prefix_caching,
         draft_tokens=drafts,
         tensor_parallel_size=ours.tensor_parallel_size,
-        step_seconds=ours.call_timeout_seconds,
+        step_seconds=ours.call_seconds,
         log_level=ours.log_level,
     )
 
@@ -162,5 +162,5 @@ class SglangEngine(RemoteEngine):
             seed=seed,
             process=process,
             start=start,
-            call_timeout_seconds=config.sglang.call_timeout_seconds,
+            call_seconds=config.sglang.call_seconds,
         )

@@ -127,7 +127,7 @@ class SglangProcess:
         """
         task = asyncio.ensure_future(answer)
         over = asyncio.ensure_future(self._over.wait())
-        seconds = self._config.call_timeout_seconds if limit is None else limit
+        seconds = self._config.call_seconds if limit is None else limit
         try:
             await asyncio.wait([task, over], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if task.done():

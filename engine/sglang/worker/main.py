@@ -103,8 +103,8 @@ class Ranks:
             _say(f"SGLang's scheduler process of rank {rank} {how}")
         if not ended:
             _say(
-                "SGLang's watchdog ended it: a step took longer than "
-                "engine.sglang.call_timeout_seconds, or a scheduler process failed and hangs"
+                "SGLang's watchdog ended it: a step took longer than 120 s, "
+                "or a scheduler process failed and hangs"
             )
         self._end(_FAILED)
 

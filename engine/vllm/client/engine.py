@@ -84,7 +84,7 @@ class VllmEngine(RemoteEngine):
             seed=seed,
             process=process,
             start=start,
-            call_timeout_seconds=config.vllm.call_timeout_seconds,
+            call_seconds=config.vllm.call_seconds,
         )
 
     async def close(self) -> None:

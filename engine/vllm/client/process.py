@@ -117,7 +117,7 @@ class VllmProcess:
         Raises:
             EngineError: the call failed, the core died, or it did not answer in time.
         """
-        seconds = self._config.vllm.call_timeout_seconds if limit is None else limit
+        seconds = self._config.vllm.call_seconds if limit is None else limit
         task = asyncio.ensure_future(call)
         died = asyncio.ensure_future(self.died.wait())
         try:

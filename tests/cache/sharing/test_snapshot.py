@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_caches import cache_of
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.errors import CacheError, SnapshotRefused
@@ -23,7 +24,7 @@ Rollouts = list[tuple[str, list[int], list[int], list[int]]]
 
 def make(**settings: object) -> RolloutCache:
     defaults = {"max_bytes": 1 << 20, "min_probability": 0.0}
-    return RolloutCache(CacheConfig(**(defaults | settings)))  # type: ignore[arg-type]
+    return cache_of(**(defaults | settings))
 
 
 def content(cache: RolloutCache) -> Rollouts:
@@ -91,7 +92,7 @@ def test_rollouts_their_order_and_the_drafts_are_restored(tmp_path: Path) -> Non
 def test_any_cache_is_restored_also_with_other_budgets(seed: int) -> None:
     rng = np.random.default_rng(seed)
     cache = make(
-        max_bytes=1 << 16, max_bytes_per_prompt=1 << 14, max_match=int(rng.integers(2, 41))
+        max_bytes=1 << 16, bytes_per_prompt=1 << 14, max_match=int(rng.integers(2, 41))
     )
     for _ in range(rng.integers(40)):
         context = rng.integers(0, 9, rng.integers(50))
@@ -101,7 +102,7 @@ def test_any_cache_is_restored_also_with_other_budgets(seed: int) -> None:
     snapshot.save(cache, path, MODEL)
     same = snapshot.load(path, cache.config, MODEL)
     assert content(same) == content(cache)
-    small = snapshot.load(path, CacheConfig(max_bytes=1 << 14, max_match=5), MODEL)
+    small = snapshot.load(path, CacheConfig(max_bytes=1 << 14), MODEL)
     small.check()
     assert small.stats().bytes <= 1 << 14
     kept = {key: len(lengths) for key, lengths, *_ in content(small)}
@@ -115,7 +116,7 @@ def test_any_cache_is_restored_also_with_other_budgets(seed: int) -> None:
 def _responses(cache: RolloutCache) -> dict[str, list[list[int]]]:
     return {
         s.key: [
-            part[cache.config.max_match :].tolist()
+            part[cache.rules.max_match :].tolist()
             for part in np.split(s.tokens, np.cumsum(s.lengths)[:-1])
         ]
         for s in cache.finished_rollouts()

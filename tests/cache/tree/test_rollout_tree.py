@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from rollout_caches import cache_of
 
-from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.errors import CacheCorrupt
 from asyncrl.cache.tree import arena, insert, sequences
 from asyncrl.cache.tree.draft import draft
@@ -16,7 +16,7 @@ HUGE = 2**31 - 1
 
 def make(**settings: object) -> RolloutCache:
     defaults = {"max_bytes": 1 << 20, "min_probability": 0.0, "calibrate": False}
-    return RolloutCache(CacheConfig(**(defaults | settings)))  # type: ignore[arg-type]
+    return cache_of(**(defaults | settings))
 
 
 def extend(cache: RolloutCache, row: int, tokens: list[int]) -> None:
@@ -336,7 +336,7 @@ def test_the_least_recently_used_prompt_goes_first_and_open_ones_stay() -> None:
 
 
 def test_a_prompt_over_its_own_budget_loses_its_oldest_rollouts() -> None:
-    cache = make(max_bytes_per_prompt=16 << 10)
+    cache = make(bytes_per_prompt=16 << 10)
     for first in range(60):
         cache.insert("p", PROMPT, np.concatenate([[first], np.arange(100)]))
         cache.check()
@@ -349,7 +349,7 @@ def test_a_prompt_over_its_own_budget_loses_its_oldest_rollouts() -> None:
 
 
 def test_without_any_room_rows_still_draft() -> None:
-    cache = make(max_bytes=16 << 10, max_bytes_per_prompt=8 << 10)
+    cache = make(max_bytes=16 << 10, bytes_per_prompt=8 << 10)
     rows = [cache.open("p", PROMPT) for _ in range(20)]
     for row in rows:
         extend(cache, row, list(range(90)))

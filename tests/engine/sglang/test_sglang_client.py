@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import fake_sglang
 import numpy as np
@@ -49,15 +49,20 @@ def runner() -> Iterator[asyncio.Runner]:
         yield running
 
 
-def engine_of(path: str, **settings: Any) -> SglangEngine:
-    ours = SglangConfig(python=sys.executable, **settings)
+class _Impatient(SglangConfig):
+    call_seconds: ClassVar[float] = 5.0
+
+
+def engine_of(path: str, start_limit: float | None = None) -> SglangEngine:
+    ours = _Impatient(python=sys.executable)
     config = EngineConfig(kind="sglang", max_model_len=200, top_k_logprobs=K, sglang=ours)
+    config = config if start_limit is None else config.started_within(start_limit)
     return SglangEngine(config, path, cache_config=CacheConfig(), seed=3)
 
 
 @pytest.fixture
 def served(tiny_qwen3: str, runner: asyncio.Runner) -> Iterator[SglangEngine]:
-    engine = engine_of(tiny_qwen3, call_timeout_seconds=5.0)
+    engine = engine_of(tiny_qwen3)
     runner.run(engine.start())
     yield engine
     runner.run(engine.close())
@@ -267,7 +272,7 @@ def test_a_start_that_takes_too_long(
     tiny_qwen3: str, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SGLANG", "loads for ever")
-    engine = engine_of(tiny_qwen3, startup_timeout_seconds=1.0)
+    engine = engine_of(tiny_qwen3, start_limit=1.0)
     with pytest.raises(EngineStartError, match=r"not ready after 1 s.*launcher.startup_seconds"):
         runner.run(engine.start())
 

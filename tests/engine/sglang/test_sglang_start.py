@@ -152,12 +152,10 @@ def know_the_model(monkeypatch: pytest.MonkeyPatch, kv_bytes: int = 1 << 10) -> 
 def test_what_the_scheduler_process_is_told_survives_the_environment() -> None:
     folder = SglangFolder("ERROR")
     try:
-        config = EngineConfig(
-            kind="sglang", top_k_logprobs=3, sglang=SglangConfig(steps_per_message=2)
-        )
+        config = EngineConfig(kind="sglang", top_k_logprobs=3)
         told = worker_settings(config, CacheConfig(max_draft_tokens=4), CachePlace(), folder)
         assert WorkerSettings.from_environment(told.to_environment()) == told
-        assert (told.top_k, told.steps_per_message, told.parent) == (3, 2, os.getpid())
+        assert (told.top_k, told.steps_per_message, told.parent) == (3, 4, os.getpid())
         assert told.drafting is not None
         assert told.drafting.cache["max_draft_tokens"] == 4
         disabled = worker_settings(config, CacheConfig(enabled=False), CachePlace(), folder)
@@ -233,7 +231,7 @@ class Rank:
 @pytest.mark.parametrize(
     ("codes", "said"),
     [
-        ([None, None], ["SGLang's watchdog ended it", "engine.sglang.call_timeout_seconds"]),
+        ([None, None], ["SGLang's watchdog ended it", "a step took longer than 120 s"]),
         ([None, -9], ["rank 1 was killed by signal 9"]),
     ],
 )

@@ -40,8 +40,7 @@ def test_compiling_what_draws_has_what_is_left_of_the_start() -> None:
         get_supported_tasks=list,
     )
     process: Any = SimpleNamespace(ask=ask, vllm=SimpleNamespace(llm=llm))
-    vllm = {"call_timeout_seconds": 5}
-    config = EngineConfig.model_validate({"kind": "vllm", "vllm": vllm})
+    config = EngineConfig(kind="vllm")
     asyncio.run(VllmCore(process).attach(config, 700))
     assert asked["attach to its worker"] == 700
     assert asked["set its weight version"] is None

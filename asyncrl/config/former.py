@@ -1,0 +1,53 @@
+"""Keys that were settings once. Files that give one the value that every run has are still read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+FORMER: dict[str, Any] = {
+    "task.map_timeout_seconds": 10.0,
+    "engine.vllm.steps_per_message": 4,
+    "engine.vllm.lora_rank": 0,
+    "engine.vllm.startup_timeout_seconds": None,
+    "engine.vllm.call_timeout_seconds": 120.0,
+    "engine.sglang.steps_per_message": 4,
+    "engine.sglang.startup_timeout_seconds": None,
+    "engine.sglang.call_timeout_seconds": 120.0,
+    "cache.max_bytes_per_prompt": 32 << 20,
+    "cache.max_match": 8,
+    "cache.version_half_life": 128.0,
+    "cache.max_candidates": 24,
+    "cache.doubt": 0.1,
+    "cache.calibrate": True,
+    "cache.lenient_max_bytes": 1 << 30,
+    "launcher.stop_seconds": 60.0,
+    "launcher.agents.lost_seconds": 60.0,
+}
+"""By dotted path, the value that every run has now; None: it follows another setting."""
+
+
+def without_former(values: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
+    """The settings without keys of before that have their one value; others stay, to be refused."""
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{outer}{key}"
+        if path in FORMER and _same(value, FORMER[path]):
+            continue
+        kept[key] = without_former(value, f"{path}.") if isinstance(value, Mapping) else value
+    return kept
+
+
+def _same(value: Any, other: Any) -> bool:
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def refusal(path: str) -> str | None:
+    """What a user reads who gives such a key another value; None: it never was a setting."""
+    if path not in FORMER:
+        return None
+    value = FORMER[path]
+    if value is None:
+        return "is no setting any more; it follows launcher.startup_seconds. Leave it out"
+    shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+    return f"is no setting any more: it is {shown} in every run. Leave it out"
