@@ -20,7 +20,7 @@ DEFAULT_LENIENCE = math.exp(0.5)
 
 @dataclass(frozen=True)
 class TreeRules:
-    """How a tree is searched and bounded. A run has the defaults: they are no settings."""
+    """How a tree is searched and bounded. A run has the defaults (`RUN_RULES`)."""
 
     max_match: int = 8
     """Recent tokens that are compared, 1 to 40; a match of this length counts as certain."""
@@ -36,6 +36,9 @@ class TreeRules:
     """Whether estimated probabilities are corrected by the outcomes of earlier drafts."""
     bytes_per_prompt: int = 32 << 20
     """Bytes that the rollouts of one prompt may take; its oldest rollouts are dropped first."""
+
+
+RUN_RULES = TreeRules()
 
 
 class CacheConfig(BaseModel):
@@ -91,4 +94,3 @@ class CacheConfig(BaseModel):
                 "set enabled: true (max_draft_tokens: 0 turns off drafting only)"
             )
         return self
-

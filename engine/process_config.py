@@ -34,5 +34,5 @@ class ProcessConfig(BaseModel):
     def started_within(self, seconds: float) -> Self:
         """These settings in a process that is killed if it is not ready after so many seconds."""
         changed = self.model_copy()
-        changed._start_limit = max(1.0, _SHARE_OF_START * seconds)
+        changed._start_limit = max(1.0, _SHARE_OF_START * seconds)  # noqa: SLF001 - a copy of its own
         return changed

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from asyncrl.plain_values import Arguments
-from asyncrl.wire.transport.paths import MAX_TOKENS, WEEK_SECONDS, FunctionName, InputPath
+from asyncrl.wire.transport.paths import MAX_TOKENS, FunctionName, InputPath
 
 MAX_DIGITS = 6
 """Most digits of a summand of the built-in task."""

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.cache.config import CacheConfig, TreeRules
+from asyncrl.cache.config import RUN_RULES, CacheConfig, TreeRules
 from asyncrl.cache.errors import CacheCorrupt
 from asyncrl.cache.tree import arena, insert
 from asyncrl.cache.tree.draft import draft
@@ -89,9 +89,6 @@ class CacheStats:
     """Counter: drafted tokens."""
 
 
-_DEFAULT_RULES = TreeRules()
-
-
 class RolloutCache:
     """Trees of rollouts within a byte budget; see the module's docstring for an example.
 
@@ -100,7 +97,7 @@ class RolloutCache:
         rules: how trees are searched.
     """
 
-    def __init__(self, config: CacheConfig, rules: TreeRules = _DEFAULT_RULES) -> None:
+    def __init__(self, config: CacheConfig, rules: TreeRules = RUN_RULES) -> None:
         self.config, self.rules = config, rules
         self._forest = Forest(config, rules)
         self._rows = OpenRows(config, rules)

@@ -60,7 +60,7 @@ class VllmConfig(ProcessConfig):
     def with_adapter(self, rank: int) -> Self:
         """These settings with an adapter of this rank (`trainer.lora.serve: adapter`)."""
         changed = self.model_copy()
-        changed._lora_rank = rank
+        changed._lora_rank = rank  # noqa: SLF001 - a copy of its own
         return changed
 
     @property

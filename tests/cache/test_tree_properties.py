@@ -149,7 +149,6 @@ class Naive:
 
     def forks(self, handle: int, past: list[int], place: Place) -> dict[int, tuple[float, Place]]:
         """Possible next tokens, each with its probability and the candidates that follow it."""
-        config = self.config
         alive, matched = [item for item in place[0] if item[0]], place[1]
         if not alive:
             alive, matched = self.candidates(self.rows[handle], past, BLEND)

@@ -1,4 +1,4 @@
-"""Keys that were settings once: configurations of earlier runs are read, other values are refused."""
+"""Keys that were settings once: runs that have their one value are read, others are refused."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def test_a_key_of_before_may_have_its_one_value(path: str) -> None:
 
 def test_true_is_not_one() -> None:
     assert parse_config(nested("launcher.stop_seconds", 60), source="old") == RunConfig()
-    with pytest.raises(ConfigError, match="cache.calibrate is no setting any more: it is true"):
+    with pytest.raises(ConfigError, match=r"cache\.calibrate is no setting any more: it is true"):
         parse_config(nested("cache.calibrate", 1), source="old")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_caches import cache_of
 
-from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.config import CacheConfig, TreeRules
 from asyncrl.cache.errors import CacheError, SnapshotRefused
 from asyncrl.cache.sharing import snapshot
 from asyncrl.cache.tree.rollout_tree import RolloutCache
@@ -91,18 +91,18 @@ def test_rollouts_their_order_and_the_drafts_are_restored(tmp_path: Path) -> Non
 @given(st.integers(0, 2**32 - 1))
 def test_any_cache_is_restored_also_with_other_budgets(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    cache = make(
-        max_bytes=1 << 16, bytes_per_prompt=1 << 14, max_match=int(rng.integers(2, 41))
-    )
+    cache = make(max_bytes=1 << 16, bytes_per_prompt=1 << 14, max_match=int(rng.integers(2, 41)))
     for _ in range(rng.integers(40)):
         context = rng.integers(0, 9, rng.integers(50))
         tokens, version = rng.integers(0, 9, rng.integers(300)), int(rng.integers(100))
         cache.insert(f"p{rng.integers(6)}", context, tokens, version)
     path = Path(_directory.name) / "cache"
     snapshot.save(cache, path, MODEL)
-    same = snapshot.load(path, cache.config, MODEL)
+    same = RolloutCache(cache.config, cache.rules)
+    snapshot.restore(path, same, MODEL)
     assert content(same) == content(cache)
-    small = snapshot.load(path, CacheConfig(max_bytes=1 << 14), MODEL)
+    small = RolloutCache(CacheConfig(max_bytes=1 << 14), TreeRules(max_match=5))
+    snapshot.restore(path, small, MODEL)
     small.check()
     assert small.stats().bytes <= 1 << 14
     kept = {key: len(lengths) for key, lengths, *_ in content(small)}
