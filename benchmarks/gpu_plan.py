@@ -31,7 +31,7 @@ from asyncrl.launch.gpus import Gpu
 from asyncrl.launch.placement import plan_gpus
 from asyncrl.startup.devices import needs_of
 from asyncrl.startup.memory import device_of, memory_of, refuse_too_large
-from asyncrl.startup.shared_gpu import USABLE, EngineNeeds, drafts_of, with_shared_gpu
+from asyncrl.startup.prepare import USABLE, EngineNeeds, drafts_of, with_shared_gpu
 from asyncrl.trainer.model.memory_estimate import GIB, ModelShape
 from benchmarks.report import add_smoke, write_json
 

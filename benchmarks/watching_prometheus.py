@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from asyncrl.monitoring.rules.faster import RULES, faster
+from asyncrl.monitoring.rules.__main__ import RULES, faster
 
 MONITORING = Path(__file__).parents[1] / "monitoring"
 WINDOW = "15s"
@@ -78,7 +78,7 @@ def watching(runs: Path, folder: Path, *, faster_by: float = 1.0) -> Iterator[Pr
     Args:
         runs: the folder.
         folder: of Prometheus itself; it is made.
-        faster_by: see `asyncrl.monitoring.rules.faster`.
+        faster_by: see `asyncrl.monitoring.rules.__main__`.
     """
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}

@@ -40,9 +40,8 @@ import numpy as np
 import torch
 
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
-from asyncrl.engine.torch.core import CoreSettings, DecodeCore
+from asyncrl.engine.torch.core import CoreSettings, DecodeCore, ModuleWeights
 from asyncrl.engine.torch.model import load_model
-from asyncrl.engine.torch.weights import ModuleWeights
 from asyncrl.engine.weights import StagedWeights
 from asyncrl.wire.weights.fingerprint import fingerprint
 from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest

@@ -35,7 +35,7 @@ class GeneratorLost(msgspec.Struct, frozen=True, gc=False):
 
 
 class GeneratorLeaves(msgspec.Struct, frozen=True, gc=False):
-    """The user has ordered that a generator that joined leaves: see `scheduler.generator_drain`."""
+    """The user has ordered that a generator that joined leaves: see `scheduler.scheduler`."""
 
     generator: str
 
@@ -141,7 +141,7 @@ class TrainerJoined(msgspec.Struct, frozen=True, gc=False):
     """A trainer can take trajectories and has published its weights of this version.
 
     The first one has the version that the run begins with. Each later one replaces a trainer that
-    was lost and continues from a checkpoint, which may be older: see `asyncrl.scheduler.rewind`.
+    was lost and continues from a checkpoint, which may be older: see `asyncrl.scheduler.scheduler`.
     """
 
     policy_version: int

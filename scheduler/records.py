@@ -1,7 +1,7 @@
 """Records of the work in flight: one per group, one per generator.
 
 States of a sample (a byte in its group's `states`). If its generator is lost, a sample returns from
-any state except the last one to QUEUED. If the trainer is lost, see `asyncrl.scheduler.rewind`.
+any state except the last one to QUEUED. If the trainer is lost, see `asyncrl.scheduler.scheduler`.
 
     QUEUED ──StartSample──► RUNNING ──SampleFinished──► HELD ──DeliverGroup──► DELIVERING
       ▲                        │                        │  ▲                       │
@@ -135,10 +135,10 @@ class Generator:
     speed: float = 1.0
     """Relative to the other generators (`asyncrl.scheduler.placement`)."""
     rewinding: bool = False
-    """It was told to rewind (`asyncrl.scheduler.rewind`) and has not answered: what it reports may
-    still be about policies that are gone, and it is given nothing to do."""
+    """It was told to rewind and has not answered: what it reports may be about policies that are
+    gone, and it is given nothing to do."""
     leaving: bool = False
-    """It was ordered to leave and is given no other work (`asyncrl.scheduler.generator_drain`)."""
+    """It was ordered to leave and is given no other work (`asyncrl.scheduler.scheduler`)."""
     draining: bool = False
     """It finishes its samples and starts none, so that new weights can be installed."""
 

@@ -20,8 +20,6 @@ data order ─► open steps ─► place ─► start samples ─► DeliverGro
                   `dynamic_ledger`)
     weights       publishing and installing policy versions
     samples       events of samples
-    leaving       generators that the user has ordered to leave
-    rewind        a trainer that replaces a lost one and continues from an older version
     run_control   pause, resume, stop
     view, waits   a snapshot for people; invariants: what `Scheduler.check` verifies
 
@@ -43,7 +41,7 @@ sample that was started max_attempts times fails, and a failed sample fails its 
 membership of a step is declared when each of its groups is *acknowledged* or failed. Commanding
 delivery is not enough: a generator that dies in between could still take a group away.
 
-When the trainer is lost, the run returns to its newest checkpoint (`rewind`). Each group is then
+When the trainer is lost, the run returns to its newest checkpoint. Each group is then
 consumed once by the steps that count: those of the surviving policies.
 
 Stopping. `StopRequested` finishes the current step (its samples are still started, and restarted
@@ -52,6 +50,48 @@ asking. The work of all other steps is withdrawn at once. `FinishRun` follows. T
 if no sample of the current step was started, or if no generator is left to generate them. A paused
 run is resumed so that it can stop. `DrainRequested` is a stop after the last step of which every
 group is begun: no other group is begun, and what is begun of later steps is withdrawn.
+
+A generator that leaves because the user has ordered it.
+
+    GeneratorLeaves ──► ReleaseSamples ──► SamplesReleased ──► other generators start the samples
+                                                  │
+    acknowledgements of what is being delivered ──┴──► EndGenerator
+
+It gets no new work at once, and its groups of which nothing was started go to others.
+
+`on_update: verify`: its other samples, finished or not, are written to a file and move with their
+tokens, which the generator that gets them verifies. Groups that are on their way to the trainer
+stay until the trainer has acknowledged them. The leaving generator installs no weights any more.
+
+`keep`, `recompute`: nothing can judge tokens that were drawn elsewhere, so the groups that it has
+begun stay until they are delivered. Meanwhile it installs weights like the others.
+
+How long it may take is for the controller to decide, which kills it then; that is a loss.
+
+The trainer is lost, and another one continues from the newest checkpoint.
+
+The new trainer has version v, the lost one had trained up to version s >= v (and may not have
+reported its last step). The policies v + 1 to s are gone: the new trainer will train other ones
+under these numbers. So everything that depends on them is undone:
+
+    ledger           returns to step v; the steps from v on consume their groups again
+    trainer          groups that were in it, or partly or perhaps in it, are generated again
+    generators       are told (`RewindGenerator`): they relabel tokens of later versions as those of
+                     an unknown policy and install weights of the new trainer
+    `verify`         keeps all other work. Held samples count as too old until their generator has
+                     verified them, or has answered that they need no verification
+    `keep`, `recompute`   discard all work if a version is gone; these modes cannot verify a token
+
+A group that is kept may lie ahead of the groups that are issued again. It waits: it is delivered
+when it has been issued.
+
+From `RewindGenerator` to `GeneratorRewound` nothing that a generator reports is taken for a fact
+of the new lineage, since messages may be on their way: acknowledgements are ignored, and the
+version of a finished sample counts as unknown. Acknowledgements of a generator that is lost before
+it answered are ignored for good.
+
+While there is no trainer, generators continue, no group is issued, and nothing is delivered. A
+stopping run does not wait for another trainer: it ends, and resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -60,15 +100,23 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands, events, invariants
 from asyncrl.scheduler.admission import Bounds
-from asyncrl.scheduler.commands import Command
+from asyncrl.scheduler.commands import Command, RunOutcome
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.dynamic_sampling import DynamicSampling
 from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
 from asyncrl.scheduler.events import Event
-from asyncrl.scheduler.generator_drain import Leaving
-from asyncrl.scheduler.rewind import Rewind
+from asyncrl.scheduler.records import (
+    DELIVERED,
+    DELIVERING,
+    HELD,
+    RUNNING,
+    VERIFYING,
+    Generator,
+    Group,
+)
 from asyncrl.scheduler.run_control import RunControl
 from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.samples import SampleEvents
@@ -77,6 +125,181 @@ from asyncrl.scheduler.steps import Steps
 from asyncrl.scheduler.verification import Verification
 from asyncrl.scheduler.view import SchedulerView, view_of
 from asyncrl.scheduler.weights import Weights
+
+
+class Rewind:
+    """Handles the events of trainers: the first one, lost ones, and those that replace them."""
+
+    def __init__(self, state: SchedulerState, work: Work, steps: Steps, weights: Weights) -> None:
+        self._state = state
+        self._work = work
+        self._steps = steps
+        self._weights = weights
+
+    def on_trainer_joined(self, event: events.TrainerJoined) -> None:
+        """Begin, or return to the version of a trainer that replaces a lost one."""
+        state = self._state
+        first = not state.had_trainer
+        if not first and event.lineage <= state.lineage:
+            return
+        version, expected = event.policy_version, state.published
+        if version != expected if first else version > state.next_undeclared:
+            raise SenderOutOfStep(
+                f"the trainer joined with policy version {version}, but version {expected} is "
+                "expected; resume the run from the checkpoint of that version"
+            )
+        state.trainer_joined, state.trainer_lost = True, False
+        state.lineage = event.lineage
+        if first:
+            self._weights.update_all()
+            self._steps.open()
+        elif not self._has_ended(version):
+            self._return_to(version)
+        elif version == state.published:
+            for generator in state.generators.values():
+                generator.installing = None  # what the lost trainer published is removed
+            self._weights.update_all()
+
+    def on_trainer_lost(self, _: events.TrainerLost) -> None:
+        """Deliver nothing until another trainer joins; end a run that is stopping."""
+        state = self._state
+        if not state.trainer_joined:
+            return
+        state.trainer_joined, state.trainer_lost = False, True
+        for generator in state.generators.values():
+            generator.draining = False  # there are no new weights to wait for
+        if state.stopping and state.finished is None:
+            self._steps.end_run(
+                RunOutcome.STOPPED,
+                f"step {state.step} was not trained, since the trainer was lost while the run was "
+                "stopping",
+            )
+
+    def on_generator_rewound(self, event: events.GeneratorRewound) -> None:
+        """Give a generator work again."""
+        state = self._state
+        generator = state.generator(event.generator)
+        if generator is None or not generator.rewinding or event.lineage != state.lineage:
+            return
+        generator.rewinding = False
+        if state.places is not None:
+            state.places.changed = True
+        self._weights.has_version(generator, min(event.policy_version, state.published))
+        for group in list(generator.groups.values()):
+            self._work.deliver_if_complete(group)
+
+    def _has_ended(self, version: int) -> bool:
+        """Whether the run is over. A run that was done is not if its last steps are gone."""
+        state = self._state
+        done = state.finished is not None and state.finished.outcome is RunOutcome.DONE
+        if done and not state.stopping and version < state.total_steps:
+            state.finished = None
+        return state.finished is not None
+
+    def _return_to(self, version: int) -> None:
+        state = self._state
+        are_gone = version < state.published
+        # These were trained, but the trainer was lost before it said so.
+        for step in range(state.step, version):
+            state.ledger.consume(step, state.ledger.membership(step) or ())
+        state.ledger.rewind(version)
+        if state.places is not None:
+            state.places.restart()
+        state.published = state.next_undeclared = version
+        state.outdated |= state.lost
+        keeps_work = state.admission.verifies or not are_gone
+        groups = list(state.groups.values())
+        self._work.discard([g for g in groups if not keeps_work or _may_be_in_trainer(g)])
+        for group in state.groups.values():
+            group.sent = bytearray(len(group.sent))
+            if state.admission.verifies:
+                self._work.suspect(group)
+        for generator in state.generators.values():
+            generator.version, generator.installing = -1, version
+            generator.requested = {}
+            generator.rewinding, generator.draining = True, False
+            state.placement.offer(generator, version)
+            state.commands.append(commands.RewindGenerator(generator.name, version, state.lineage))
+        self._steps.open()
+        self._work.place_waiting()
+
+
+def _may_be_in_trainer(group: Group) -> bool:
+    """Whether the lost trainer had a sample of the group, or may have had one."""
+    return DELIVERED in group.states or DELIVERING in group.states
+
+
+class Leaving:
+    """Takes the work of leaving generators away, and ends those that have none left."""
+
+    def __init__(self, state: SchedulerState, work: Work, run_control: RunControl) -> None:
+        self._state = state
+        self._work = work
+        self._run_control = run_control
+
+    def on_leaves(self, event: events.GeneratorLeaves) -> None:
+        """Withdraw what is not begun; have the rest written, where tokens can be verified."""
+        state = self._state
+        generator = state.generators.get(event.generator)
+        if generator is None and event.generator not in state.lost:
+            # It has not joined yet, and so it has nothing. Its join, if it still comes, is late.
+            state.lost.add(event.generator)
+            state.commands.append(commands.EndGenerator(event.generator))
+        if generator is None or generator.leaving:
+            return
+        generator.leaving = True
+        state.leaving[generator.name] = generator
+        state.placement.withdraw(generator)
+        self._move(generator, begun=False)
+        if not state.admission.verifies:
+            return
+        generator.draining = False  # it installs nothing any more
+        samples = tuple(
+            SampleId(index, sample)
+            for index, group in sorted(generator.groups.items())
+            for sample, sample_state in enumerate(group.states)
+            if sample_state in (RUNNING, HELD, VERIFYING)
+        )
+        if samples:
+            state.commands.append(commands.ReleaseSamples(generator.name, samples))
+
+    def on_released(self, event: events.SamplesReleased) -> None:
+        """Start elsewhere what the generator does not have any more."""
+        generator = self._state.generator(event.generator)
+        if generator is not None and generator.leaving and self._state.admission.verifies:
+            self._move(generator, begun=True)
+
+    def end_those_without_work(self) -> None:
+        """After an event: end the leaving generators that have no group left."""
+        state = self._state
+        for generator in list(state.leaving.values()):
+            if generator.groups:
+                continue
+            del state.leaving[generator.name]
+            state.lost.add(generator.name)
+            if generator.rewinding:
+                state.outdated.add(generator.name)
+            state.placement.remove(generator)
+            state.commands.append(commands.EndGenerator(generator.name))
+            self._run_control.end_if_stuck()
+
+    def _move(self, generator: Generator, *, begun: bool) -> None:
+        """Give groups to others that are not on their way to the trainer.
+
+        Args:
+            generator: the one that leaves.
+            begun: also those of which samples were started.
+        """
+        stays = (DELIVERING,) if begun else (DELIVERING, RUNNING, HELD, VERIFYING)
+        groups = [
+            group
+            for _, group in sorted(generator.groups.items())
+            if not any(state in stays for state in group.states)
+        ]
+        for group in groups:
+            self._work.take_away(group)
+        for group in groups:
+            self._work.place(group)
 
 
 class Scheduler:

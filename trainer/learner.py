@@ -13,6 +13,10 @@ is that of the whole batch at once, up to rounding. So no group waits for anothe
 biased towards groups that finish early.
 
 Synchronous and single-threaded; the trainer process decides when to call which method.
+
+What of a learner a checkpoint holds: the policy, and what is trained with it.
+
+A policy's weights for others, where only its adapter is trained.
 """
 
 from __future__ import annotations
@@ -20,42 +24,129 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from asyncrl.rollout.trajectory import FloatArray, Trajectory
 from asyncrl.rollout.truncation import EVERYTHING, Truncation
 from asyncrl.trainer.accumulation import NewGroup
-from asyncrl.trainer.adapter_weights import weights_of
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.base.errors import BatchError, NonFiniteError
+from asyncrl.trainer.base.errors import BatchError, CheckpointError, NonFiniteError
 from asyncrl.trainer.checkpoint import checkpoint
 from asyncrl.trainer.checkpoint.format import files as checkpoint_files
 from asyncrl.trainer.checkpoint.format.manifest import Published, settings_of
 from asyncrl.trainer.checkpoint.snapshot import Snapshot
 from asyncrl.trainer.checkpoint.trainer_lease import UNFENCED, Fence
-from asyncrl.trainer.checkpoint_state import (
-    CENTRE,
-    adapter_settings,
-    check_base,
-    check_reference,
-    state_of,
-)
+from asyncrl.trainer.lora.adapter import Adapter
 from asyncrl.trainer.loss import Objective
 from asyncrl.trainer.model.model_loading import multiply_in_tf32
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.objective.group_check import check_group, check_trajectory
 from asyncrl.trainer.optimizer.optimizer import learning_rate
+from asyncrl.trainer.optimizer.training_state import Shardings, TrainingState
 from asyncrl.trainer.optimizer.update import Update
 from asyncrl.trainer.optimizer_updates import Stepping
 from asyncrl.trainer.ranks import ALONE, World
-from asyncrl.trainer.scoring import for_own_device, load_models
+from asyncrl.trainer.scoring import Models, for_own_device, load_models
 from asyncrl.trainer.sharding.lockstep import Lockstep
 from asyncrl.trainer.sharding.weights import Weights
 from asyncrl.wire.records.step import LearnerMetrics, TrainedStep
 from asyncrl.wire.weights.layout import Fingerprint
+
+
+class AdapterWeights(Weights):
+    """Of one policy and its adapter."""
+
+    def __init__(self, policy: Policy, world: World, adapter: Adapter) -> None:
+        super().__init__(policy, world)
+        self._adapter = adapter
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What is published: A and B of each layer."""
+        return self._adapter.tensors()
+
+    def fingerprint(self, dtype: torch.dtype | None = None) -> Fingerprint:
+        """Of the merged weights, as an engine of this data type holds them.
+
+        Without a data type, of the model's own weights and the adapter.
+        """
+        return self._adapter.own() if dtype is None else self._adapter.fingerprint(dtype)
+
+
+def weights_of(policy: Policy, world: World) -> Weights:
+    """Those of a policy with an adapter or without."""
+    if policy.adapter is None:
+        return Weights(policy, world)
+    return AdapterWeights(policy, world, policy.adapter)
+
+
+CENTRE = "advantage_centre"
+"""`Stepping.centre`, among the state's values."""
+_BASE = "base_weights"
+"""Digest of the model that an adapter is of, among the state's values."""
+
+
+def state_of(models: Models, update: Update) -> TrainingState:
+    """The policy or its adapter, a critic if there is one, and a reference that moves.
+
+    Args:
+        models: of the learner.
+        update: of the policy.
+    """
+    adapter = models.policy.adapter
+    policy = models.policy.model if adapter is None else adapter.module()
+    modules: dict[str, nn.Module] = {"policy": policy}
+    optimizers: dict[str, Optimizer] = {"policy": update.optimizer}
+    shardings = [update.sharding]
+    if models.critic is not None:
+        modules["critic"] = models.critic.module
+        optimizers["critic"] = models.critic.update.optimizer
+        shardings.append(models.critic.update.sharding)
+    if models.reference is not None and models.reference.moves:
+        modules["reference"] = models.reference.policy.model
+    values: dict[str, Any] = {} if adapter is None else {_BASE: adapter.base_digest()}
+    return TrainingState(modules, optimizers, values=values, sharding=Shardings(shardings))
+
+
+def adapter_settings(policy: Policy, model_path: str) -> dict[str, Any] | None:
+    """What a PEFT directory says of a policy's adapter; None: it has none."""
+    return None if policy.adapter is None else policy.adapter.settings(model_path)
+
+
+def check_base(directory: Path, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if an adapter was saved for another model than the one it is now."""
+    if saved.get(_BASE) != own.get(_BASE):
+        raise CheckpointError(f"{directory} has an adapter of another model than model.path is now")
+
+
+def check_reference(directory: Path, models: Models, own: str, saved: str) -> None:
+    """Refuse another reference of the KL penalty, which is not part of a checkpoint, than before.
+
+    Args:
+        directory: of the checkpoint.
+        models: of the learner.
+        own: digest of the weights that it started from.
+        saved: the same of the run that wrote the checkpoint; empty: not known.
+
+    Raises:
+        CheckpointError: the reference stays the model that training starts from, and that has
+            changed since.
+    """
+    reference, adapter = models.reference, models.policy.adapter
+    if reference is None or reference.moves or not saved or own == saved:
+        return
+    if adapter is not None and adapter.config.adapter is None:
+        return  # it is the adapter's model, which `check_base` compares
+    raise CheckpointError(
+        f"{directory} is of a run that started from other weights than those of model.path now, "
+        "which would be the reference of its KL penalty; set model.path to the model that the run "
+        "started from"
+    )
+
 
 Group = tuple[Sequence[Trajectory], FloatArray]
 """All samples of a group and their rewards `[G]`."""

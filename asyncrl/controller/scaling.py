@@ -32,7 +32,7 @@ class Scaling:
     """Brings the number of generators to the one that was ordered.
 
     Those with the highest indices leave: they get no more work, and what they have moves
-    (`scheduler.generator_drain`). A joiner is told to install the newest weights and given work as
+    (`scheduler.scheduler`). A joiner is told to install the newest weights and given work as
     soon as it is ready.
     """
 

@@ -1,7 +1,7 @@
 """Replaces a trainer that was lost by one that continues from the newest whole checkpoint.
 
     lost ──► choose a checkpoint ──► start trainer.N ──► ready ──► records back to its step ──►
-    `TrainerJoined`: the scheduler has the generators rewind (`asyncrl.scheduler.rewind`)
+    `TrainerJoined`: the scheduler has the generators rewind (`asyncrl.scheduler.scheduler`)
 
 Generators continue meanwhile. A trainer that cannot be replaced ends the run: one that never became
 ready and ended by itself, one that a user's mistake ends, or one whose replacements finish no step

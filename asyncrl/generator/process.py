@@ -17,6 +17,8 @@ reports     consumes: counters. produces: `GeneratorReport`, metrics, the time l
 A finished trajectory stays here until the trainer has acknowledged it. The controller is told only
 its length and its oldest version. So tokens cross the machine once, and a later decision can still
 have a finished sample verified or discarded.
+
+Preemption: run-ahead gives its slots back when due samples need them.
 """
 
 from __future__ import annotations
@@ -36,17 +38,91 @@ from asyncrl.generator.deadlines import Deadlines
 from asyncrl.generator.deliveries import Deliveries, TrainerLines
 from asyncrl.generator.evaluation import Evaluation
 from asyncrl.generator.lenient_reuse import LenientReuse
-from asyncrl.generator.preemption import Preemption
 from asyncrl.generator.reports import GeneratorRecords, GeneratorReports
 from asyncrl.generator.sample_runner import SampleGenerator
+from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.generator.sample_table import Samples
 from asyncrl.generator.unfinished_files import UnfinishedFiles
 from asyncrl.generator.weight_installs import WeightInstalls
 from asyncrl.monitoring.config import set_log_level
+from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Line
 from asyncrl.wire.messages import data, from_generator, to_generator
 from asyncrl.wire.messages.frames import decode_tokens, encode_floats
+
+_MIN_VERIFICATION_SLOTS = 8
+"""Held samples can be verified in at least this many slots. About one group: the trainer waits for
+the first one."""
+
+
+def choose_preemptions(
+    generations: Sequence[SampleGeneration], *, slots: int, kv_full: bool = False
+) -> list[SampleGeneration]:
+    """Choose the run-ahead samples to interrupt so that due samples without a slot get one.
+
+    Verification of a held sample mostly takes one engine step. Such samples therefore count as at
+    most a quarter of a large engine's slots and take turns in these.
+
+    Args:
+        generations: all samples that a generator is generating.
+        slots: of its engine.
+        kv_full: due samples wait for KV space, so free slots do not help.
+
+    Returns:
+        Samples in order: those of the latest steps first.
+    """
+    waiting = [
+        one
+        for one in generations
+        if one.priority == 0 and not one.keeps_slot and not one.waits_for_environment
+    ]
+    if not waiting:
+        return []
+    held = sum(one.previously_held is not None for one in waiting)
+    needed = len(waiting) - held + min(held, max(_MIN_VERIFICATION_SLOTS, slots // 4))
+    free = 0 if kv_full else slots - sum(one.keeps_slot for one in generations)
+    run_ahead = [one for one in generations if one.priority > 0 and one.keeps_slot]
+    run_ahead.sort(key=lambda one: (one.priority, one.sample), reverse=True)
+    return run_ahead[: max(0, needed - free)]
+
+
+class Preemption:
+    """Interrupts run-ahead for due samples; it resumes when there are free slots.
+
+    Args:
+        engine: its slots and its KV space are shared out.
+        samples: in generation.
+        evaluation: held-out samples of a run that trains.
+        metrics: count the preemptions.
+        kv_limit: share of the KV space in use from which on waiting requests wait for KV space.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        samples: Samples,
+        evaluation: Evaluation,
+        metrics: GeneratorMetrics,
+        *,
+        kv_limit: float,
+    ) -> None:
+        self._engine = engine
+        self._samples = samples
+        self._evaluation = evaluation
+        self._metrics = metrics
+        self._kv_limit = kv_limit
+
+    def make_room(self) -> None:
+        """Interrupt as much run-ahead as due samples need slots."""
+        stats = self._engine.stats()
+        for generation in choose_preemptions(
+            [*self._samples.in_generation, *self._evaluation.in_generation],
+            slots=stats.slots,
+            kv_full=stats.kv_used >= self._kv_limit and stats.waiting > 0,
+        ):
+            self._metrics.preempted.inc()
+            self._samples.interrupt(generation)
 
 
 class Rescoring:
@@ -110,7 +186,7 @@ class GeneratorProcess:
         trainer: the line to the trainer, or to its rank 0.
         records: where numbers and samples are recorded.
         lenient_reuse: rollouts of earlier epochs, see `lenient_reuse`.
-        kv_limit: see `preemption`.
+        kv_limit: see `Preemption`.
         stops_on_wrong_policy, starts_with_policy: see `weight_installs`.
         here: see `unfinished_files`.
         other_ranks: the lines to the trainer's ranks from 1 on.

@@ -5,7 +5,7 @@
 
 A generator has t GPUs (`tensor_parallel_size` of its engine), side by side, so that those of one
 generator are those that the machine connects best. Each rank of the trainer has one; where there is
-one GPU in all, it shares the generator's (`asyncrl.startup.shared_gpu` divides it). A replacement
+one GPU in all, it shares the generator's (`asyncrl.startup.prepare` divides it). A replacement
 gets its predecessor's. A process sees its own GPUs only: CUDA_VISIBLE_DEVICES names them as the
 user's did.
 """

@@ -4,8 +4,6 @@ limits      how much a program may use
 run         start it, watch it, say how it ended
 enter       the script between this process and the program: namespaces, mounts, limits, filter
 seccomp     which system calls it may make
-memory      how much memory it holds
-own_time    how much time it took by its own doing
 check       whether this machine can contain a program at all
 
 What contains it is the kernel's: namespaces for processes, mounts, network and messages; a root

@@ -1,4 +1,20 @@
-"""Run one program in the sandbox, to its end or to a limit. Import-light."""
+"""Run one program in the sandbox, to its end or to a limit. Import-light.
+
+How long a program has run or slept by its own doing, on a machine that others use too.
+
+    own time = time by the clock, less the time in which it waited for a core
+
+Looks at /proc/PID/task/*/schedstat. Where the kernel does not keep it, no waiting is seen, and all
+time is the program's own. Import-light.
+
+How much memory a program holds, seen from outside. Import-light.
+
+    private pages, swapped ones and huge ones     what /proc says of each process
+    shared pages of files in its /tmp             likewise, once for each process that maps them
+    pipes and socket pairs                        what each open one can hold at most
+
+The filter of system calls refuses everything else that holds memory (`asyncrl.sandbox.seccomp`).
+"""
 
 from __future__ import annotations
 
@@ -11,16 +27,147 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from asyncrl.sandbox.limits import Limits, SandboxError
-from asyncrl.sandbox.memory import held
-from asyncrl.sandbox.own_time import OwnTime, times_of
 from asyncrl.sandbox.seccomp import ARCHITECTURES, program
 from asyncrl.user_code.process_tree import descendants
+
+_COUNTED = ("RssAnon", "RssShmem", "VmSwap", "HugetlbPages")
+_BUFFERS = {"pipe": 64 << 10, "socket": 320 << 10}
+"""Most bytes that one holds: a pipe's 16 pages; a socket's send buffer of 208 KiB, which the last
+message may pass by half of that."""
+
+
+def held(below: Sequence[int], open_files: int) -> int:
+    """Bytes that a program holds.
+
+    Args:
+        below: ids of its processes, after that of the first process of its namespace.
+        open_files: most descriptors of a process, which are counted where they cannot be read.
+    """
+    buffers: dict[str, int] = {}
+    total = 0
+    own_filters = _filters(_status("/proc/self"))
+    for pid in below:
+        # Each thread is asked: the first one may have ended, and others may have descriptors
+        # of their own.
+        tasks = [f"/proc/{pid}/task/{thread}" for thread in _entries(f"/proc/{pid}/task") or []]
+        seen = {task: _status(task) for task in tasks}
+        total += max(map(_pages, seen.values()), default=0)
+        for task, status in seen.items():
+            if pid == below[0] or _filters(status) <= own_filters:
+                continue  # not the program: it has the filter of system calls, to its end
+            found = _buffers(f"{task}/fd")
+            if found is not None:
+                buffers |= found
+            elif "VmSize" in _status(task):  # else it has ended
+                buffers[str(pid)] = open_files * _BUFFERS["socket"]
+    return total + sum(buffers.values())
+
+
+def _status(task: str) -> dict[str, str]:
+    """What /proc says of a process or thread; nothing if it is gone."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"{task}/status").read_text().splitlines()
+        return {name: value for name, _, value in (line.partition(":") for line in lines)}
+    return {}
+
+
+def _pages(status: dict[str, str]) -> int:
+    return sum(int(status[name].split()[0]) * 1024 for name in _COUNTED if name in status)
+
+
+def _filters(status: dict[str, str]) -> int:
+    return int(status.get("Seccomp_filters", 0))
+
+
+def _buffers(folder: str) -> dict[str, int] | None:
+    """Pipes and sockets by name, and what each can hold; None: it must not be looked at."""
+    names = _entries(folder)
+    if names is None:
+        return None
+    found: dict[str, int] = {}
+    for name in names:
+        with contextlib.suppress(OSError):
+            target = Path(folder, name).readlink().name
+            kind = target.partition(":")[0]
+            if kind in _BUFFERS:
+                found[target] = _BUFFERS[kind]
+    return found
+
+
+def _entries(folder: str) -> list[str] | None:
+    """Names in a folder of /proc, none if the process has ended; None: it must not be read."""
+    try:
+        return [entry.name for entry in Path(folder).iterdir()]
+    except PermissionError:
+        return None
+    except OSError:
+        return []
+
+
+Times = dict[str, tuple[float, float]]
+"""By thread, the seconds that it has run and that it has waited for a core."""
+
+
+@dataclass(slots=True)
+class OwnTime:
+    """Adds up what looks at one program see.
+
+    Example:
+        >>> own = OwnTime()
+        >>> own.note(10.0, {"7": (0.0, 0.0)})
+        >>> own.note(14.0, {"7": (1.0, 2.0)})  # it has run, waited for a core, and slept
+        >>> own.seconds
+        2.0
+    """
+
+    _began: float | None = None
+    _last: float = 0.0
+    _ran: float = 0.0
+    _waited: float = 0.0
+    _seen: Times = field(default_factory=dict)
+
+    def note(self, now: float, times: Times) -> None:
+        """Take in a look.
+
+        Args:
+            now: monotonic seconds.
+            times: of its threads; none: it has not begun, or has ended.
+        """
+        if not times:
+            return
+        if self._began is None:
+            self._began = now
+        self._last = now
+        before = [self._seen.get(thread, (0.0, 0.0)) for thread in times]
+        pairs = list(zip(times.values(), before, strict=True))
+        self._ran += sum(max(0.0, ran - earlier) for (ran, _), (earlier, _) in pairs)
+        self._waited += max(max(0.0, waited - earlier) for (_, waited), (_, earlier) in pairs)
+        self._seen = dict(times)
+
+    @property
+    def seconds(self) -> float:
+        """Its own time. Threads that wait for each other's cores hold up nobody else."""
+        elapsed = 0.0 if self._began is None else self._last - self._began
+        return max(elapsed - self._waited, min(elapsed, self._ran))
+
+
+def times_of(processes: Iterable[int]) -> Times:
+    """Of all threads of these processes."""
+    times: Times = {}
+    for pid in processes:
+        with contextlib.suppress(OSError):
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                with contextlib.suppress(OSError, ValueError):
+                    ran, waited = (thread / "schedstat").read_text().split()[:2]
+                    times[thread.name] = (int(ran) / 1e9, int(waited) / 1e9)
+    return times or dict.fromkeys(map(str, processes), (0.0, 0.0))
+
 
 Ending = Literal["exit", "signal", "wall_seconds", "cpu_seconds", "memory_bytes", "output_bytes"]
 """`exit`: by itself. `signal`: killed by one, its own fault. The others: the limit that it met."""
@@ -69,7 +216,7 @@ class Outcome:
     cpu_seconds: float = 0.0
     """Of all its processes."""
     own_seconds: float = 0.0
-    """Of its time, what it did not wait for a core; see `asyncrl.sandbox.own_time`. The start of
+    """Of its time, what it did not wait for a core; see `asyncrl.sandbox.run`. The start of
     the sandbox is not in it."""
 
     @property

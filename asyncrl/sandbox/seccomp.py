@@ -8,7 +8,7 @@ has none, and connections that nobody accepts keep what was sent.
 
 Memory that no limit counts: System V objects, memfd, shared mappings without a file, pages given to
 a pipe (vmsplice), events of inotify, larger buffers of pipes and sockets, descriptors that are sent
-away (`asyncrl.sandbox.memory` counts those that are open).
+away (`asyncrl.sandbox.run` counts those that are open).
 
 Refused calls fail with EPERM, and sockets with EAFNOSUPPORT. clone3 fails with ENOSYS, because its
 flags lie in memory where a filter cannot look; C libraries then use clone, whose flags are checked.

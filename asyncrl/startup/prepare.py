@@ -1,8 +1,27 @@
-"""Find every mistake of the user's that can be found before a run starts."""
+"""Find every mistake of the user's that can be found before a run starts.
+
+How a generator and the trainer divide the memory of a GPU that they share.
+
+    |<---------------------------------- 98% of the GPU ---------------------------------->|
+    | trainer: its step, as 92% of this part | weights | KV | the engine's process | left  |
+
+The trainer gets what its step needs (`trainer.model.memory_estimate`), and the engine the rest, but
+no more KV than its slots can fill. vLLM and SGLang are told the size of their KV, so neither
+measures what is free, and both may start before, after or while the trainer does. They go on
+generating while the trainer computes: no memory is handed to and fro.
+
+The share that they are told besides is checked against free memory at their start:
+
+    vLLM    utilization * total <= free               free may lack all of the trainer's part
+    SGLang  KV <= free now - (1 - fraction) * free at its start
+
+so vLLM is told the share of its own part, and SGLang the share of everything but its process.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +30,10 @@ from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.errors import DataError
+from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.sglang.config import SglangConfig
+from asyncrl.engine.vllm.config import VllmConfig
+from asyncrl.errors import DataError, UserError
 from asyncrl.launch.placement import GpuPlan
 from asyncrl.runs.template_date import with_date
 from asyncrl.startup import startup_summary
@@ -22,8 +44,11 @@ from asyncrl.startup.memory import (
     Device,
     device_of,
     memory_of,
+    memory_text,
     refuse_too_large,
+    samples_of,
     shape_of,
+    size,
 )
 from asyncrl.startup.model_check import check_files, check_vocabulary, unexpected_line
 from asyncrl.startup.model_checks import (
@@ -34,13 +59,273 @@ from asyncrl.startup.model_checks import (
     with_critic,
 )
 from asyncrl.startup.preflight import check_environment, check_machine, check_rewards
-from asyncrl.startup.shared_gpu import with_shared_gpu
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.model_files import parameters
 from asyncrl.tasks.prompts import Task, held_out_sets
 from asyncrl.tasks.templates.variables import names_the_date
-from asyncrl.trainer.model.memory_estimate import ModelShape, StepMemory
+from asyncrl.trainer.base.config import BFLOAT16_CAPABILITY
+from asyncrl.trainer.model.memory_estimate import FULL, GIB, ModelShape, StepMemory, remedies
+
+USABLE = 0.98
+"""Of what nvidia-smi gives; the driver keeps the rest to itself."""
+_PROCESS = int(1.5 * GIB)
+"""Of an engine besides weights, KV and `engine.logits_mib`: CUDA's context, graphs, activations."""
+_ROOM = 1.1
+"""KV beyond what all slots can fill, for blocks that are not whole and steps in flight."""
+_FINER = 10_000
+"""Shares are given to four decimals."""
+_WRITTEN = "(a run writes both to its config.yaml when it starts)"
+"""For whoever resumes from a config.yaml, and has set neither the KV nor the share."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineNeeds:
+    """Bytes of a generator's engine on the GPU that it shares."""
+
+    weights: int
+    """With `engine.weight_staging: device` twice."""
+    request: int
+    """KV of one request of the greatest length."""
+    slots: int
+    """Requests that run at once."""
+    process: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, engine: EngineConfig, drafts: int) -> EngineNeeds:
+        """From the settings of one generator; `drafts` are tokens that a row may draft."""
+        width = 4 if engine.weights_dtype(on_cpu=False) == "float32" else 2
+        copies = 2 if engine.weight_staging == "device" else 1
+        heads = max(1, shape.kv_heads // engine.gpus)
+        token = 2 * shape.layers * heads * shape.head_size * width
+        longest = engine.max_model_len + (0 if engine.kind == "torch" else drafts + 18)
+        weights = copies * width * shape.parameters // engine.gpus
+        return cls(weights, token * longest, engine.slots, _PROCESS + engine.logits_bytes)
+
+    @property
+    def without_kv(self) -> int:
+        """Weights and process."""
+        return self.weights + self.process
+
+    @property
+    def most_kv(self) -> int:
+        """KV that can be of use."""
+        return int(_ROOM * self.slots * self.request)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Bytes of each side of a shared GPU."""
+
+    total: int
+    trainer: int
+    engine: EngineNeeds
+    kv: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether both sides have what they were given, with KV for one request at least."""
+        used = self.trainer + self.engine.without_kv + self.kv
+        return self.kv >= self.engine.request and used <= USABLE * self.total
+
+    @property
+    def utilization(self) -> float:
+        """The engine's part, as a share that vLLM asks to be free (`request_memory`)."""
+        return math.ceil(_FINER * (self.engine.without_kv + self.kv) / self.total) / _FINER
+
+    @property
+    def fraction(self) -> float:
+        """Of SGLang (`_profile_available_bytes`): all but what its process needs besides."""
+        return math.floor(_FINER * (1 - self.engine.process / self.total)) / _FINER
+
+
+def divide(total: int, trainer: StepMemory, engine: EngineNeeds, kv: int | None = None) -> Division:
+    """Divide a GPU.
+
+    Args:
+        total: bytes of the GPU.
+        trainer: what its step needs.
+        engine: what the generator's engine needs.
+        kv: bytes of KV, where that is given; None: what is left, as far as slots can use it.
+    """
+    mine = math.ceil(trainer.device / FULL)
+    left = int(USABLE * total) - mine - engine.without_kv
+    return Division(total, mine, engine, min(left, engine.most_kv) if kv is None else kv)
+
+
+def with_shared_gpu(
+    config: RunConfig, gpus: GpuPlan | None, shape: ModelShape | None
+) -> tuple[RunConfig, str | None]:
+    """The configuration with the division of a shared GPU, and a line for people.
+
+    Args:
+        config: of the run.
+        gpus: of each process; None: there are none.
+        shape: of the model; None: not known.
+
+    Returns:
+        The configuration, in which `launcher.colocate` is decided and the engine has its sizes, and
+        the line; None where nothing is shared.
+
+    Raises:
+        UserError: both do not fit, or vLLM or SGLang would have to guess.
+    """
+    if gpus is None or not gpus.trainer or not gpus.generators[0]:
+        return config, None
+    launcher = config.launcher.model_copy(update={"colocate": gpus.shares})
+    config = config.model_copy(update={"launcher": launcher})
+    if not gpus.shares:
+        return config, None
+    engine = config.engine.of_generator(config.launcher.generators - 1)
+    if engine.kind == "sglang" and engine.gpus > 1:
+        raise UserError(
+            "launcher.colocate: SGLang refuses GPUs of one generator that differ by more than 10% "
+            f"in free memory, and the trainer takes memory of one of its {engine.gpus}; set "
+            "launcher.colocate: false, engine.sglang.tensor_parallel_size: 1 or engine.kind: vllm"
+        )
+    device = device_of(config, gpus)
+    if device is None or device.bytes is None or shape is None:
+        return config, _not_divided(engine, gpus, shape)
+    needs = EngineNeeds.of(shape, engine, drafts_of(config))
+    trainer = memory_of(config, shape, on_gpu=True)
+    found = divide(device.bytes, trainer, needs, _given_kv(engine, needs, device.bytes))
+    if not found.fits:
+        raise UserError(_too_small(config, engine, shape, device, found, trainer))
+    return _told(config, engine, found), _line(engine, device, found)
+
+
+def drafts_of(config: RunConfig) -> int:
+    """Tokens that a row may draft."""
+    return config.cache.draft_tokens if config.cache.enabled else 0
+
+
+def _given_kv(engine: EngineConfig, needs: EngineNeeds, total: int) -> int | None:
+    """KV as the user has set it, or what the share that was set leaves; None: neither is set."""
+    if engine.kind == "torch":
+        return needs.slots * needs.request
+    if engine.kind == "vllm":
+        gib, share = engine.vllm.kv_cache_gib, engine.vllm.gpu_memory_utilization
+    else:
+        gib, share = engine.sglang.kv_cache_gib, engine.sglang.mem_fraction_static
+    if gib is not None:
+        return int(gib * GIB)
+    if share is None:
+        return None
+    beside = needs.without_kv if engine.kind == "vllm" else needs.weights
+    return int(share * total) - beside
+
+
+def _told(config: RunConfig, engine: EngineConfig, found: Division) -> RunConfig:
+    """The configuration in which the engine has the sizes of a division.
+
+    Raises:
+        UserError: a share that is set does not go with the size of KV that is set.
+    """
+    if engine.kind == "torch":  # allocates its slots at its start, and asks nothing
+        return config
+    gib = math.floor(1000 * found.kv / GIB) / 1000
+    if engine.kind == "vllm":
+        ours = {"kv_cache_gib": engine.vllm.kv_cache_gib or gib}
+        ours["gpu_memory_utilization"] = _utilization(engine.vllm, found)
+        update: dict[str, object] = {"vllm": engine.vllm.model_copy(update=ours)}
+    else:
+        ours = {"kv_cache_gib": engine.sglang.kv_cache_gib or gib}
+        ours["mem_fraction_static"] = _fraction(engine.sglang, found)
+        update = {"sglang": engine.sglang.model_copy(update=ours)}
+    return config.model_copy(update={"engine": config.engine.model_copy(update=update)})
+
+
+def _utilization(given: VllmConfig, found: Division) -> float:
+    share, most = given.gpu_memory_utilization, USABLE - found.trainer / found.total
+    if given.kv_cache_gib is None or share is None:
+        return found.utilization
+    if share > most + 1 / _FINER:
+        raise UserError(
+            f"engine.vllm.gpu_memory_utilization: {share:g} of a GPU that the trainer shares must "
+            f"be free when vLLM starts, and the trainer leaves {most:.2f}; lower it, or leave it "
+            f"out {_WRITTEN}"
+        )
+    return share
+
+
+def _fraction(given: SglangConfig, found: Division) -> float:
+    share = given.mem_fraction_static
+    if given.kv_cache_gib is None or share is None:
+        return found.fraction
+    least = (found.trainer + found.engine.weights + found.kv) / found.total
+    if share < least:
+        raise UserError(
+            f"engine.sglang.mem_fraction_static: {share:g} of a GPU that the trainer shares leaves "
+            f"less than kv_cache_gib: {given.kv_cache_gib:g}, because SGLang takes what the "
+            f"trainer allocates from it; it must be at least {least:.2f}, or leave it out "
+            f"{_WRITTEN}"
+        )
+    return share
+
+
+def _not_divided(engine: EngineConfig, gpus: GpuPlan, shape: ModelShape | None) -> str:
+    """The line where sizes are not known. Raises UserError: an engine would have to guess."""
+    what = f"the memory of {gpus.trainer[0]}" if shape is not None else "the size of the model"
+    ours = engine.vllm if engine.kind == "vllm" else engine.sglang
+    if engine.kind != "torch" and ours.kv_cache_gib is None:
+        raise UserError(
+            f"trainer and generator share GPU {gpus.trainer[0].name} (launcher.colocate), and "
+            f"{what} is not known here, so it cannot be divided: set "
+            f"engine.{engine.kind}.kv_cache_gib and engine.{engine.kind}.{_share_name(engine)}"
+        )
+    return (
+        f"shared     GPU {gpus.trainer[0].name}: trainer and generator; {what} is not known, so "
+        "nothing says whether both fit"
+    )
+
+
+def _line(engine: EngineConfig, device: Device, found: Division) -> str:
+    needs = found.engine
+    requests = min(needs.slots, found.kv // needs.request)
+    return (
+        f"shared     {device.name} ({size(found.total)}): trainer {size(found.trainer)}; "
+        f"{engine.kind} {size(needs.without_kv + found.kv)}: weights {size(needs.weights)}, KV "
+        f"{size(found.kv)} ({requests:,} of {needs.slots:,} requests of {engine.max_model_len:,} "
+        f"tokens), process {size(needs.process)}"
+    )
+
+
+def _too_small(
+    config: RunConfig,
+    engine: EngineConfig,
+    shape: ModelShape,
+    device: Device,
+    found: Division,
+    trainer: StepMemory,
+) -> str:
+    """What each side needs, and what would fit."""
+    needs, ways = found.engine, []
+    kv = max(found.kv, needs.request)
+    room = int(FULL * (USABLE * found.total - needs.without_kv - kv))
+    if engine.kind == "torch":
+        left = int(USABLE * found.total) - found.trainer - needs.without_kv
+        if (slots := left // needs.request) >= 1:
+            ways.append(f"Set engine.slots: {slots}")
+    elif divide(found.total, trainer, needs).fits:
+        both = f"engine.{engine.kind}.kv_cache_gib and .{_share_name(engine)}"
+        ways.append(f"Leave out {both} {_WRITTEN}")
+    if room > 0:
+        resolved = config.trainer.for_device(BFLOAT16_CAPABILITY)
+        settings, then = remedies(shape, resolved, samples_of(config), room, on_gpu=True)
+        if settings and then <= room:
+            ways.append(f"Set {' and '.join(settings)}: then a step needs about {size(then)}")
+    ways.append("Give the trainer a GPU of its own, or take a larger GPU or a smaller model")
+    return (
+        f"{device.name} ({size(found.total)}) is too small for the trainer and a generator "
+        f"(launcher.colocate): {size(found.trainer)} are set aside for a training step "
+        f"({memory_text(trainer, None)}), and {engine.kind} needs {size(needs.without_kv + kv)}: "
+        f"weights {size(needs.weights)}, KV {size(kv)} and {size(needs.process)} for its process. "
+        + ". Or: ".join(ways)
+    )
+
+
+def _share_name(engine: EngineConfig) -> str:
+    return "gpu_memory_utilization" if engine.kind == "vllm" else "mem_fraction_static"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from asyncrl import child
-from asyncrl.engine.torch.weights import ModuleWeights
+from asyncrl.engine.torch.core import ModuleWeights
 from asyncrl.generator import noise_floor
 from asyncrl.trainer.learner import Learner
 from asyncrl.wire.records.noise_floor import NoiseFloor

@@ -26,7 +26,7 @@ from typing import BinaryIO
 
 import yaml
 
-from asyncrl.monitoring.rules.faster import RULES
+from asyncrl.monitoring.rules.__main__ import RULES
 from benchmarks.alerts.faults import FAULTS, NOT_INJECTED, Fault, mounted
 from benchmarks.alerts.switch import VARIABLE
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup

@@ -27,10 +27,10 @@ from asyncrl.environments.protocol import (
 from asyncrl.environments.registry import load_factory
 from asyncrl.environments.translation import Translation
 from asyncrl.environments.workers.messages import Failed, Open, Opened, Setup, Step, Stepped
-from asyncrl.environments.workers.session_calls import Session
+from asyncrl.environments.workers.worker import Session
 from asyncrl.generator.turns.conversation import Episode, Turn
 from asyncrl.generator.turns.environment_setup import translation_of
-from asyncrl.generator.turns.next_context import answered
+from asyncrl.generator.turns.environment_turns import answered
 from asyncrl.monitoring.records.trained_samples import TrainedSample
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.tasks.prompts import Task

@@ -18,8 +18,7 @@ from asyncrl.cache.sharing.cache_setup import CachePlace
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.protocol import SamplingParams
 from asyncrl.engine.vllm.client.engine import VllmEngine
-from asyncrl.engine.vllm.client.environment import prepare, process_log
-from asyncrl.engine.vllm.client.process import shut_down
+from asyncrl.engine.vllm.client.process import prepare, process_log, shut_down
 from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import SampleGeneration

@@ -1,7 +1,6 @@
 """The embedded torch engine: any HF causal LM, exact drafting.
 
 engine        TorchEngine: the asyncio shell around the core
-decode_thread the thread that computes the core's steps, and what is done between two of them
 core          DecodeCore: requests in, steps, token chunks out; synchronous
 waiting       requests that wait for a slot
 rows          the running requests as a table of arrays
@@ -16,6 +15,5 @@ verification  acceptance of kept tokens
 paths         which draws each row appends
 reports       generated tokens turned into chunks
 scoring       log-probabilities of given tokens
-weights       new weights, staged and copied in between two steps
 config        what can be set
 """

@@ -3,6 +3,5 @@
     python -m asyncrl.monitoring.dashboards            write monitoring/dashboards/asyncrl.json
 
 panels     what is shown: queries, and what to do if a panel looks wrong
-naming     queries from declared metrics: names, units, help
 grafana    panels as Grafana's JSON
 """

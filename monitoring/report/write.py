@@ -4,22 +4,312 @@
 `time_line`, `sections`, `health`); they draw with `plots`, `lanes` and `stacks`. `page` wraps the
 result in a document. The report of a run that is still running, or that ended early, shows the
 records so far and says so.
+
+The top of the report: the run's name, one sentence, and the most important numbers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from asyncrl.monitoring.metrics.occupancy import EMPTY, slot_shares
+from asyncrl.monitoring.records.group_account import account_of
+from asyncrl.monitoring.records.spans import absent_seconds, idle_by_cause
 from asyncrl.monitoring.report.data import RunData, load_run
-from asyncrl.monitoring.report.headline import headline
 from asyncrl.monitoring.report.health import health
 from asyncrl.monitoring.report.learning import learning
-from asyncrl.monitoring.report.markup import element, page
+from asyncrl.monitoring.report.markup import Child, Markup, element, page
 from asyncrl.monitoring.report.sections import orders, samples, settings
+from asyncrl.monitoring.report.series import difference_interval, mean
 from asyncrl.monitoring.report.time_line import time_line
+from asyncrl.monitoring.report.windows import training_window, whole_window
 from asyncrl.monitoring.report.work import work
+from asyncrl.monitoring.terminal.evaluation_text import incomplete
+from asyncrl.monitoring.terminal.formatting import UNKNOWN, count, duration, number, percent
+from asyncrl.wire.records.noise_floor import NoiseFloor
+from asyncrl.wire.records.on_policy import OnPolicySteps, is_on_policy
+from asyncrl.wire.records.step import Measured, StepMetrics
 from asyncrl.wire.transport.atomic_files import write_atomically
+
+LENIENT = (
+    "Lenient reuse (cache.reuse: lenient): samples began with tokens of earlier epochs, which were "
+    "kept more often than the policy would generate them. By version their staleness is 0, but "
+    "they do NOT follow the policy that was trained on them: these rollouts are biased "
+    "(docs/exactness.md)."
+)
+
+
+def headline(data: RunData) -> list[Child]:
+    """Name, one sentence, the main settings, warnings, and a tile for each number."""
+    return [
+        element("div", "asyncrl run report", class_="eyebrow"),
+        element("h1", data.name),
+        element("p", sentence(data), class_="lead"),
+        element("div", _main_settings(data), class_="facts"),
+        element("p", LENIENT, class_="note") if data.lenient else None,
+        [element("p", text, class_="note") for text in _wrong_policy(data)],
+        [element("p", note, class_="note") for note in data.notes],
+        element("div", *_tiles(data), class_="tiles"),
+    ]
+
+
+def sentence(data: RunData) -> str:
+    """The run in one sentence."""
+    before, after = data.accuracies()
+    steps, wall = _steps_done(data), _wall_seconds(data)
+    extent = f"{steps} optimizer step{'' if steps == 1 else 's'}"
+    if wall is not None:
+        extent += f" and {duration(wall)}"
+    if data.result is None:
+        planned = data.setting("run.steps")
+        total = f" of {planned}" if isinstance(planned, int) else ""
+        return (
+            f"This run has not finished. Its records end after step {steps}{total}, and the "
+            "numbers below are those so far."
+        )
+    if before is None or after is None:
+        return f"The run took {extent}."
+    if after == before:
+        return f"Held-out accuracy stayed at {percent(after, 1)} in {extent}."
+    verb = "rose" if after > before else "fell"
+    return f"Held-out accuracy {verb} from {percent(before, 1)} to {percent(after, 1)} in {extent}."
+
+
+def _findings(data: RunData) -> list[str]:
+    """All findings of the run that a process had another policy."""
+    if data.result is not None:
+        return list(data.result.wrong_policy)
+    return [text for step in data.steps for text in step.wrong_policy]
+
+
+def _wrong_policy(data: RunData) -> list[str]:
+    """A sentence if a generator sampled from another policy than the one trained."""
+    found = _findings(data)
+    if not found:
+        return []
+    more = " (not the only such finding: result.json lists more)" if len(found) > 1 else ""
+    what = (
+        "Its tokens were trained on, so the run is not on-policy"
+        if data.setting("run.on_wrong_policy") == "warn"
+        else "The run ended before it trained on such tokens"
+    )
+    return [f"Wrong policy: {found[0]}{more}. {what}."]
+
+
+def _wrong_or_lenient(data: RunData) -> str:
+    """Why steps without stale tokens are not on-policy."""
+    updates = max((step.learning.optimizer_steps for step in data.steps), default=1)
+    if updates > 1:
+        return f"on-policy for the first of {updates:,} updates per step at most"
+    settings = "lenient reuse or a sample deadline"
+    if not _findings(data):
+        return settings
+    deadline = data.setting("scheduler.sample_deadline_seconds") is not None
+    return f"{settings}, and a wrong policy" if data.lenient or deadline else "a wrong policy"
+
+
+def staleness(data: RunData) -> tuple[float | None, float | None]:
+    """Mean and maximum over the run's trained tokens, in optimizer steps; None if unknown."""
+    if data.result is not None:
+        return data.result.staleness.mean, data.result.staleness.max
+    average = mean(data.column(lambda step: step.staleness.mean))
+    return average, max((step.staleness.max for step in data.steps), default=None)
+
+
+def empty_slots(data: RunData) -> float | None:
+    """Share of the generators' slot time in the training phase in which slots were empty."""
+    if not data.slots or not data.timelines:
+        return None
+    training = training_window(data, whole_window(data.timelines))
+    pieces = [piece for generator in data.slots.values() for piece in generator]
+    shares = slot_shares(pieces, training.start, training.end)
+    return sum(shares.get(use, 0.0) for use in EMPTY) if shares else None
+
+
+def _main_settings(data: RunData) -> list[Child]:
+    settings = (
+        ("engine", data.setting("engine.kind") if data.result is None else data.result.engine),
+        ("algorithm", data.setting("trainer.algorithm")),
+        ("environment", data.setting("environment.name")),
+        ("on update", data.setting("scheduler.on_update")),
+        ("off-policy steps allowed", data.setting("scheduler.max_off_policy_steps")),
+        ("learning rate", data.setting("trainer.learning_rate")),
+        ("reuse", "lenient, biased" if data.lenient else None),
+    )
+    return [
+        element("span", f"{name} ", element("b", str(value)))
+        for name, value in settings
+        if value is not None
+    ]
+
+
+def _steps_done(data: RunData) -> int:
+    if data.result is not None:
+        return data.result.steps
+    return data.steps[-1].step + 1 if data.steps else 0
+
+
+def _wall_seconds(data: RunData) -> float | None:
+    if data.result is not None:
+        return data.result.wall_seconds
+    return data.steps[-1].wall_seconds if data.steps else None
+
+
+def _tile(name: str, value: Child, details: str, *, hero: bool = False) -> Markup:
+    return element(
+        "div",
+        element("div", name, class_="name"),
+        element("div", value, class_="value"),
+        element("div", details, class_="more"),
+        class_="tile hero" if hero else "tile",
+    )
+
+
+def _tiles(data: RunData) -> list[Markup]:
+    return [
+        _accuracy_tile(data),
+        _time_tile(data),
+        _throughput_tile(data),
+        _staleness_tile(data),
+        _verification_tile(data),
+        _reuse_tile(data),
+        _idle_tile(data),
+        *_groups_tile(data),
+        *_noise_floor_tile(data),
+    ]
+
+
+def _accuracy_tile(data: RunData) -> Markup:
+    before, after = data.accuracies()
+    trials = data.trials()
+    arrow = element("span", "→", class_="arrow")
+    lacks = [text for one in data.evaluations if one.when != "during" and (text := incomplete(one))]
+    details = "not measured" if before is None else "not measured after training"
+    details = "; ".join(lacks) or details
+    if before is not None and after is not None:
+        details = f"{100 * (after - before):+.1f} points"
+        if trials is not None and 0 <= before <= 1 and 0 <= after <= 1:
+            low, high = difference_interval(before, after, trials)
+            details += f", 95% interval {100 * low:+.1f} to {100 * high:+.1f}"
+            details += f", {data.held_out}"
+    value: list[Child] = [percent(before, 1), arrow, percent(after, 1)]
+    return _tile("held-out accuracy, before → after", value, details, hero=True)
+
+
+def _time_tile(data: RunData) -> Markup:
+    steps, planned = _steps_done(data), data.setting("run.steps")
+    details = f"{steps} of {planned} planned steps" if planned else f"{steps} steps"
+    each = mean(data.column(lambda step: step.step_seconds))
+    if each is not None:
+        details += f", {duration(each)} each"
+    return _tile("training time", duration(_wall_seconds(data)), details)
+
+
+def _throughput_tile(data: RunData) -> Markup:
+    generated, wall = data.tokens().generated, _wall_seconds(data)
+    rate = mean(data.column(lambda step: step.tokens_per_second))
+    if rate is None and wall:
+        rate = generated / wall
+    return _tile("tokens per second", count(rate), f"{count(generated)} response tokens in total")
+
+
+def _staleness_tile(data: RunData) -> Markup:
+    average, largest = staleness(data)
+    if largest != 0:
+        details = f"steps on average, {number(largest, 0)} at most"
+        return _tile("staleness", number(average), details)
+    steps = OnPolicySteps.of(Counter(is_on_policy(step) for step in data.steps), _steps_done(data))
+    details = "exactly on-policy: every token follows the trained policy, nothing to correct"
+    if steps.no:
+        details = (
+            f"by version only: {count(steps.no)} of {count(_steps_done(data))} steps are not "
+            f"on-policy ({_wrong_or_lenient(data)})"
+        )
+    elif steps.unknown:
+        details = (
+            f"by version; the records of {count(steps.unknown)} steps do not say whether they were "
+            "exactly on-policy"
+        )
+    return _tile("staleness", "0", details)
+
+
+def _verification_tile(data: RunData) -> Markup:
+    kept, rejected = data.tokens().verified, data.tokens().rejected
+    name = "kept by verification"
+    if not kept + rejected:
+        return _tile(name, UNKNOWN, "no token of an older policy was verified")
+    details = f"of {count(kept + rejected)} tokens verified; {count(rejected)} regenerated"
+    generated = data.tokens().generated
+    if generated:
+        details += f", {percent(rejected / generated, 1)} of all generated"
+    return _tile(name, percent(kept / (kept + rejected)), details)
+
+
+def _reuse_tile(data: RunData) -> Markup:
+    generated, reused = data.tokens().generated, data.tokens().accepted
+    share = reused / generated if generated else None
+    return _tile("reused tokens", percent(share), f"{count(reused)} came from accepted drafts")
+
+
+def _idle_tile(data: RunData) -> Markup:
+    details = "of their time"
+    empty = empty_slots(data)
+    if empty is not None:
+        details += f"; {percent(empty)} of slot time is empty"
+    ranks = data.setting("trainer.ranks")
+    if isinstance(ranks, int) and ranks > 1 and data.steps:
+        lost = sum(step.times.rank_idle_seconds for step in data.steps)
+        share = lost / max(1e-9, sum(step.step_seconds for step in data.steps))
+        details += f"; the trainer's ranks wait {percent(share)} for each other"
+    generators = percent(_idle(data, "generator", lambda step: step.idle.generator))
+    trainer = percent(_idle(data, "trainer", lambda step: step.idle.trainer))
+    value: list[Child] = [generators, element("span", "·", class_="arrow"), trainer]
+    return _tile("idle: generators · trainer", value, details)
+
+
+def _groups_tile(data: RunData) -> list[Markup]:
+    """Whether each group was trained on once; none for records that name no groups."""
+    per_step = data.setting("scheduler.groups_per_step")
+    if not isinstance(per_step, int) or not any(step.groups.trained for step in data.steps):
+        return []
+    is_dynamic = data.setting("scheduler.dynamic_sampling.enabled") is True
+    account = account_of(data.steps, None if is_dynamic else per_step)
+    details = "each trained on exactly once"
+    if not account.is_exact:
+        details = f"{count(len(account.lost))} lost, {count(len(account.twice))} trained on twice"
+    if account.without_signal:
+        details += f"; {count(account.without_signal)} more carried no signal and were left out"
+    if account.failed:
+        details += f"; {count(len(account.failed))} more failed and were left out"
+    return [_tile("groups", count(account.trained), details)]
+
+
+def _noise_floor_tile(data: RunData) -> list[Markup]:
+    """What verification rejected under unchanged weights; none where it was not measured."""
+    measured = data.steps[-1].noise_floor if data.steps else NoiseFloor()
+    if measured.share is None:
+        return []
+    details = f"rejected under unchanged weights, of {count(measured.judged)} tokens verified again"
+    return [_tile("noise floor", percent(measured.share, 2), details)]
+
+
+def _idle(data: RunData, role: str, recorded: Callable[[StepMetrics], Measured]) -> float | None:
+    """Mean idle share of the processes of a role in the training phase, as in the table of causes.
+
+    Without time lines it is the `recorded` share of the steps, which for a generator includes the
+    time between two engine steps.
+    """
+    lanes = [spans for name, spans in data.timelines.items() if name.startswith(role)]
+    if not lanes:
+        return mean(data.column(recorded))
+    training = training_window(data, whole_window(data.timelines))
+    start, end = training.start, training.end
+    absent = absent_seconds(data.timelines.values(), start, end)
+    return mean([sum(idle_by_cause(one, start, end, absent=absent).values()) for one in lanes])
+
 
 FILE_NAME = "report.html"
 

@@ -1,1 +1,1 @@
-"""Recording and alert rules for Prometheus, and the same with shorter times (`faster`)."""
+"""Recording and alert rules for Prometheus, and the same with shorter times (`--faster`)."""

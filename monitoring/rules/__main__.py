@@ -1,11 +1,51 @@
-"""Print the rules: `python -m asyncrl.monitoring.rules [--faster NUMBER]`."""
+"""Print the rules: `python -m asyncrl.monitoring.rules [--faster NUMBER]`.
+
+The rules with all their times divided by a number, to see alerts within minutes.
+
+    python -m asyncrl.monitoring.rules --faster 30 > rules.yaml
+
+Every duration is divided: `for`, ranges, offsets, and the numbers of seconds in comparisons. What
+was counted over an hour is then counted over two minutes, so numbers of tokens are divided too.
+Numbers of events (three lost processes) and ratios stay.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from pathlib import Path
 
-from asyncrl.monitoring.rules.faster import RULES, faster
+RULES = Path(__file__).parent / "asyncrl.yaml"
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATIONS = re.compile(r"(?P<before>for: |offset |\[|:)(?P<number>\d+)(?P<unit>[smhd])\b")
+_SECONDS = re.compile(r"(?<=_seconds > )\d+\b(?! \*)|(?<=4 \* )3600")
+_TOKENS = re.compile(r"(?<=\[1h\]\)\) > )\d+")
+
+
+def faster(text: str, factor: float) -> str:
+    r"""The rules in `text` with times that are this many times shorter.
+
+    Example:
+        >>> print(faster("expr: increase(asyncrl_steps_total[30m]) > 2\nfor: 5m", 30))
+        expr: increase(asyncrl_steps_total[60000ms]) > 2
+        for: 10000ms
+
+    Raises:
+        ValueError: the factor is not above 0.
+    """
+    if not factor > 0:
+        raise ValueError(f"rules cannot be made {factor} times faster; give a number above 0")
+
+    def divided(found: re.Match[str]) -> str:
+        seconds = int(found["number"]) * _UNITS[found["unit"]] / factor
+        return f"{found['before']}{max(1, round(1000 * seconds))}ms"
+
+    def number(found: re.Match[str]) -> str:
+        return f"{int(found[0]) / factor:g}"
+
+    return _DURATIONS.sub(divided, _SECONDS.sub(number, _TOKENS.sub(number, text)))
 
 
 def main() -> None:

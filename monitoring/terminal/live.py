@@ -8,6 +8,8 @@ A stream that is not a terminal gets plain text only: no colours, no cursor move
 wrapped at eighty columns. `update` may be called as often as there is news. The panel is redrawn
 at a fixed rate. Lines are printed when a step is finished, when the phase changes, and at
 least every half minute, so that a log never looks dead.
+
+The panel of the live view, drawn by pure functions.
 """
 
 from __future__ import annotations
@@ -19,14 +21,211 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
-from rich.console import Console, RenderableType
+from rich import box
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from asyncrl.monitoring.config import MonitoringConfig
-from asyncrl.monitoring.terminal.formatting import without_controls
-from asyncrl.monitoring.terminal.live_panel import panel, plain_line
+from asyncrl.monitoring.terminal.formatting import (
+    ON_POLICY,
+    UNKNOWN,
+    count,
+    duration,
+    number,
+    percent,
+    sparkline,
+    without_controls,
+)
 from asyncrl.monitoring.terminal.run_view import RunView
+from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of
+
+HIGH_IDLE_SHARE = 0.3
+"""Idle shares from here on are shown in a warning colour."""
+
+
+def panel(view: RunView, *, run_name: str, total_steps: int, wide: bool = True) -> Panel:
+    """The panel of a snapshot; `wide` puts the numbers into two columns."""
+    body = Group(
+        _head(view, total_steps),
+        Text(),
+        _progress(view, total_steps),
+        Text(),
+        _numbers(view, wide),
+        *_foot(view),
+    )
+    title = Text.assemble(("asyncrl", "bold"), ("  ·  ", "dim"), (_clean(run_name), "cyan"))
+    return Panel(
+        body,
+        title=title,
+        title_align="left",
+        border_style="bright_black",
+        box=box.ROUNDED,
+        padding=(1, 2),
+    )
+
+
+def _clean(text: str) -> str:
+    return without_controls(text).replace("\n", " ")
+
+
+def _head(view: RunView, total_steps: int) -> RenderableType:
+    left = Text(_clean(view.phase), style="bold")
+    right = Text.assemble(
+        ("step ", "dim"),
+        (f"{view.step}", "bold"),
+        (f" of {total_steps}", "dim"),
+        ("      left ", "dim"),
+        duration(view.eta_seconds),
+    )
+    grid = Table.grid(expand=True)
+    grid.add_column(ratio=1, no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(left, right)
+    return grid
+
+
+def _progress(view: RunView, total_steps: int) -> RenderableType:
+    bar = ProgressBar(
+        total=max(total_steps, 1),
+        completed=min(view.step, total_steps),
+        complete_style="cyan",
+        finished_style="green",
+        style="grey23",
+    )
+    line = Table.grid(expand=True)
+    line.add_row(bar)
+    return line
+
+
+def _accuracy(view: RunView) -> tuple[str, Text]:
+    """That of the newest step, or before training."""
+    newest = view.evaluation
+    if newest is None or not newest.step:
+        return "accuracy before", _share(view.accuracy_before, newest)
+    best = "" if view.best_step in (None, newest.step) else f", best {percent(view.best_accuracy)}"
+    return f"accuracy {newest.step}", _share(accuracy_of(newest), newest) + Text(best)
+
+
+def _share(accuracy: float | None, of: EvaluationRecord | None) -> Text:
+    if accuracy is None and of is not None and not of.is_complete:
+        return Text("incomplete", style="yellow")
+    return Text(percent(accuracy, 1))
+
+
+def _numbers(view: RunView, wide: bool) -> RenderableType:
+    last = view.last
+    rate = None if last is None else last.tokens_per_second
+    outcome = [
+        ("reward", _reward(view)),
+        _accuracy(view),
+        ("staleness", _staleness(view)),
+        ("drafts accepted", _drafts(view)),
+    ]
+    flow = [
+        ("tokens/s", Text(count(rate), style="bold")),
+        ("samples", _samples(view)),
+        ("generator idle", _idle(None if last is None else last.idle.generator)),
+        ("trainer idle", _idle(None if last is None else last.idle.trainer)),
+    ]
+    grid = Table.grid(expand=True, padding=(0, 2))
+    if wide:
+        for _ in range(2):
+            grid.add_column(style="dim", no_wrap=True, min_width=15)
+            grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        for (name, value), (other_name, other_value) in zip(outcome, flow, strict=True):
+            grid.add_row(name, value, other_name, other_value)
+    else:
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        for name, value in [*outcome, *flow]:
+            grid.add_row(name, value)
+    return grid
+
+
+def _reward(view: RunView) -> Text:
+    reward = None if view.last is None else view.last.learning.reward_mean
+    return Text.assemble(
+        (number(reward), "" if reward is None else "bold green"),
+        "  ",
+        (sparkline(view.recent_rewards, 20), "green"),
+    )
+
+
+def _staleness(view: RunView) -> Text:
+    if view.last is None:
+        return Text(UNKNOWN)
+    staleness = view.last.staleness
+    text = Text.assemble(number(staleness.mean), ("  at most ", "dim"), f"{staleness.max}")
+    if view.exactly_on_policy is not None:
+        style = "dim" if view.exactly_on_policy else "yellow"
+        text.append(f"  {ON_POLICY[view.exactly_on_policy]}", style=style)
+    return text
+
+
+def _drafts(view: RunView) -> Text:
+    if view.draft_acceptance is None and view.drafted_share is None:
+        return Text(UNKNOWN)
+    return Text.assemble(
+        percent(view.draft_acceptance), ("  share of tokens ", "dim"), percent(view.drafted_share)
+    )
+
+
+def _samples(view: RunView) -> Text:
+    parts = (
+        (view.samples_running, "running"),
+        (view.samples_in_environments or None, "of them in environments"),
+        (view.samples_held, "held"),
+        (view.samples_queued, "queued"),
+    )
+    known = [(value, name) for value, name in parts if value is not None]
+    if not known:
+        return Text(UNKNOWN)
+    text = Text()
+    for index, (value, name) in enumerate(known):
+        text.append(("  " if index else "") + str(value))
+        text.append(f" {name}", style="dim")
+    return text
+
+
+def _idle(share: float | None) -> Text:
+    return Text(percent(share), style="yellow" if (share or 0.0) >= HIGH_IDLE_SHARE else "")
+
+
+def _foot(view: RunView) -> list[RenderableType]:
+    if not view.waiting_for:
+        return []
+    return [
+        Text(),
+        Text.assemble(("waiting: ", "yellow"), (_clean(view.waiting_for), "")),
+    ]
+
+
+def plain_line(view: RunView, total_steps: int) -> str:
+    """The line of the plain view for a finished step."""
+    parts, last = [f"step {view.step}/{total_steps}"], view.last
+    if last is not None:
+        parts += [
+            f"reward {last.learning.reward_mean:.3f}",
+            f"{count(last.tokens_per_second)} tokens/s",
+            f"staleness {last.staleness.mean:.2f} (max {last.staleness.max})",
+        ]
+        if view.exactly_on_policy is False:
+            parts.append(ON_POLICY[view.exactly_on_policy])
+    if view.draft_acceptance is not None:
+        parts.append(f"drafts accepted {percent(view.draft_acceptance)}")
+    if view.drafted_share is not None:
+        parts.append(f"reused {percent(view.drafted_share)}")
+    if last is not None:
+        idle = last.idle
+        parts.append(f"idle generator {percent(idle.generator)} trainer {percent(idle.trainer)}")
+    if view.eta_seconds is not None:
+        parts.append(f"{duration(view.eta_seconds)} left")
+    return " | ".join(parts)
+
 
 logger = logging.getLogger(__name__)
 

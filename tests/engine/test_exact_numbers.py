@@ -13,7 +13,7 @@ from tiny_models import make_qwen3, save
 
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.torch.model import load_model
-from asyncrl.engine.vllm.client.environment import prepare, process_log
+from asyncrl.engine.vllm.client.process import prepare, process_log
 
 
 def test_logits_are_float32_on_a_gpu_unless_the_user_says_otherwise() -> None:

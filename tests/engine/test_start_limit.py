@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.vllm.client.environment import prepare, process_log
+from asyncrl.engine.vllm.client.process import prepare, process_log
 from asyncrl.engine.vllm.config import VllmConfig
 
 

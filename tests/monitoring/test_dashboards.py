@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.monitoring.dashboards.grafana import as_text, dashboard
-from asyncrl.monitoring.dashboards.naming import Metrics
-from asyncrl.monitoring.dashboards.panels import ROWS
+from asyncrl.monitoring.dashboards.panels import ROWS, Metrics
 from asyncrl.monitoring.metrics.metrics import GeneratorMetrics, all_specs
 
 FILE = Path(__file__).parents[2] / "monitoring" / "dashboards" / "asyncrl.json"

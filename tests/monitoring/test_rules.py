@@ -14,7 +14,7 @@ from needed_programs import needs, path_of
 from asyncrl.config.run_config import RunConfig
 from asyncrl.monitoring.dashboards.panels import ROWS
 from asyncrl.monitoring.metrics.metrics import all_specs
-from asyncrl.monitoring.rules.faster import faster
+from asyncrl.monitoring.rules.__main__ import faster
 
 RULES = Path(__file__).parents[2] / "monitoring" / "rules" / "asyncrl.yaml"
 needs_promtool = needs("promtool")

@@ -1,4 +1,4 @@
-"""A trainer is lost, and another one continues from an older version: `asyncrl.scheduler.rewind`.
+"""A trainer is lost, and another one continues from an older version.
 
 `test_scheduler_runs` has the property test in which this happens at any moment.
 """

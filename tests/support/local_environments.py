@@ -18,7 +18,7 @@ from asyncrl.environments.translation import Translation
 from asyncrl.environments.workers.lane import Answer, Call, ProcessEnd, SessionLost
 from asyncrl.environments.workers.messages import Failed, Open, Setup
 from asyncrl.environments.workers.pool import EnvironmentPool
-from asyncrl.environments.workers.session_calls import Session
+from asyncrl.environments.workers.worker import Session
 from asyncrl.generator.turns.environment_turns import Episodes
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rollout.trajectory import IntArray

@@ -10,8 +10,7 @@ import openai
 
 from asyncrl.environments.agents.endpoint import Endpoint
 from asyncrl.environments.agents.openai_messages import PolicySettings
-from asyncrl.environments.agents.programs import ClientSettings, in_thread
-from asyncrl.environments.agents.sessions import AgentEnvironment
+from asyncrl.environments.agents.sessions import AgentEnvironment, ClientSettings, in_thread
 from asyncrl.environments.protocol import Action
 from asyncrl.environments.tool_calls import parse_turn
 

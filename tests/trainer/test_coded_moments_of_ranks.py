@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.checkpoint.format.index import STATE, merge
 from asyncrl.trainer.checkpoint.format.tensors import held_by, load_tensors, write_tensors
-from asyncrl.trainer.optimizer.adamw import SmallAdamW
 from asyncrl.trainer.optimizer.coded_moments import CODES, SCALE
+from asyncrl.trainer.optimizer.optimizer import SmallAdamW
 from asyncrl.trainer.optimizer.training_state import TrainingState
 from asyncrl.trainer.optimizer.update import Update
 from asyncrl.trainer.ranks import World

@@ -16,7 +16,7 @@ from tiny_models import make_llama
 
 from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.engine.errors import WeightsError
-from asyncrl.engine.torch.weights import ModuleWeights
+from asyncrl.engine.torch.core import ModuleWeights
 from asyncrl.errors import ModelError, UserError
 from asyncrl.startup.lora_check import check_serving, with_adapter
 from asyncrl.tasks.model import check_directory

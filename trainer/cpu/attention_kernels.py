@@ -2,7 +2,7 @@
 
 Each query attends to the tokens of its segment up to itself, and to `shared` tokens that begin at
 the segment's `place` in the row. Keys and values of a segment are copied once, next to each other,
-so that the loops of each query are whole vectors. Shapes as in `trainer.cpu.fused_kernels`; N
+so that the loops of each query are whole vectors. Shapes as in `trainer.cpu.fused`; N
 segments.
 """
 

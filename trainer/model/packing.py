@@ -8,12 +8,19 @@ of successive sequences of similar lengths. It pads nothing on a GPU in 16 bits
 (`asyncrl.trainer.model.varlen`) and on a CPU where sequences are not short
 (`trainer.model.tiled_attention`). Positions restart at 0 in each sequence, so rotary and learned
 positions are those of the sequence.
+
+Causal attention with capped scores or sinks, which torch's kernels do not compute.
+
+The formula is that of `asyncrl.rollout.attention`. Scores exist for a block of queries at a time,
+and the backward pass computes them again, so memory grows with the sequence and not with its
+square. It costs about three times what a fused kernel does: use it for the models that need it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,13 +28,84 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from asyncrl.rollout.attention import capped, weights_of
 from asyncrl.trainer.base.errors import UnsupportedModelError
 from asyncrl.trainer.model import tiled_attention as tiled
 from asyncrl.trainer.model import varlen
-from asyncrl.trainer.model.capped_attention import capped_attention
 from asyncrl.trainer.model.device_copy import to_device
+
+SCORE_BUDGET = 1 << 25
+"""Scores (numbers) in memory at once."""
+
+
+def capped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`query` `[B, H, L, D]`, `key` and `value` `[B, H_kv, L, D]` to `[B, H, L, D]`.
+
+    Args:
+        query: of every position.
+        key: likewise.
+        value: likewise.
+        scale: of scores; None: 1 / sqrt(D).
+        window: keys that a query sees, its own among them; None: all before it.
+        softcap: bound of scores; None: none.
+        sinks: `[H]` score of a key without a value; None: none.
+    """
+    batch, heads, length, size = query.shape
+    groups = heads // key.shape[1]
+    key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
+    scale = size**-0.5 if scale is None else scale
+    rows = max(1, SCORE_BUDGET // (batch * heads * length))
+    out = []
+    for start in range(0, length, rows):
+        end = min(length, start + rows)
+        low = 0 if window is None else max(0, start + 1 - window)
+        block = partial(_attend, first=start, low=low, scale=scale, window=window, softcap=softcap)
+        parts = (query[:, :, start:end], key[:, :, low:end], value[:, :, low:end], sinks)
+        out.append(
+            block(*parts)
+            if rows >= length
+            else checkpoint(block, *parts, use_reentrant=False, preserve_rng_state=False)
+        )
+    return out[0] if len(out) == 1 else torch.cat(out, 2)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    *,
+    first: int,
+    low: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Queries from position `first` on, and the keys that they may see, from position `low` on."""
+    scores = query @ key.transpose(2, 3)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    scores = capped(scores, softcap)
+    at = torch.arange(first, first + query.shape[2], device=query.device)[:, None]
+    keys = torch.arange(low, low + key.shape[2], device=query.device)[None, :]
+    hidden = keys > at
+    if window is not None:
+        hidden |= keys <= at - window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    by_head = None if sinks is None else sinks.view(1, -1, 1, 1)
+    return weights_of(scores, by_head).to(value.dtype) @ value
+
 
 ATTENTION_NAME = "asyncrl_packed"
 """The name under which the attention function is registered with transformers."""
@@ -240,7 +318,7 @@ def packed_attention(
     """Causal attention within each packed sequence, by transformers' attention interface.
 
     `query` is `[1, H, T, D]`, `key` and `value` `[1, H_kv, T, D]`; returns `[1, T, H, D]`.
-    `softcap` and `s_aux` (sinks) are those of `asyncrl.trainer.model.capped_attention`.
+    `softcap` and `s_aux` (sinks) are those of `asyncrl.trainer.model.packing`.
 
     Raises:
         UnsupportedModelError: the model does not pass the layout on, or needs something that this

@@ -1,17 +1,197 @@
-"""AdamW, its learning rate schedule, and gradient clipping."""
+"""AdamW, its learning rate schedule, and gradient clipping.
+
+Its moments may take less memory on the device: in bfloat16 or 8 bits, on the host, or both. The
+arithmetic is AdamW's (arXiv 1711.05101, algorithm 2) in the parameter's type; only what is kept
+from one step to the next differs. A moment in bfloat16 has 8 bits. Its change in a step, a
+thousandth for the second moment, is mostly less than the last of them, and would be lost by
+rounding to the nearest. Rounded up or down by chance, in proportion, the expected value is exact.
+In 8 bits (`asyncrl.trainer.optimizer.coded_moments`) the same holds.
+
+Slices of a parameter are brought to the device one after the other, so that there is never more
+than one slice of float32 moments.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import NonFiniteError, TrainerError
-from asyncrl.trainer.optimizer.adamw import SmallAdamW
+from asyncrl.trainer.optimizer import coded_moments
+from asyncrl.trainer.optimizer.coded_moments import CODES, SCALE
+
+SLICE = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Numbers of a parameter that are updated at a time, by the device."""
+_CODED_SHARE = 8
+"""Of a slice, coded moments take so much at a time: coding needs that many numbers for each."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class SmallAdamW(torch.optim.Optimizer):
+    """AdamW; states have the names of torch's, so that each can read the other's.
+
+    Attribute: `on_host`.
+
+    Args:
+        groups: as torch's optimizers take them.
+        lr: learning rate.
+        betas: decays of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled.
+        moments: data type in which moments are kept; None: the parameter's. uint8: those of
+            matrices are coded, and those of vectors in the parameter's.
+        on_host: keep them in the host's memory.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float = 0.0,
+        moments: torch.dtype | None = None,
+        on_host: bool = False,
+    ) -> None:
+        super().__init__(
+            groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+        self._moments, self.on_host = moments, on_host
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        if self.on_host and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # copies to the host have ended
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As torch's, which would bring moments to the parameter's type and device."""
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            for name in state.keys() - {"step"}:
+                state[name] = self._kept(state[name], parameter, is_scale=name.endswith(SCALE))
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state |= self._empty(_local(parameter))
+        state["step"] += 1
+        whole, grads = _local(parameter), _local(parameter.grad)  # type: ignore[arg-type]
+        if not whole.numel():
+            return
+        update = _Step.of(group, int(state["step"]))
+        size = SLICE.get(whole.device.type, SLICE["cuda"])
+        if self._is_coded(whole):
+            self._update_coded(state, whole.flatten(1), grads.flatten(1), update, size)
+            return
+        weights, flat = whole.view(-1), grads.reshape(-1)
+        for start in range(0, len(weights), size):
+            part = slice(start, min(len(weights), start + size))
+            mean, square = (
+                state[name].view(-1)[part].to(whole.device, whole.dtype, non_blocking=True)
+                for name in _MOMENTS
+            )
+            update.take(weights[part], flat[part], mean, square)
+            for name, value in zip(_MOMENTS, (mean, square), strict=True):
+                place = state[name].view(-1)[part]
+                if place.data_ptr() != value.data_ptr():
+                    place.copy_(self._rounded(value), non_blocking=True)
+
+    def _update_coded(
+        self, state: dict[str, Any], weights: Tensor, grads: Tensor, update: _Step, size: int
+    ) -> None:
+        """Of `[R, C]` weights and gradients."""
+        for part in coded_moments.parts(weights, size // _CODED_SHARE):
+            kept = [(state[name].flatten(1)[part], state[name + SCALE][part]) for name in _MOMENTS]
+            moments = [
+                CODES[name].decode(*(one.to(weights.device, non_blocking=True) for one in coded))
+                for name, coded in zip(_MOMENTS, kept, strict=True)
+            ]
+            update.take(weights[part], grads[part], *moments)
+            for name, coded, value in zip(_MOMENTS, kept, moments, strict=True):
+                for place, new in zip(coded, CODES[name].encode(value), strict=True):
+                    place.copy_(new, non_blocking=True)
+
+    def _empty(self, whole: Tensor) -> dict[str, Tensor]:
+        """Moments of 0, by name."""
+        if self._is_coded(whole):
+            made = coded_moments.empty(whole)
+        else:
+            kind = self._moments if self._moments == torch.bfloat16 else whole.dtype
+            made = {name: torch.zeros_like(whole, dtype=kind) for name in _MOMENTS}
+        return {name: self._placed(one, whole) for name, one in made.items()}
+
+    def _is_coded(self, whole: Tensor) -> bool:
+        return self._moments == torch.uint8 and coded_moments.is_coded(whole)
+
+    def _placed(self, moment: Tensor, parameter: Tensor) -> Tensor:
+        if not self.on_host:
+            return moment.to(parameter.device)
+        on_host = moment.to("cpu")
+        return on_host.pin_memory() if parameter.is_cuda else on_host
+
+    def _rounded(self, value: Tensor) -> Tensor:
+        return round_by_chance(value) if self._moments == torch.bfloat16 else value
+
+    def _kept(self, moment: Tensor, parameter: Tensor, *, is_scale: bool) -> Tensor:
+        kind = self._moments
+        if is_scale or (kind == torch.uint8 and not coded_moments.is_coded(parameter)):
+            kind = None
+        return self._placed(moment.to(kind or parameter.dtype), parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step of AdamW with the numbers of a group of parameters."""
+
+    group: dict[str, Any]
+    step_size: float
+    root: float
+    """Of what corrects the second moment's bias."""
+
+    @classmethod
+    def of(cls, group: dict[str, Any], steps: int) -> _Step:
+        """The `steps`-th, from 1."""
+        first, second = group["betas"]
+        return cls(group, group["lr"] / (1 - first**steps), math.sqrt(1 - second**steps))
+
+    def take(self, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> None:
+        """Change weights and moments in place."""
+        group, (first, second) = self.group, self.group["betas"]
+        mean.lerp_(grad, 1 - first)
+        square.mul_(second).addcmul_(grad, grad, value=1 - second)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        divisor = (square.sqrt() / self.root).add_(group["eps"])
+        weight.addcdiv_(mean, divisor, value=-self.step_size)
+
+
+def round_by_chance(value: Tensor) -> Tensor:
+    """Float to bfloat16, up or down with the chances that make the expected value exact."""
+    bits = value.float().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
+    return (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """A sharded tensor's part of this rank; any other itself."""
+    to_local = getattr(tensor, "to_local", None)
+    out: Tensor = tensor.detach() if to_local is None else to_local().detach()
+    return out
+
 
 _KEPT_AS = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.uint8}
 

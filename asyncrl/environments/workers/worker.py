@@ -5,38 +5,285 @@ The user's environments run here, many in one process, below a supervisor
 session has to itself, so that an environment is always called from the same thread. A method that
 takes too long is cancelled, or its thread is left behind and the pool told so: it replaces the
 process once several hang. Import-light: no torch, no pydantic.
+
+The states that an environment can go back to, and whether they are still what they were.
+
+A `snapshot` that returns the environment's own list, or a copy that shares parts with it, changes
+with the next `step`. To go back to such a state is to go back nowhere: what follows would be the
+answers of a game that was never played, and nothing would fail. So each state is compared, when it
+is needed, with what it was. Import-light: worker processes load this file.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
+import inspect
+import pickle
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 
+from asyncrl.environments.protocol import (
+    Action,
+    BadAnswerError,
+    FailureReason,
+    Traits,
+    check_methods,
+    checked_reset,
+    checked_step,
+    max_turn_tokens_of,
+    traits_of,
+)
 from asyncrl.environments.registry import Factory, load_factory
 from asyncrl.environments.workers.messages import (
+    Answer,
     Call,
     Close,
     Failed,
     Hanging,
     Open,
+    Opened,
     Ready,
     Restore,
+    Restored,
     Setup,
     Step,
+    Stepped,
     ToWorker,
 )
-from asyncrl.environments.workers.session_calls import Session
-from asyncrl.environments.workers.user_threads import LEFT_BEHIND
+from asyncrl.environments.workers.user_threads import LEFT_BEHIND, SessionThread
 from asyncrl.errors import RewardError
 from asyncrl.rewards.protocol import Refused
-from asyncrl.user_code.error_text import last_lines
+from asyncrl.rewards.values import argument_for, is_unavailable
+from asyncrl.user_code.error_text import bounded, last_lines
 from asyncrl.user_code.loading import search
-from asyncrl.user_code.streams import Streams
+from asyncrl.user_code.streams import MAX_FRAME, Streams, pack
 from asyncrl.user_code.supervisor import begin
+
+_MOST_BYTES = 1 << 20
+"""Of a state that is compared. A larger one would cost milliseconds a turn."""
+
+
+class Snapshots:
+    """The states before each turn of a session."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Any, bytes | None]] = []
+
+    def __len__(self) -> int:
+        """Turns that have begun."""
+        return len(self._kept)
+
+    def add(self, state: Any) -> None:
+        """Keep the state before the next turn."""
+        self._kept.append((state, _mark(state)))
+
+    def take(self, turn: int) -> Any:
+        """The state before this turn (from 0); it and later ones are forgotten.
+
+        Raises:
+            BadAnswerError: it has changed since.
+        """
+        state, mark = self._kept[turn]
+        del self._kept[turn:]
+        if mark is not None and _mark(state) != mark:
+            raise BadAnswerError(
+                "wrong_type",
+                f"the state that `snapshot` returned before turn {turn} has changed since: it "
+                "shares parts with the environment. Return a deep copy (copy.deepcopy)",
+            )
+        return state
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._kept.clear()
+
+
+def _mark(state: Any) -> bytes | None:
+    """Tells whether a state has changed; None if it cannot be pickled, or is large."""
+    text = _Hashed()
+    try:
+        pickle.Pickler(text, protocol=5).dump(state)
+    except Exception:  # noqa: BLE001 - of the user's objects
+        return None
+    return text.hash.digest()
+
+
+class _Hashed:
+    """A file that is hashed instead of kept."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=16)
+        self._left = _MOST_BYTES
+
+    def write(self, data: Any) -> int:
+        """Take in some bytes. Raises ValueError if there are too many."""
+        size = memoryview(data).nbytes
+        self._left -= size
+        if self._left < 0:
+            raise ValueError("it is too large to be compared")
+        self.hash.update(data)
+        return size
+
+
+_CLOSE_SECONDS = 5.0
+"""Longest time for an environment's `close`."""
+
+
+class Session:
+    """One environment, from `reset` to `close`. Its calls come one after the other.
+
+    Args:
+        factory: makes the environment.
+        setup: has the time limits.
+    """
+
+    def __init__(self, factory: Factory, setup: Setup) -> None:
+        self._factory = factory
+        self._setup = setup
+        self._environment: Any = None
+        self._traits = Traits()
+        self._snapshots = Snapshots()
+        self._thread: SessionThread | None = None
+        self._calls = asyncio.Lock()
+        self._answering: asyncio.Task[Any] | None = None
+        self._in_thread = False
+        """A call is in the thread, or has just ended there."""
+        self._hangs = False
+        self._closed = False
+
+    async def answer(self, message: Call) -> Answer:
+        """Carry out a call; every failure of the user's code is an answer too."""
+        call = message.call
+        seconds = self._setup.step_timeout_seconds
+        if isinstance(message, Open):
+            seconds = self._setup.reset_timeout_seconds
+        limit = asyncio.timeout(seconds)
+        try:
+            async with self._calls, limit:
+                self._answering = asyncio.current_task()
+                match message:
+                    case Open():
+                        return await self._open(message)
+                    case Step():
+                        return await self._step(message)
+                    case Restore():
+                        return await self._restore(message)
+        except BadAnswerError as error:
+            return Failed(call, error.reason, bounded(str(error)), self._continues(message))
+        except TimeoutError:
+            if limit.expired():
+                if self._thread is not None and self._thread.busy:
+                    self._hangs = True
+                    self._thread.end()
+                return Failed(call, "timeout", "", self._continues(message))
+            return Failed(call, "raised", last_lines(), self._continues(message))
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # noqa: BLE001
+            reason: FailureReason = "unavailable" if is_unavailable(error) else "raised"
+            return Failed(call, reason, last_lines(), self._continues(message))
+        finally:
+            self._answering = None
+        raise TypeError(f"{type(message).__name__} is no call")
+
+    def sendable(self, message: Call, answer: Answer) -> Answer:
+        """The answer to a call, or its failure if the user's values cannot be sent."""
+        try:
+            size = len(pack(answer))
+        except Exception as error:  # noqa: BLE001 - of the user's values
+            text = bounded(f"its answer cannot be sent: {error}")
+            return Failed(answer.call, "wrong_type", text, self._continues(message))
+        if size > MAX_FRAME:
+            text = f"its answer has {size} bytes, more than {MAX_FRAME}"
+            return Failed(answer.call, "too_long", text, self._continues(message))
+        return answer
+
+    def _continues(self, message: Call) -> bool:
+        """Whether it can go back to before a call that has failed."""
+        return isinstance(message, Step) and self._traits.restores and not self._hangs
+
+    async def close(self) -> None:
+        """Call the environment's `close`, if it has one, and end its thread. Idempotent.
+
+        Nobody waits for a call in progress any more: an async method is cancelled, another one ends
+        first, within its own time, and none follows.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._answering is not None and not self._in_thread:
+            self._answering.cancel()
+        async with self._calls:
+            if self._hangs:
+                return
+            with contextlib.suppress(Exception, SystemExit, KeyboardInterrupt, TimeoutError):
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    close = getattr(self._environment, "close", None)
+                    if callable(close):
+                        await self._run(close)
+        self._snapshots.clear()
+        if self._thread is not None:
+            self._thread.end()
+
+    async def _open(self, message: Open) -> Opened:
+        environment = self._environment = await self._next(self._factory)
+        check_methods(environment)
+        row = argument_for(message.row, row_only=False)
+        first = checked_reset(await self._next(environment.reset, row, message.seed))
+        traits = self._traits = traits_of(environment)
+        limit = max_turn_tokens_of(environment, traits)
+        return Opened(message.call, first, traits.replay, traits.restores, traits.tools, limit)
+
+    async def _step(self, message: Step) -> Stepped:
+        if self._traits.restores:
+            await self._next(self._snapshots.add, await self._next(self._environment.snapshot))
+        action = Action(
+            message.text,
+            message.tokens,
+            message.message,
+            message.tool_calls,
+            message.context_length,
+        )
+        step = checked_step(await self._next(self._environment.step, action))
+        limit = max_turn_tokens_of(self._environment, self._traits)
+        return Stepped(
+            message.call,
+            step.observation,
+            step.done,
+            step.reward,
+            limit,
+            step.new_conversation,
+            step.tools,
+        )
+
+    async def _restore(self, message: Restore) -> Restored:
+        if message.turn < len(self._snapshots):
+            state = await self._next(self._snapshots.take, message.turn)
+            await self._next(self._environment.restore, state)
+        return Restored(message.call)
+
+    async def _next(self, method: Callable[..., Any], *args: Any) -> Any:
+        """As `_run`, unless the session was closed meanwhile."""
+        if self._closed:
+            raise asyncio.CancelledError
+        return await self._run(method, *args)
+
+    async def _run(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the user's: in the event loop if it is async, else in the thread."""
+        if inspect.iscoroutinefunction(method):
+            return await method(*args)
+        if self._thread is None:
+            self._thread = SessionThread()
+        self._in_thread = True
+        try:
+            result = await self._thread.run(method, args)
+        finally:
+            self._in_thread = False
+        return await result if inspect.isawaitable(result) else result
+
 
 _LOOK_SECONDS = 1.0
 """Time between two looks at the threads that were left behind."""

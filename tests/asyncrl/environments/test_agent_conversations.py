@@ -9,8 +9,7 @@ import openai
 from played_agents import QUESTION, TOOLS, action, client_of, environment_of, play, run
 
 from asyncrl.environments.agents.openai_messages import ChatCall, Turn
-from asyncrl.environments.agents.programs import ClientSettings
-from asyncrl.environments.agents.sessions import _Calls
+from asyncrl.environments.agents.sessions import ClientSettings, _Calls
 
 
 def test_other_messages_or_tools_begin_another_conversation() -> None:

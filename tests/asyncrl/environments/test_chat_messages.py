@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from played_agents import QUESTION, TOOLS, client_of, play
 
 from asyncrl.environments.agents.openai_messages import PolicySettings, read_call
-from asyncrl.environments.agents.programs import ClientSettings
+from asyncrl.environments.agents.sessions import ClientSettings
 from asyncrl.environments.chat_messages import (
     RefusedCallError,
     chat_message,

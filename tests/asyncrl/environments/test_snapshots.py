@@ -12,7 +12,7 @@ from generator_harness import GeneratorHarness, verify
 from local_environments import LocalPool
 
 from asyncrl.environments.protocol import Action, BadAnswerError
-from asyncrl.environments.workers.session_calls import Snapshots
+from asyncrl.environments.workers.worker import Snapshots
 
 
 def test_a_state_is_given_back_if_it_is_what_it_was() -> None:

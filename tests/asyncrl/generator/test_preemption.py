@@ -6,7 +6,7 @@ from typing import Any
 
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle
 
-from asyncrl.generator.preemption import choose_preemptions
+from asyncrl.generator.process import choose_preemptions
 from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire.messages import to_generator as tg

@@ -51,7 +51,7 @@ from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.engine.torch.core import DecodeCore
-from asyncrl.environments.workers.session_calls import Session
+from asyncrl.environments.workers.worker import Session
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import HeldSample, SampleGeneration
 from asyncrl.generator.turns.conversation import Episode

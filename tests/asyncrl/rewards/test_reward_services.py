@@ -23,8 +23,14 @@ from asyncrl.rewards import judge as judging
 from asyncrl.rewards import reward_model
 from asyncrl.rewards.loading import load_function
 from asyncrl.rewards.services import calls
-from asyncrl.rewards.services.breaker import Breaker
-from asyncrl.rewards.services.client import Client, Target, backoff, is_worth_repeating, retry_after
+from asyncrl.rewards.services.client import (
+    Breaker,
+    Client,
+    Target,
+    backoff,
+    is_worth_repeating,
+    retry_after,
+)
 from asyncrl.rewards.services.settings import Limits
 from asyncrl.rewards.values import NoRewardError
 

@@ -21,7 +21,7 @@ from small_disks import small_disk
 
 from asyncrl.config.run_config import load_config
 from asyncrl.engine.protocol import SamplingParams
-from asyncrl.engine.torch.weights import ModuleWeights
+from asyncrl.engine.torch.core import ModuleWeights
 from asyncrl.errors import RunFailed, UserError, WrongPolicyError
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.monitoring.records.trained_samples import read_trained_samples

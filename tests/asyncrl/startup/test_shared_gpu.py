@@ -23,8 +23,7 @@ from asyncrl.launch.gpus import Gpu, TorchBuild
 from asyncrl.launch.placement import GpuNeeds, GpuPlan, plan_gpus
 from asyncrl.startup import devices
 from asyncrl.startup.devices import needs_of
-from asyncrl.startup.prepare import prepare
-from asyncrl.startup.shared_gpu import EngineNeeds, divide, with_shared_gpu
+from asyncrl.startup.prepare import EngineNeeds, divide, prepare, with_shared_gpu
 from asyncrl.tasks.builtin.warm_start_recipe import WarmStart
 from asyncrl.trainer.model.memory_estimate import GIB, ModelShape, StepMemory
 

@@ -19,7 +19,7 @@ from tiny_models import make_llama, make_qwen3, save
 from torch_cores import request
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.engine.torch.weights import ModuleWeights
+from asyncrl.engine.torch.core import ModuleWeights
 from asyncrl.trainer.model.packed_batch import PackedBatch
 from asyncrl.trainer.objective.logprob_mismatch import FLOAT32_CPU, TENSOR_CORES, Limits
 from asyncrl.trainer.objective.policy_candidates import logprobs_of, rescored

@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.engine.errors import EngineError, WeightsError, WeightsSupersededError
 from asyncrl.engine.remote.calls import StagingReport
+from asyncrl.engine.remote.client.engine import WeightSwap
 from asyncrl.engine.remote.client.pausing import Pausing
-from asyncrl.engine.remote.client.weights import WeightSwap
 from asyncrl.engine.weights import ModelShapes
 from asyncrl.wire.weights.layout import Fingerprint, TensorSpec, WeightManifest
 

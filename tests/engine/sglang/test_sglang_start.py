@@ -24,7 +24,7 @@ from asyncrl.engine.sglang.interpreter import SGLANG_VERSION, check_interpreter,
 from asyncrl.engine.sglang.server_settings import CPU_ATTENTION, ServerSettings
 from asyncrl.engine.sglang.settings import WorkerSettings
 from asyncrl.engine.sglang.worker.main import Ranks, server_arguments
-from asyncrl.engine.vllm.client.environment import folder_for_sockets
+from asyncrl.engine.vllm.client.process import folder_for_sockets
 
 GOOD = {
     "python": [3, 11],

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import TokenChunk
-from asyncrl.engine.torch.decode_thread import DecodeThread
+from asyncrl.engine.torch.engine import DecodeThread
 
 
 def breaks() -> list[TokenChunk]:

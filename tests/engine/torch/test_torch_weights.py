@@ -12,8 +12,8 @@ from tiny_models import make_qwen3
 from torch_cores import PROMPT, core_of, hf_logprobs, load, request, run, tokens_of
 
 from asyncrl.engine.errors import EngineError, WeightsError, WeightsSupersededError
-from asyncrl.engine.torch import weights as weights_module
-from asyncrl.engine.torch.weights import ModuleWeights
+from asyncrl.engine.torch import core as weights_module
+from asyncrl.engine.torch.core import ModuleWeights
 from asyncrl.wire.weights.writer import WeightPublisher, published
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.vllm.client.core import VllmCore
-from asyncrl.engine.vllm.client.environment import prepare, process_log
+from asyncrl.engine.vllm.client.process import prepare, process_log
 
 
 @pytest.mark.parametrize(("threads", "ranks", "each"), [(8, 4, "2"), (3, 4, "1"), (3, 1, "3")])

@@ -15,7 +15,7 @@ from asyncrl.engine.remote.worker.scored import ScoredRequest
 from asyncrl.engine.sampling.logits import BYTES_PER_LOGIT
 from asyncrl.engine.vllm.extras import to_extra_args
 from asyncrl.engine.vllm.worker.batch import RunnerBatch
-from asyncrl.engine.vllm.worker.scoring import CoreScorer
+from asyncrl.engine.vllm.worker.extension import CoreScorer
 
 VOCAB, WIDTH = 11, 5
 

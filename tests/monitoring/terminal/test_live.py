@@ -5,8 +5,7 @@ from fake_clock import FakeClock
 from rich.console import Console
 
 from asyncrl.monitoring.config import MonitoringConfig
-from asyncrl.monitoring.terminal.live import LiveView
-from asyncrl.monitoring.terminal.live_panel import panel
+from asyncrl.monitoring.terminal.live import LiveView, panel
 from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.wire.records.step import (
     IdleShares,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.trainer.model import capped_attention as module
-from asyncrl.trainer.model.capped_attention import capped_attention
+from asyncrl.trainer.model import packing as module
+from asyncrl.trainer.model.packing import capped_attention
 
 
 def _defined(

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.optimizer import adamw
-from asyncrl.trainer.optimizer.adamw import SmallAdamW, round_by_chance
+from asyncrl.trainer.optimizer import optimizer
 from asyncrl.trainer.optimizer.coded_moments import CODES
-from asyncrl.trainer.optimizer.optimizer import make_adamw
+from asyncrl.trainer.optimizer.optimizer import SmallAdamW, make_adamw, round_by_chance
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
 
@@ -32,7 +31,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first
 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_whole_moments_give_torchs_steps(monkeypatch: pytest.MonkeyPatch, on_host: bool) -> None:
-    monkeypatch.setitem(adamw.SLICE, "cpu", 4)  # parameters of several slices, the last one short
+    monkeypatch.setitem(optimizer.SLICE, "cpu", 4)  # of several slices
     found = []
     for kind in (SmallAdamW, torch.optim.AdamW):
         model = _model(torch.float64)

@@ -7,7 +7,6 @@
     serving.py     which child gets the next chunk                           (pure)
     held.py        chunks of a version, whole or as a delta
     published.py   the versions in the trainer's files
-    node_files.py  the two files of a node, one of which is being filled
     pace.py        a limit on what a node sends
     sockets.py     ZeroMQ sockets with the run's keys
     source.py      a thread that serves the trainer's files

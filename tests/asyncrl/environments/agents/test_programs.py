@@ -13,10 +13,10 @@ import openai
 import pytest
 from played_agents import POLICY, QUESTION, run
 
-from asyncrl.environments.agents import programs as agent_programs
+from asyncrl.environments.agents import sessions as agent_programs
 from asyncrl.environments.agents.endpoint import Endpoint
 from asyncrl.environments.agents.openai_messages import ChatCall, Turn
-from asyncrl.environments.agents.programs import ClientSettings, command_program
+from asyncrl.environments.agents.sessions import ClientSettings, command_program
 
 LEAVING = """
 import subprocess, sys

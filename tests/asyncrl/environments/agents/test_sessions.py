@@ -29,8 +29,13 @@ from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.environments.agents.endpoint import Endpoint
 from asyncrl.environments.agents.openai_messages import PolicySettings, read_call
-from asyncrl.environments.agents.programs import ClientSettings, command_program, in_thread
-from asyncrl.environments.agents.sessions import AgentEnvironment, adapter
+from asyncrl.environments.agents.sessions import (
+    AgentEnvironment,
+    ClientSettings,
+    adapter,
+    command_program,
+    in_thread,
+)
 from asyncrl.environments.chat_messages import RefusedCallError
 from asyncrl.environments.protocol import Action
 from asyncrl.environments.rendering import TurnRenderer
