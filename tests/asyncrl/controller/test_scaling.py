@@ -57,7 +57,7 @@ class Scaled(Run):
         return await self.orders.answer(ScaleRequest(generators))
 
     def states(self) -> dict[str, str]:
-        return {one.name: one.state for one in self.fleet.everyone() if not one.is_trainer}
+        return {one.name: one.state for one in self.fleet.every_generator}
 
     async def ends(self, name: str, code: int = 0) -> None:
         self.fleet.heard_from(name).handle.code = code  # type: ignore[union-attr]
