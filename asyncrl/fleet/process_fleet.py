@@ -294,9 +294,9 @@ class Fleet:
         if self._ending:
             return found
         if any(one.node is not None for one in self.ordered):
-            for worker in self.ordered:
-                if worker.waits_for_room:  # as long as there are others
-                    worker.heard = now
+            for one in self.ordered:
+                if one.waits_for_room:  # as long as there are others
+                    one.heard = now
         for worker in [*self.alive, *self.relays.alive]:
             reason = cause_of_death(worker, now, self._config)
             if reason is not None and not left_early(worker, self.ranks):
