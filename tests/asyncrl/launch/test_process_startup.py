@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from fake_processes import generator_spec, relay_spec, spec
 from msgspec.structs import replace
 
 from asyncrl.child import configure_allocator
 from asyncrl.config.run_config import load_config
 from asyncrl.errors import ConfigError, UserError
-from asyncrl.launch.child_spec import CONFIG_VARIABLE, TrainerSpec, keys_of, read_spec
+from asyncrl.launch.child_spec import CONFIG_VARIABLE, ChildSpec, TrainerSpec, keys_of, read_spec
 from asyncrl.launch.process_startup import Child, bring_up, without_collecting_the_start
 from asyncrl.monitoring.metrics.metrics import TrainerMetrics
 from asyncrl.wire import Hub, RunKey
@@ -55,6 +56,14 @@ def test_an_inline_configuration_is_read_without_the_run_directory(tmp_path: Pat
     assert read_spec(sent, environment).config() == config
     assert environment == {"PATH": "/bin"}
     assert read_spec(sent, environment).config().run.name == "file"
+
+
+@pytest.mark.parametrize("given", [spec(), generator_spec(), relay_spec()])
+def test_each_role_reads_its_own_spec_from_the_command_line(given: ChildSpec) -> None:
+    sent = msgspec.json.encode(given).decode()
+    assert f'"role":"{given.role}"' in sent, "by which processes are found"
+    assert read_spec(sent, {}) == given
+    assert type(read_spec(sent, {})) is type(given)
 
 
 @pytest.mark.parametrize(
