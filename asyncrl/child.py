@@ -23,11 +23,13 @@ import zmq.asyncio
 from asyncrl.engine.errors import EngineError
 from asyncrl.errors import AsyncrlError
 from asyncrl.launch.child_spec import (
-    ChildKeys,
     ChildSpec,
     GeneratorKeys,
+    GeneratorSpec,
     RelayKeys,
+    RelaySpec,
     TrainerKeys,
+    TrainerSpec,
     read_spec,
 )
 from asyncrl.monitoring.errors import MonitoringError
@@ -41,9 +43,9 @@ SHUTDOWN_SECONDS = 10
 """Longest time that a child may take to clean up after SIGTERM."""
 
 
-def _read_keys() -> ChildKeys:
+def _read_keys() -> bytes:
     """Read the keys from standard input and put an empty file in its place."""
-    keys: ChildKeys = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ChildKeys)
+    keys = sys.stdin.buffer.read()
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
@@ -72,27 +74,27 @@ def configure_allocator(environment: MutableMapping[str, str]) -> None:
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def _run(spec: ChildSpec, keys: ChildKeys) -> None:
+def _run(spec: ChildSpec, keys: bytes) -> None:
     """Run the process of this role. A relay does without torch, so it starts at once."""
-    if isinstance(keys, RelayKeys):
+    if isinstance(spec, RelaySpec):
         from asyncrl.relay.setup import run_relay
 
-        asyncio.run(run_relay(spec, keys))
+        asyncio.run(run_relay(spec, msgspec.msgpack.decode(keys, type=RelayKeys)))
         return
-    if isinstance(keys, TrainerKeys):
+    if isinstance(spec, TrainerSpec):
         configure_allocator(os.environ)
     gc.disable()  # until `without_collecting_the_start`: what is imported now is no garbage
     import torch
 
     torch.set_num_threads(spec.threads)
-    if isinstance(keys, GeneratorKeys):
+    if isinstance(spec, GeneratorSpec):
         from asyncrl.generator.setup import run_generator
 
-        asyncio.run(run_generator(spec, keys))
+        asyncio.run(run_generator(spec, msgspec.msgpack.decode(keys, type=GeneratorKeys)))
     else:
         from asyncrl.trainer_process.setup import run_trainer
 
-        asyncio.run(run_trainer(spec, keys))
+        asyncio.run(run_trainer(spec, msgspec.msgpack.decode(keys, type=TrainerKeys)))
 
 
 def main() -> None:

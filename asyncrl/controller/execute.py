@@ -34,7 +34,13 @@ from asyncrl.errors import (
 from asyncrl.evaluation.round import Accuracy
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.health import Health, beat_of
-from asyncrl.launch.child_spec import ChildSpec, is_relay
+from asyncrl.launch.child_spec import (
+    GeneratorSpec,
+    RelaySpec,
+    SpecsOfRun,
+    TrainerSpec,
+    is_relay,
+)
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.launch.shared_memory import local_run_id, owned, remove_stale_files
 from asyncrl.monitoring.errors import MonitoringError, ReportError
@@ -240,10 +246,10 @@ async def _run(
         closing.callback(hub.close)
         metrics.watch_session(hub.sessions)
         tokenizer = _tokenizer(prepared, directory, progress)
-        spec = _trainer_spec(prepared, directory, launching, hub.address, tokenizer)
+        specs = _specs(prepared, directory, launching, hub.address, tokenizer)
         page = open_page(config, directory, records, progress.say, closing)
         sinks = open_sinks(config, directory.path, records, progress.say, closing)
-        fleet = Fleet(config.launcher, launching.launcher, spec, hub, run_key)
+        fleet = Fleet(config.launcher, launching.launcher, specs, hub, run_key)
         hub.refusals.on_cut_off = fleet.cut_off
         user_socket = user_hub(state.control_address, control_key, Refusals(metrics.count_refused))
         controller = Controller(
@@ -428,18 +434,34 @@ def _tokenizer(prepared: Prepared, directory: RunDirectory, progress: Progress) 
     return found
 
 
-def _trainer_spec(
+def _specs(
     prepared: Prepared,
     directory: RunDirectory,
     launching: Launching,
     control_address: str,
     tokenizer: TokenizerDigest,
-) -> ChildSpec:
-    point = directory.resume_point
-    return ChildSpec(
-        role="trainer",
+) -> SpecsOfRun:
+    point, run_directory = directory.resume_point, str(directory.path.resolve())
+    run_id = local_run_id(prepared.config.run.name, os.getpid())
+    trainer = TrainerSpec(
         name="trainer",
-        run_directory=str(directory.path.resolve()),
+        run_directory=run_directory,
+        model_path=launching.model_path,
+        control_address=control_address,
+        data_address=launching.data_address,
+        parent=os.getpid(),
+        threads=1,
+        ranks=prepared.config.trainer.ranks,
+        tokenizer=tokenizer,
+        resume_from=None if point.directory is None else point.step,
+        engine_device=launching.engine_device,
+        fence=directory.fence,
+        run_id=run_id,
+        trace_key=directory.state.trace_key,
+    )
+    generator = GeneratorSpec(
+        name="generator",
+        run_directory=run_directory,
         model_path=launching.model_path,
         control_address=control_address,
         data_address=launching.data_address,
@@ -448,12 +470,18 @@ def _trainer_spec(
         ranks=prepared.config.trainer.ranks,
         stop_tokens=prepared.task.stop_tokens,
         tokenizer=tokenizer,
-        resume_from=None if point.directory is None else point.step,
-        engine_device=launching.engine_device,
-        fence=directory.fence,
-        run_id=local_run_id(prepared.config.run.name, os.getpid()),
+        run_id=run_id,
         trace_key=directory.state.trace_key,
     )
+    relay = RelaySpec(
+        name="relay",
+        run_directory=run_directory,
+        control_address=control_address,
+        parent=os.getpid(),
+        threads=1,
+        run_id=run_id,
+    )
+    return SpecsOfRun(trainer, generator, relay)
 
 
 async def _list_processes(fleet: Fleet, targets: Targets | None) -> None:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.controller.checkpoint_record import CheckpointRecord
 from asyncrl.controller.live_settings import LiveSettings
@@ -21,8 +21,7 @@ from asyncrl.errors import UserError
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.fleet.condition_wait import Waiter
 from asyncrl.fleet.process_fleet import Fleet
-from asyncrl.fleet.process_state import Worker
-from asyncrl.launch.child_spec import Role
+from asyncrl.fleet.process_state import GeneratorWorker, RelayWorker, TrainerRank, Worker
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.scheduler import events
 from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
@@ -99,7 +98,8 @@ FROM_THE_LOST = (
 )
 """What still counts when its sender is lost: why it ended, what it had done. All else is dropped. A
 message may have been on its way, and on another node the process may even live on for a while."""
-_Handlers = dict[type, Callable[[Worker, Any], Awaitable[None]]]
+WorkerT = TypeVar("WorkerT", bound=Worker)
+_Handlers = dict[type, Callable[[WorkerT, Any], Awaitable[None]]]
 
 
 class Inbox:
@@ -136,7 +136,7 @@ class Inbox:
         self._progress = progress
         self._waiter = waiter
         self._checkpoints = checkpoints
-        of_generators: _Handlers = {
+        self._of_generators: _Handlers[GeneratorWorker] = {
             from_generator.GeneratorReady: self._generator_ready,
             from_generator.SampleFinished: self._sample_finished,
             from_generator.SampleRewarded: self._sample_rewarded,
@@ -153,7 +153,7 @@ class Inbox:
             from_generator.Failure: self._failure,
             from_generator.Goodbye: self._goodbye,
         }
-        of_trainer: _Handlers = {
+        self._of_trainer: _Handlers[TrainerRank] = {
             from_trainer.TrainerReady: self._trainer_ready,
             from_trainer.StepFinished: self._step_finished,
             from_trainer.CheckpointWritten: self._checkpoint_written,
@@ -165,7 +165,7 @@ class Inbox:
             from_trainer.Failure: self._failure,
             from_trainer.Goodbye: self._goodbye,
         }
-        of_relays: _Handlers = {
+        self._of_relays: _Handlers[RelayWorker] = {
             from_relay.RelayReady: self._relay_ready,
             from_relay.WeightsHere: self._weights_here,
             from_relay.WeightsFailed: self._weights_failed,
@@ -175,11 +175,6 @@ class Inbox:
             from_relay.FileMissing: self._file_answered,
             from_relay.Failure: self._failure,
             from_relay.Goodbye: self._goodbye,
-        }
-        self._handlers: dict[Role, _Handlers] = {
-            "generator": of_generators,
-            "trainer": of_trainer,
-            "relay": of_relays,
         }
 
     async def handle(self, sender: str, message: Message) -> None:
@@ -195,12 +190,17 @@ class Inbox:
         if worker.is_gone and not isinstance(message, FROM_THE_LOST):
             logger.info("%s of %s comes after its loss and is dropped", kind, sender)
             return
-        handler = self._handlers[worker.role].get(type(message))
-        if handler is None:
+        if isinstance(worker, GeneratorWorker):
+            handling = _handling(self._of_generators, worker, message)
+        elif isinstance(worker, TrainerRank):
+            handling = _handling(self._of_trainer, worker, message)
+        else:
+            handling = _handling(self._of_relays, worker, message)
+        if handling is None:
             self._fleet.refuse(sender, Reason.UNEXPECTED, f"{kind} is not for its role to send")
             return
         try:
-            await handler(worker, message)
+            await handling
         except ImpossibleEvent as error:
             self._fleet.refuse(sender, Reason.IMPOSSIBLE_EVENT, str(error))
             if isinstance(error, SenderOutOfStep):
@@ -212,7 +212,7 @@ class Inbox:
         self._waiter.notify()
 
     async def _generator_ready(
-        self, worker: Worker, message: from_generator.GeneratorReady
+        self, worker: GeneratorWorker, message: from_generator.GeneratorReady
     ) -> None:
         worker.ready(message.policy_version, message.slots, message.metrics_port)
         self._policy_watch.generator_ready(worker, message.fingerprint)
@@ -231,20 +231,23 @@ class Inbox:
         await self._evaluation.fill(worker)
 
     def _write_ports(self) -> None:
-        self._directory.state.metrics_ports = self._fleet.metrics_ports()
+        targets = self._fleet.metrics_targets()
+        self._directory.state.metrics_ports = {name: one.port for name, one in targets.items()}
         self._write_state()
 
     async def _sample_finished(
-        self, worker: Worker, message: from_generator.SampleFinished
+        self, worker: GeneratorWorker, message: from_generator.SampleFinished
     ) -> None:
         await self._training.sample_finished(worker.name, message)
 
     async def _sample_rewarded(
-        self, worker: Worker, message: from_generator.SampleRewarded
+        self, worker: GeneratorWorker, message: from_generator.SampleRewarded
     ) -> None:
         await self._training.sample_rewarded(worker.name, message)
 
-    async def _sample_failed(self, worker: Worker, message: from_generator.SampleFailed) -> None:
+    async def _sample_failed(
+        self, worker: GeneratorWorker, message: from_generator.SampleFailed
+    ) -> None:
         if message.user_error:
             self._waiter.fail(UserError(message.reason))
         else:
@@ -252,12 +255,12 @@ class Inbox:
             await self._training.apply(event)
 
     async def _sample_delivered(
-        self, worker: Worker, message: from_generator.SampleDelivered
+        self, worker: GeneratorWorker, message: from_generator.SampleDelivered
     ) -> None:
         await self._training.apply(events.SampleDelivered(worker.name, message.sample))
 
     async def _weights_installed(
-        self, worker: Worker, message: from_generator.WeightsInstalled
+        self, worker: GeneratorWorker, message: from_generator.WeightsInstalled
     ) -> None:
         if not self._fleet.installations.is_answered(worker, message.policy_version):
             return  # it is told again
@@ -270,29 +273,31 @@ class Inbox:
         await self._evaluation.fill(worker)
 
     async def _wrong_policy(
-        self, _worker: Worker, message: from_generator.WrongPolicyFound
+        self, _worker: GeneratorWorker, message: from_generator.WrongPolicyFound
     ) -> None:
         self._policy_watch.found(message.found)
 
-    async def _suspected(self, _worker: Worker, message: from_trainer.WrongPolicyFound) -> None:
+    async def _suspected(
+        self, _worker: TrainerRank, message: from_trainer.WrongPolicyFound
+    ) -> None:
         await self._policy_watch.suspected(message)
 
-    async def _rescored(self, worker: Worker, message: from_generator.Rescored) -> None:
+    async def _rescored(self, worker: GeneratorWorker, message: from_generator.Rescored) -> None:
         self._policy_watch.rescored(worker.name, message)
 
-    async def _rewound(self, worker: Worker, message: from_generator.Rewound) -> None:
+    async def _rewound(self, worker: GeneratorWorker, message: from_generator.Rewound) -> None:
         worker.policy_version = message.policy_version
         await self._training.apply(
             events.GeneratorRewound(worker.name, message.lineage, message.policy_version)
         )
 
-    async def _released(self, worker: Worker, message: from_generator.Released) -> None:
+    async def _released(self, worker: GeneratorWorker, message: from_generator.Released) -> None:
         """Look at the file meanwhile: others have messages too."""
         task = asyncio.create_task(self._move(worker, message))
         self._moving.add(task)
         task.add_done_callback(self._moving.discard)
 
-    async def _move(self, worker: Worker, message: from_generator.Released) -> None:
+    async def _move(self, worker: GeneratorWorker, message: from_generator.Released) -> None:
         try:
             await self._moves.take(worker.name, message, is_lost=lambda: worker.is_gone)
             await self._training.apply(events.SamplesReleased(worker.name))
@@ -300,9 +305,9 @@ class Inbox:
             self._waiter.fail(error)
 
     async def _generator_report(
-        self, worker: Worker, message: from_generator.GeneratorReport
+        self, worker: GeneratorWorker, message: from_generator.GeneratorReport
     ) -> None:
-        worker.generator_report, worker.reported = message, time.monotonic()
+        worker.report, worker.reported = message, time.monotonic()
         await self._training.apply(events.KvUsed(worker.name, message.engine.kv_used))
         waiting = events.EnvironmentWaits(worker.name, message.in_environments)
         await self._training.apply(waiting)
@@ -310,17 +315,17 @@ class Inbox:
         if speed is not None:
             await self._training.apply(events.SpeedMeasured(worker.name, speed))
 
-    async def _trainer_ready(self, worker: Worker, message: from_trainer.TrainerReady) -> None:
+    async def _trainer_ready(self, worker: TrainerRank, message: from_trainer.TrainerReady) -> None:
         worker.weights, worker.data_address = message.manifest, message.data_address
-        worker.trainer_ready = message
+        worker.ready_message = message
         ranks = self._fleet.ranks
         if not any(one is worker for one in ranks):
             ranks = [worker]
-        said = [one.trainer_ready for one in ranks if one.trainer_ready is not None]
+        said = [one.ready_message for one in ranks if one.ready_message is not None]
         if len(said) < len(ranks):
             return
         for one, ready in zip(ranks, said, strict=True):
-            one.ready(ready.policy_version, 0, ready.metrics_port)
+            one.ready(ready.policy_version, ready.metrics_port)
         self._write_ports()
         worker, message = ranks[0], said[0]
         if worker is self._fleet.trainer:
@@ -330,7 +335,7 @@ class Inbox:
                 await self._settings.tell_trainer()
             await self._trainer_restarts.ready(worker, message.initial_weights)
 
-    async def _step_finished(self, worker: Worker, message: from_trainer.StepFinished) -> None:
+    async def _step_finished(self, worker: TrainerRank, message: from_trainer.StepFinished) -> None:
         if self._fleet.trainer is not worker and self._fleet.trainer.is_ready:
             return  # its replacement continues, perhaps from a checkpoint before this step
         version = message.manifest.policy_version
@@ -343,7 +348,7 @@ class Inbox:
         await self._evaluation.published(version)
 
     async def _checkpoint_written(
-        self, worker: Worker, message: from_trainer.CheckpointWritten
+        self, worker: TrainerRank, message: from_trainer.CheckpointWritten
     ) -> None:
         logger.info("%s wrote checkpoint %d: %s", worker.name, message.policy_version, message.path)
         self._checkpoints.written(message)
@@ -355,45 +360,48 @@ class Inbox:
             )
 
     async def _checkpoint_failed(
-        self, _worker: Worker, message: from_trainer.CheckpointFailed
+        self, _worker: TrainerRank, message: from_trainer.CheckpointFailed
     ) -> None:
         self._checkpoints.failed(message)
 
-    async def _trainer_report(self, worker: Worker, message: from_trainer.TrainerReport) -> None:
-        worker.trainer_report = message
+    async def _trainer_report(
+        self, worker: TrainerRank, message: from_trainer.TrainerReport
+    ) -> None:
+        worker.report = message
         if worker is not self._fleet.trainer:  # which says when a step is finished
             worker.policy_version = message.policy_version
 
     async def _delivery_refused(
-        self, worker: Worker, message: from_trainer.DeliveryRefused
+        self, worker: TrainerRank, message: from_trainer.DeliveryRefused
     ) -> None:
         reason = f"{worker.name} refused its delivery: {message.reason}"
         await self._training.apply(events.SampleFailed(message.generator, message.sample, reason))
 
-    async def _peer_cut_off(self, worker: Worker, message: from_trainer.PeerCutOff) -> None:
+    async def _peer_cut_off(self, worker: TrainerRank, message: from_trainer.PeerCutOff) -> None:
         self._fleet.cut_off(message.generator, f"{message.reason} (noticed by {worker.name})")
 
-    async def _relay_ready(self, worker: Worker, message: from_relay.RelayReady) -> None:
-        worker.is_ready, worker.relay = True, message
-        worker.metrics_port = message.metrics_port
+    async def _relay_ready(self, worker: RelayWorker, message: from_relay.RelayReady) -> None:
+        worker.ready(message)
         self._write_ports()
         self._fleet.look_after_weights()
 
-    async def _weights_here(self, worker: Worker, message: from_relay.WeightsHere) -> None:
+    async def _weights_here(self, worker: RelayWorker, message: from_relay.WeightsHere) -> None:
         self._fleet.installations.arrived(worker, message)
 
-    async def _weights_failed(self, worker: Worker, message: from_relay.WeightsFailed) -> None:
+    async def _weights_failed(self, worker: RelayWorker, message: from_relay.WeightsFailed) -> None:
         self._fleet.installations.failed(worker, message)
 
-    async def _weights_checked(self, worker: Worker, message: from_relay.WeightsChecked) -> None:
+    async def _weights_checked(
+        self, worker: RelayWorker, message: from_relay.WeightsChecked
+    ) -> None:
         self._fleet.installations.checked(worker, message)
 
     async def _file_answered(
-        self, _worker: Worker, message: from_relay.FileHere | from_relay.FileMissing
+        self, _worker: RelayWorker, message: from_relay.FileHere | from_relay.FileMissing
     ) -> None:
         self._fleet.files.answered(message)
 
-    async def _relay_report(self, worker: Worker, message: from_relay.RelayReport) -> None:
+    async def _relay_report(self, worker: RelayWorker, message: from_relay.RelayReport) -> None:
         logger.debug("%s has sent %d bytes of weights", worker.name, message.sent_bytes)
 
     async def _failure(
@@ -412,3 +420,11 @@ class Inbox:
         message: from_generator.Goodbye | from_trainer.Goodbye | from_relay.Goodbye,
     ) -> None:
         logger.info("%s: %s", worker.name, type(message).__name__)
+
+
+def _handling(
+    handlers: _Handlers[WorkerT], worker: WorkerT, message: Message
+) -> Awaitable[None] | None:
+    """What handles a message once it is awaited; None: it is not for this role to send."""
+    handler = handlers.get(type(message))
+    return None if handler is None else handler(worker, message)

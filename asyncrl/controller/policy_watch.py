@@ -24,7 +24,7 @@ from asyncrl.controller.progress import Progress
 from asyncrl.errors import WrongPolicyError
 from asyncrl.fleet.condition_wait import Waiter
 from asyncrl.fleet.process_fleet import Fleet
-from asyncrl.fleet.process_state import Worker
+from asyncrl.fleet.process_state import GeneratorWorker
 from asyncrl.rollout.trajectory import BoolArray, FloatArray
 from asyncrl.wire.messages.frames import decode_floats, decode_tokens
 from asyncrl.wire.messages.from_generator import Rescored
@@ -130,7 +130,7 @@ class PolicyWatch:
         self._asked: dict[int, WrongPolicyFound] = {}
         """Findings whose generator scores the tokens again, by the number of the question."""
         self._questions = 0
-        self._at_start: list[tuple[Worker, Fingerprint]] = []
+        self._at_start: list[tuple[GeneratorWorker, Fingerprint]] = []
         """Generators whose first weights are still to be compared."""
 
     def found(
@@ -196,7 +196,7 @@ class PolicyWatch:
             reason = f"it did not answer within {RESCORE_SECONDS:.0f} s"
             self.rescored(generator, Rescored(generator, number, -1, reason=reason))
 
-    def generator_ready(self, worker: Worker, fingerprint: Fingerprint) -> None:
+    def generator_ready(self, worker: GeneratorWorker, fingerprint: Fingerprint) -> None:
         """Compare the weights that a generator has started with, now or when a trainer is ready."""
         self._at_start.append((worker, fingerprint))
         self.compare()

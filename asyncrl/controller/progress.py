@@ -282,8 +282,8 @@ class Progress:
     def _count(self) -> None:
         """Add up the last report of every generator."""
         if self._fleet is not None:
-            workers = self._fleet.everyone()
-            reports = [one.generator_report for one in workers if one.generator_report is not None]
+            workers = self._fleet.every_generator
+            reports = [one.report for one in workers if one.report is not None]
             self._totals.update(report.engine for report in reports)
             self._reward_totals.update(report.rewards for report in reports)
             noise = [report.noise_floor for report in reports]
@@ -291,7 +291,7 @@ class Progress:
             self._warnings.foresee(self._noise_floor)
             counts = [report.environment for report in reports]
             self._environment = sum(counts, start=self._environment_before)
-            here = [one.generator_report for one in self._fleet.generators()]
+            here = [one.report for one in self._fleet.generators()]
             self._in_environments = sum(one.in_environments for one in here if one is not None)
 
     # ---------------------------------------------------------------- what is shown
@@ -313,7 +313,7 @@ class Progress:
         metrics.samples.of("running").set(view.samples_running or 0)
         metrics.samples.of("held").set(view.samples_held or 0)
         metrics.samples.of("queued").set(view.samples_queued or 0)
-        states = Counter(worker.state for worker in fleet.everyone() if not worker.is_trainer)
+        states = Counter(worker.state for worker in fleet.every_generator)
         for state in GENERATOR_STATES:
             metrics.generators.of(state).set(states[state])
 
@@ -336,7 +336,7 @@ class Progress:
         best = None if results is None else results.best
         left = self._config.run.steps - self._step
         elapsed = time.monotonic() - self._totals.began
-        reports = [one.trainer_report for one in fleet.ranks]
+        reports = [one.report for one in fleet.ranks]
         queued = [one.queued_trajectories for one in reports if one is not None]
         waiting_for = snapshot.waits[0] if snapshot is not None and snapshot.waits else None
         if snapshot is None and not fleet.all_ready:

@@ -19,7 +19,7 @@ from asyncrl.controller.training import Training
 from asyncrl.errors import RunFailed, UserError
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.fleet.process_fleet import Fleet
-from asyncrl.fleet.process_state import Worker
+from asyncrl.fleet.process_state import GeneratorWorker, TrainerRank
 from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.scheduler.events import GeneratorLeaves
 from asyncrl.steering.user_commands import Effect, last_scale
@@ -77,7 +77,7 @@ class Scaling:
             return f"{_listed([one.name for one in leavers])} will leave"
         return f"the run has {len(present)} generator(s) already"
 
-    async def leave(self, worker: Worker) -> None:
+    async def leave(self, worker: GeneratorWorker) -> None:
         """Have a generator leave the run; what it has moves to others."""
         is_ready = worker.is_ready
         self._fleet.leave(worker)
@@ -145,10 +145,10 @@ class Arrivals:
         if worker is None or name in self._told:
             return
         others = [one for one in self._fleet.generators() if one is not worker]
-        if is_closed and (worker.is_trainer or not others):
+        if is_closed and (isinstance(worker, TrainerRank) or not others):
             return  # nobody could take its place any more, so it works as long as it may
         self._told.add(name)
-        if not worker.is_trainer:
+        if isinstance(worker, GeneratorWorker):
             await self._scaling.leave(worker)
             return
         for rank in self._fleet.ranks:  # they are one unit, and a checkpoint is of all
@@ -175,7 +175,7 @@ class Arrivals:
         for worker in [self._fleet.trainer, *(ordered if len(ordered) == 1 else ())]:
             if worker.waits_for_room and not worker.is_gone and not worker.is_said_to_wait:
                 worker.is_said_to_wait = True
-                ranks = len(self._fleet.ranks) if worker.is_trainer else 1
+                ranks = len(self._fleet.ranks) if isinstance(worker, TrainerRank) else 1
                 agents = "an agent" if ranks == 1 else f"agents for its {ranks} ranks"
                 self._say(f"{worker.name} waits for {agents}, {self._limit}")
 

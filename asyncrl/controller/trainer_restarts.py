@@ -19,7 +19,7 @@ from asyncrl.errors import RunFailed
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.fleet.condition_wait import Waiter
 from asyncrl.fleet.process_fleet import Fleet
-from asyncrl.fleet.process_state import Worker
+from asyncrl.fleet.process_state import TrainerRank
 from asyncrl.launch.shared_memory import remove_weights
 from asyncrl.monitoring.errors import RecordError
 from asyncrl.monitoring.records.metrics_log import read_metrics
@@ -66,7 +66,7 @@ class TrainerRestarts:
         self._point = ResumePoint()
         """Where the trainer that is being started continues."""
 
-    async def replace(self, lost: Worker, reason: str) -> None:
+    async def replace(self, lost: TrainerRank, reason: str) -> None:
         """Start another trainer, unless the run is stopping.
 
         Raises:
@@ -87,7 +87,7 @@ class TrainerRestarts:
                 f"the trainer {reason}, and the run cannot continue: {error}"
             ) from error
         # Their memory is needed: the new trainer reserves as much before it is ready.
-        remove_weights(self._fleet.run_id, self._fleet.trainer.name)
+        remove_weights(self._fleet.trainer.spec.run_id, self._fleet.trainer.name)
         before = " and ".join(worker.name for worker in self._fleet.ranks)
         resume_from = None if self._point.directory is None else self._point.step
         name = self._fleet.restart_trainer(lost, resume_from, fence)
@@ -104,7 +104,7 @@ class TrainerRestarts:
             f"steps to train again: {repeated}"
         )
 
-    async def ready(self, worker: Worker, initial_weights: str) -> None:
+    async def ready(self, worker: TrainerRank, initial_weights: str) -> None:
         """A trainer is ready. If it replaces a lost one, return to its step.
 
         Args:
@@ -150,7 +150,7 @@ class TrainerRestarts:
             )
         self._progress.rewound(earlier, step)
 
-    def _give_up_if_hopeless(self, lost: Worker, reason: str) -> None:
+    def _give_up_if_hopeless(self, lost: TrainerRank, reason: str) -> None:
         if lost.has_left:
             return  # its machine was taken away, with notice: that says nothing of the next one
         code = lost.handle.exit_code()

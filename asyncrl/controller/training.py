@@ -16,7 +16,7 @@ from asyncrl.controller.sample_handover import Moves
 from asyncrl.errors import RunFailed
 from asyncrl.fleet.condition_wait import Waiter
 from asyncrl.fleet.process_fleet import Fleet
-from asyncrl.fleet.process_state import Worker
+from asyncrl.fleet.process_state import GeneratorWorker
 from asyncrl.scheduler import events
 from asyncrl.scheduler.commands import RunOutcome
 from asyncrl.scheduler.errors import ImpossibleEvent, SenderOutOfStep
@@ -171,7 +171,7 @@ class Training:
     async def _return_generators(self, version: int) -> None:
         """Have generators drop later weights, whose policies are gone with an earlier trainer."""
 
-        def ahead() -> list[Worker]:
+        def ahead() -> list[GeneratorWorker]:
             if not self._fleet.lineage:
                 return []  # no trainer was lost
             return [one for one in self._fleet.generators() if one.policy_version > version]

@@ -11,7 +11,7 @@ from asyncrl.controller.training import Training
 from asyncrl.errors import RunFailed
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.fleet.process_fleet import Fleet
-from asyncrl.fleet.process_state import Worker
+from asyncrl.fleet.process_state import GeneratorWorker, TrainerRank, Worker
 from asyncrl.scheduler.events import GeneratorLost
 from asyncrl.wire.messages import to_trainer
 
@@ -50,15 +50,11 @@ class Watchdog:
         lost = first_cause(deaths)
         for worker, reason in deaths:
             self._progress.say(_what_died(worker, reason))
-            if worker.was_overdue and not self._training.verifies:
-                self._progress.say(
-                    f"of what {worker.name} had begun, short responses are trained on rather than "
-                    "long ones, which it could not finish; a longer launcher.leave_seconds would "
-                    "have avoided this bias (docs/elastic.md)"
-                )
+            if isinstance(worker, GeneratorWorker) and worker.was_overdue:
+                self._say_what_is_biased(worker)
             if not worker.has_left:
                 self._progress.died(worker.role, worker.name)
-            if worker.role == "generator":
+            if isinstance(worker, GeneratorWorker):
                 await self._generator_lost(worker, reason)
             elif lost is not None and worker is lost[0]:
                 await self._trainer_restarts.replace(*lost)
@@ -76,7 +72,15 @@ class Watchdog:
         self._fleet.files.update(self._fleet.everyone())
         return bool(deaths)
 
-    async def _generator_lost(self, worker: Worker, reason: str) -> None:
+    def _say_what_is_biased(self, worker: GeneratorWorker) -> None:
+        if not self._training.verifies:
+            self._progress.say(
+                f"of what {worker.name} had begun, short responses are trained on rather than "
+                "long ones, which it could not finish; a longer launcher.leave_seconds would "
+                "have avoided this bias (docs/elastic.md)"
+            )
+
+    async def _generator_lost(self, worker: GeneratorWorker, reason: str) -> None:
         """Tell everybody, and replace it unless it has left."""
         self._fleet.installations.drop(worker.name)
         if self._fleet.trainer.state == "ready":  # before the orders that replace its own
@@ -95,13 +99,13 @@ class Watchdog:
 
     def _no_generator_starts(self) -> bool:
         """Whether no generator was ever ready and as many as the run has failed by themselves."""
-        ever = [worker for worker in self._fleet.everyone() if not worker.is_trainer]
+        ever = list(self._fleet.every_generator)
         codes = [worker.handle.exit_code() for worker in ever if worker.is_gone]
         failed = sum(code is not None and code >= 0 for code in codes)
         was_ready = any(worker.is_ready for worker in ever)
         return not was_ready and failed >= self._fleet.config.generators
 
-    def _replace(self, worker: Worker, reason: str) -> None:
+    def _replace(self, worker: GeneratorWorker, reason: str) -> None:
         if worker.waits_for_room and not self._fleet.has_generators:
             raise RunFailed(f"{worker.name} {reason}, and no other generator is left")
         if (
@@ -125,12 +129,12 @@ class Watchdog:
             )
 
 
-def first_cause(deaths: Sequence[tuple[Worker, str]]) -> tuple[Worker, str] | None:
+def first_cause(deaths: Sequence[tuple[Worker, str]]) -> tuple[TrainerRank, str] | None:
     """Of the ranks of a trainer that have died, the one that probably did so first, and how.
 
     A rank that has lost another ends by itself. One that was killed, perhaps for memory, did not.
     """
-    ranks = [death for death in deaths if death[0].is_trainer]
+    ranks = [(one, reason) for one, reason in deaths if isinstance(one, TrainerRank)]
     killed = [death for death in ranks if (death[0].handle.exit_code() or 0) < 0]
     return next(iter(killed or ranks), None)
 

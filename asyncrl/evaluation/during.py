@@ -19,7 +19,7 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.evaluation.plan import plan_of
 from asyncrl.evaluation.round import EvaluationRound
 from asyncrl.fleet.process_fleet import Fleet
-from asyncrl.fleet.process_state import Worker
+from asyncrl.fleet.process_state import GeneratorWorker
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages import from_generator, to_generator
 from asyncrl.wire.messages.to_generator import FixedVersion
@@ -169,7 +169,7 @@ class EvaluationDuringTraining:
         self._round = _Round(version, samples, FixedVersion(version, ahead, settings.hold_seconds))
         await self._deal(workers)
 
-    async def _deal(self, workers: list[Worker]) -> None:
+    async def _deal(self, workers: list[GeneratorWorker]) -> None:
         """Give the samples that nobody has to these generators, by their slots."""
         one = self._round
         if one is None or not one.samples.waiting:
@@ -195,7 +195,9 @@ class EvaluationDuringTraining:
                 )
                 await self._fleet.send(worker.name, request)
 
-    async def returned(self, worker: Worker, message: from_generator.EvaluationSample) -> None:
+    async def returned(
+        self, worker: GeneratorWorker, message: from_generator.EvaluationSample
+    ) -> None:
         """A sample came back."""
         one = self._round
         if one is None or one.samples.number != message.round:
@@ -220,7 +222,7 @@ class EvaluationDuringTraining:
         if self._round is not None and self._round.samples.number == message.round:
             await self._give_up(message.reason)
 
-    async def lost(self, worker: Worker) -> None:
+    async def lost(self, worker: GeneratorWorker) -> None:
         """A generator is gone, or leaves: others that can still have the version take over."""
         if self._round is None:
             return

@@ -9,7 +9,7 @@ from asyncrl.evaluation.results import EvaluationResults
 from asyncrl.evaluation.round import EvaluationRound
 from asyncrl.fleet.condition_wait import Waiter
 from asyncrl.fleet.process_fleet import Fleet
-from asyncrl.fleet.process_state import Worker
+from asyncrl.fleet.process_state import GeneratorWorker
 from asyncrl.tasks.evaluation_config import EvaluationConfig
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages.from_generator import EvaluationMissed, EvaluationSample
@@ -102,7 +102,7 @@ class FleetEvaluation:
             return None
         return current.record(self._version, "before" if number == 0 else "after")
 
-    async def fill(self, worker: Worker) -> None:
+    async def fill(self, worker: GeneratorWorker) -> None:
         """Request as many samples of the current round as keep this generator busy."""
         current = self._round
         if current is None or worker.policy_version < self._version:
@@ -130,12 +130,12 @@ class FleetEvaluation:
         for worker in self._fleet.generators():
             await self.update(worker)
 
-    async def update(self, worker: Worker) -> None:
+    async def update(self, worker: GeneratorWorker) -> None:
         """Send a generator the newest weights when its own are too old to be evaluated."""
         if worker.policy_version < self._version:
             self._fleet.install(worker.name, self._version)
 
-    async def returned(self, worker: Worker, message: EvaluationSample) -> None:
+    async def returned(self, worker: GeneratorWorker, message: EvaluationSample) -> None:
         """A sample came back: count it, or request it again if its weights are too old."""
         current = self._round
         if self.during is not None:
@@ -150,7 +150,7 @@ class FleetEvaluation:
             current.came_back(message.index, message.reward, message.tokens, message.verdict)
         await self.fill(worker)
 
-    async def lost(self, worker: Worker) -> None:
+    async def lost(self, worker: GeneratorWorker) -> None:
         """A generator died: request its samples from the others."""
         if self.during is not None:
             await self.during.lost(worker)
@@ -160,7 +160,7 @@ class FleetEvaluation:
         for other in self._fleet.generators():
             await self.fill(other)
 
-    async def missed(self, worker: Worker, message: EvaluationMissed) -> None:
+    async def missed(self, worker: GeneratorWorker, message: EvaluationMissed) -> None:
         """A generator cannot finish its samples of a round during training."""
         if self.during is not None and not worker.is_leaving:  # others have those of a leaver
             await self.during.missed(message)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.fleet.process_state import Worker
+from asyncrl.fleet.process_state import RelayWorker, Worker
 from asyncrl.fleet.relays import Relays
 from asyncrl.launch.child_spec import files_hub
 from asyncrl.wire import Hub, RunKey
@@ -70,10 +70,10 @@ class NodeFiles:
         self._node_of = {one.name: one.node for one in everyone if one.node is not None}
         sources: dict[str, to_relay.FileSource] = {}
         for node, relay in ready.items():
-            if relay.relay is None or _sees_the_run(relay):
+            if relay.ready_message is None or _sees_the_run(relay):
                 continue
             names = {one.name for one in everyone if one.node == node}
-            folder = relay.relay.files.folder
+            folder = relay.ready_message.files.folder
             if (same := sources.get(folder)) is not None:  # two of Ray's nodes on one machine
                 names |= set(same.processes)
             theirs = tuple(sorted(names | set(self._relays.names_on(node))))
@@ -177,14 +177,14 @@ class NodeFiles:
         if waiting is not None and not waiting.done():
             waiting.set_result(getattr(message, "reason", ""))
 
-    def _server(self, relay: Worker, client: str) -> Server:
-        assert relay.relay is not None  # noqa: S101 - it is ready
+    def _server(self, relay: RelayWorker, client: str) -> Server:
+        assert relay.ready_message is not None  # noqa: S101 - it is ready
         keys = self._run_key.line(files_hub(relay.name), client)
-        return Server(relay.name, relay.relay.files.address, keys)
+        return Server(relay.name, relay.ready_message.files.address, keys)
 
 
-def _sees_the_run(relay: Worker) -> bool:
-    return relay.relay is not None and relay.relay.files.shares_run_directory
+def _sees_the_run(relay: RelayWorker) -> bool:
+    return relay.ready_message is not None and relay.ready_message.files.shares_run_directory
 
 
 async def _wait_for_the_end(hub: Hub[Any], seconds: float) -> dict[str, str] | None:

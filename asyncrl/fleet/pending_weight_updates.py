@@ -29,7 +29,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from asyncrl.errors import RunFailed
-from asyncrl.fleet.process_state import Worker
+from asyncrl.fleet.process_state import GeneratorWorker, RelayWorker, TrainerRank
 from asyncrl.fleet.relays import Relays
 from asyncrl.fleet.weight_routes import (
     MAX_TRIES,
@@ -107,13 +107,14 @@ class WeightFetching:
             del self._ready[node]
             self._routes.relay_lost(node)
         for node, worker in ready.items():
-            if node not in self._ready and worker.relay is not None:
+            said = worker.ready_message
+            if node not in self._ready and said is not None:
                 self._ready[node] = worker.name
-                place = RelayPlace(worker.name, worker.relay.source, worker.relay.node)
+                place = RelayPlace(worker.name, said.source, said.node)
                 self._obey(self._routes.relay_ready(node, place))
         return lost
 
-    def arrived(self, relay: Worker, message: from_relay.WeightsHere) -> None:
+    def arrived(self, relay: RelayWorker, message: from_relay.WeightsHere) -> None:
         """A version is on a node."""
         for name, why in message.left.items():
             logger.info("%s left %s: %s", relay.name, name, why)
@@ -121,7 +122,7 @@ class WeightFetching:
             self._routes.arrived(relay.name, message.attempt, message.manifest, set(message.left))
         )
 
-    def failed(self, relay: Worker, message: from_relay.WeightsFailed) -> None:
+    def failed(self, relay: RelayWorker, message: from_relay.WeightsFailed) -> None:
         """A relay cannot serve or fetch a version."""
         level = logging.INFO if message.superseded else logging.WARNING
         logger.log(level, "%s: %s", relay.name, message.reason)
@@ -167,7 +168,7 @@ _AGAIN_SECONDS = 1.0
 class _Request:
     """What one generator is to install."""
 
-    worker: Worker
+    worker: GeneratorWorker
     version: int
     """It or a newer one."""
     lineage: int
@@ -183,7 +184,7 @@ class _Request:
 class _Trainer:
     """The weights that can be installed now."""
 
-    worker: Worker
+    worker: TrainerRank
     offered: WeightManifest
     """As it was published."""
     lineage: int
@@ -228,7 +229,7 @@ class Installations:
 
     def install(
         self,
-        worker: Worker,
+        worker: GeneratorWorker,
         version: int,
         *,
         rebuild_kv: bool = False,
@@ -262,7 +263,7 @@ class Installations:
         """A generator is lost, or answers for all requests otherwise."""
         self._requests.pop(generator, None)
 
-    def is_answered(self, worker: Worker, version: int) -> bool:
+    def is_answered(self, worker: GeneratorWorker, version: int) -> bool:
         """Whether what a generator says to have installed is the answer to its request."""
         request = self._requests.get(worker.name)
         if request is None or request.told is None or version >= request.told.policy_version:
@@ -286,7 +287,7 @@ class Installations:
         self._carry_out(request)
         return False
 
-    def note(self, worker: Worker, lineage: int) -> None:
+    def note(self, worker: TrainerRank, lineage: int) -> None:
         """Take note of the trainer, whether it is ready, alive, has published, or not.
 
         Raises:
@@ -307,7 +308,7 @@ class Installations:
             return True
         return any(one.told is None for one in self._requests.values())
 
-    def look(self, worker: Worker, lineage: int, nodes: Iterable[str | None]) -> None:
+    def look(self, worker: TrainerRank, lineage: int, nodes: Iterable[str | None]) -> None:
         """Also take note of the relays, and carry out what has become possible.
 
         Args:
@@ -328,19 +329,19 @@ class Installations:
             self._fetching.again()
         self._carry_out_all()
 
-    def arrived(self, relay: Worker, message: from_relay.WeightsHere) -> None:
+    def arrived(self, relay: RelayWorker, message: from_relay.WeightsHere) -> None:
         """A version is on a node."""
         self._fetching.arrived(relay, message)
         self._carry_out_all()
 
-    def failed(self, relay: Worker, message: from_relay.WeightsFailed) -> None:
+    def failed(self, relay: RelayWorker, message: from_relay.WeightsFailed) -> None:
         """A relay cannot serve or fetch a version. Raises RunFailed as `look`."""
         trainer = self._trainer
         if message.superseded and trainer is not None and relay.node == trainer.worker.node:
             self.check(trainer.worker)  # a newer version is on its way, or the file is gone
         self._fetching.failed(relay, message)
 
-    def check(self, trainer: Worker) -> None:
+    def check(self, trainer: TrainerRank) -> None:
         """A generator could not install these weights: if their file is gone, end the trainer."""
         weights = trainer.weights
         if weights is None or trainer.reason or trainer.node is None:
@@ -353,7 +354,7 @@ class Installations:
         if relay is not None:
             self.send(relay.name, to_relay.CheckWeights(weights.path))
 
-    def checked(self, relay: Worker, message: from_relay.WeightsChecked) -> None:
+    def checked(self, relay: RelayWorker, message: from_relay.WeightsChecked) -> None:
         """A relay has looked for a file of its node: whoever has lost one is replaced."""
         node = relay.node
         if node is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterable
@@ -14,11 +15,19 @@ from asyncrl.config.launcher import LauncherConfig
 from asyncrl.cores import trainer_name
 from asyncrl.fleet.node_files import NodeFiles
 from asyncrl.fleet.pending_weight_updates import Installations
-from asyncrl.fleet.process_state import Worker, cause_of_death, left_early, what_starts
+from asyncrl.fleet.process_state import (
+    GeneratorWorker,
+    RelayWorker,
+    TrainerRank,
+    Worker,
+    cause_of_death,
+    left_early,
+    what_starts,
+)
 from asyncrl.fleet.relays import Relays
 from asyncrl.fleet.shutdown import STOP_SECONDS, attended, end_all, raise_if_late
-from asyncrl.launch.child_spec import ChildSpec, Role, keys_of
-from asyncrl.launch.interface import Launcher
+from asyncrl.launch.child_spec import GeneratorSpec, SpecsOfRun, TrainerSpec, keys_of
+from asyncrl.launch.interface import Launcher, ProcessHandle
 from asyncrl.monitoring.metrics.discovery import Target
 from asyncrl.wire import Hub, RunKey
 from asyncrl.wire.messages import to_generator, to_relay, to_trainer
@@ -39,7 +48,7 @@ class Fleet:
     Args:
         config: how many generators there are, and how long to wait for what.
         launcher: starts the processes.
-        trainer_spec: what the trainer is started with; the generators' specs are made from it.
+        specs: what the processes are started with, before each gets its own name and index.
         hub: where the processes connect to.
         run_key: each process gets its keys from it.
     """
@@ -48,21 +57,23 @@ class Fleet:
         self,
         config: LauncherConfig,
         launcher: Launcher,
-        trainer_spec: ChildSpec,
+        specs: SpecsOfRun,
         hub: Hub[Any],
         run_key: RunKey,
     ) -> None:
         self._config = config
         self._launcher = launcher
-        self._trainer_spec = trainer_spec
+        self._specs = specs
         self._run_key = run_key
         self._hub = hub
-        self._workers: dict[str, Worker] = {}
-        self.relays = Relays(config, launcher, trainer_spec, run_key, self._next_index)
+        self._workers: dict[str, TrainerRank | GeneratorWorker] = {}
+        self._generators: dict[str, GeneratorWorker] = {}
+        """Those among them."""
+        self.relays = Relays(config, launcher, specs.relay, run_key, self._next_index)
         self.installations = Installations(self.relays, run_key, hub.send_soon, self.cut_off)
-        run = Path(trainer_spec.run_directory)
+        run = Path(specs.trainer.run_directory)
         self.files = NodeFiles(self.relays, run_key, hub.send_soon, run)
-        self.ranks: list[Worker] = []
+        self.ranks: list[TrainerRank] = []
         """The processes of the present trainer, by rank. They are lost and replaced together."""
         self.lineage = 0
         """How many trainers the run had before the present one."""
@@ -72,15 +83,15 @@ class Fleet:
 
     def start_all(self) -> None:
         """Start the trainer and the generators."""
-        self._start_trainer(first=True)
+        self._start_trainer()
         for index in range(self._config.generators):
-            self._start(f"generator-{index}", "generator")
+            self._start_generator(f"generator-{index}", first=True)
 
     async def make_room(self, generators: list[int]) -> None:
         """As `Launcher.make_room`."""
         await self._launcher.make_room(generators)
 
-    def give_room_back(self, worker: Worker) -> None:
+    def give_room_back(self, worker: GeneratorWorker) -> None:
         """As `Launcher.give_room_back`, for a generator that was ordered to leave and has ended."""
         self._launcher.give_room_back(worker.index)
 
@@ -90,23 +101,23 @@ class Fleet:
         if name in self._workers:
             self._renamed += 1
             name = f"{name}.{self._restarts + self._renamed}"
-        return self._start(name, "generator", first=False).name
+        return self._start_generator(name, first=False)
 
-    def leave(self, worker: Worker) -> None:
+    def leave(self, worker: GeneratorWorker) -> None:
         """Give a generator no more work; one that is not ready yet is ended."""
         worker.leave_by = time.monotonic() + self._config.leave_seconds
         if not worker.is_ready:
             worker.handle.end(by_force=False)
 
     @property
-    def ordered(self) -> list[Worker]:
+    def ordered(self) -> list[GeneratorWorker]:
         """Living generators that were not ordered to leave, by index."""
-        found = [one for one in self.alive if one.role == "generator" and not one.is_leaving]
+        found = [one for one in self.every_generator if not (one.is_gone or one.is_leaving)]
         return sorted(found, key=lambda one: one.index)
 
     def free_indices(self, count: int) -> list[int]:
         """The lowest indices that no living generator has."""
-        taken = {one.index for one in self.alive if one.role == "generator"}
+        taken = {one.index for one in self.every_generator if not one.is_gone}
         return [index for index in range(len(taken) + count) if index not in taken][:count]
 
     def _next_index(self) -> int:
@@ -114,29 +125,39 @@ class Fleet:
         self._started += 1
         return self._started
 
-    def _start_trainer(self, *, first: bool) -> None:
-        self.ranks = [
-            self._start(trainer_name(rank, self.lineage), "trainer", first=first, rank=rank)
-            for rank in range(self._trainer_spec.ranks)
-        ]
+    def _start_trainer(self) -> None:
+        self.ranks = [self._start_rank(rank) for rank in range(self._specs.trainer.ranks)]
 
-    def _start(self, name: str, role: Role, *, first: bool = True, rank: int = 0) -> Worker:
-        relayed = self._launcher.uses_relays
+    def _start_rank(self, rank: int) -> TrainerRank:
         spec = replace(
-            self._trainer_spec,
-            role=role,
+            self._specs.trainer,
+            name=trainer_name(rank, self.lineage),
+            threads=self._launcher.threads,
+            process_index=self._next_index(),
+            lineage=self.lineage,
+            relayed=self._launcher.uses_relays,
+            rank=rank,
+            data_address=self._specs.trainer.data_address_of(rank),
+        )
+        worker = self._workers[spec.name] = TrainerRank(spec, self._launch(spec))
+        return worker
+
+    def _start_generator(self, name: str, *, first: bool) -> str:
+        spec = replace(
+            self._specs.generator,
             name=name,
             threads=self._launcher.threads,
             process_index=self._next_index(),
             first=first,
-            lineage=self.lineage,
-            relayed=relayed,
-            rank=rank,
-            data_address=self._trainer_spec.data_address_of(rank),
+            relayed=self._launcher.uses_relays,
         )
-        keys = keys_of(self._run_key, name, role, relayed=relayed)
-        self._workers[name] = Worker(name, role, self._launcher.start(spec, keys))
-        return self._workers[name]
+        worker = GeneratorWorker(spec, self._launch(spec))
+        self._workers[name] = self._generators[name] = worker
+        return name
+
+    def _launch(self, spec: TrainerSpec | GeneratorSpec) -> ProcessHandle:
+        keys = keys_of(self._run_key, spec.name, spec.role, relayed=spec.relayed)
+        return self._launcher.start(spec, keys)
 
     async def send(
         self,
@@ -161,12 +182,7 @@ class Fleet:
         return self._config
 
     @property
-    def run_id(self) -> str:
-        """As in `ChildSpec`."""
-        return self._trainer_spec.run_id
-
-    @property
-    def trainer(self) -> Worker:
+    def trainer(self) -> TrainerRank:
         """Rank 0 of the present trainer, the one that was started last."""
         return self.ranks[0]
 
@@ -189,22 +205,23 @@ class Fleet:
         """
         self.installations.note(self.trainer, self.lineage)
         self.installations.install(
-            self._workers[generator], version, rebuild_kv=rebuild_kv, verify=verify
+            self._generators[generator], version, rebuild_kv=rebuild_kv, verify=verify
         )
 
     def look_after_weights(self) -> None:
         """Send on what the trainer has published since. Raises RunFailed where that cannot be."""
-        # Other ranks do not read what rank 0 publishes.
-        nodes = (one.node for one in self.alive if one is self.trainer or not one.is_trainer)
+        readers = [self.trainer, *self.every_generator]  # other ranks do not read what it publishes
+        nodes = (one.node for one in readers if not one.is_gone)
         self.installations.look(self.trainer, self.lineage, nodes)
 
-    def generators(self) -> list[Worker]:
+    def generators(self) -> list[GeneratorWorker]:
         """Generators that can take work now."""
-        return [
-            worker
-            for worker in self._workers.values()
-            if not worker.is_trainer and worker.state == "ready"
-        ]
+        return [worker for worker in self.every_generator if worker.state == "ready"]
+
+    @property
+    def every_generator(self) -> Iterable[GeneratorWorker]:
+        """All generators that were ever started, lost ones included."""
+        return self._generators.values()
 
     @property
     def has_generators(self) -> bool:
@@ -212,8 +229,8 @@ class Fleet:
         return bool(self.ordered)
 
     @property
-    def alive(self) -> list[Worker]:
-        """Processes that are not known to have ended."""
+    def alive(self) -> list[TrainerRank | GeneratorWorker]:
+        """Trainers and generators that are not known to have ended."""
         return [worker for worker in self._workers.values() if not worker.is_gone]
 
     @property
@@ -234,13 +251,9 @@ class Fleet:
         """What a start waits for: the processes that are not ready, and what each logged last."""
         return what_starts(self.alive)
 
-    def everyone(self) -> Iterable[Worker]:
-        """All processes that were ever started, lost ones included."""
+    def everyone(self) -> Iterable[TrainerRank | GeneratorWorker]:
+        """All trainers and generators that were ever started, lost ones included."""
         return self._workers.values()
-
-    def metrics_ports(self) -> dict[str, int]:
-        """The port on which each process serves its metrics."""
-        return {name: target.port for name, target in self.metrics_targets().items()}
 
     def metrics_targets(self) -> dict[str, Target]:
         """Where each process serves its metrics."""
@@ -250,14 +263,14 @@ class Fleet:
             if worker.metrics_port is not None
         }
 
-    def heard_from(self, name: str) -> Worker | None:
+    def heard_from(self, name: str) -> TrainerRank | GeneratorWorker | RelayWorker | None:
         """Note that a process is alive; None if there is no process of this name."""
         worker = self._find(name)
         if worker is not None:
             worker.heard = time.monotonic()
         return worker
 
-    def _find(self, name: str) -> Worker | None:
+    def _find(self, name: str) -> TrainerRank | GeneratorWorker | RelayWorker | None:
         return self._workers.get(name) or self.relays.get(name)
 
     def start_relays(self) -> list[str]:
@@ -281,9 +294,9 @@ class Fleet:
         if self._ending:
             return found
         if any(one.node is not None for one in self.ordered):
-            for worker in self.ordered:
-                if worker.waits_for_room:  # as long as there are others
-                    worker.heard = now
+            for one in self.ordered:
+                if one.waits_for_room:  # as long as there are others
+                    one.heard = now
         for worker in [*self.alive, *self.relays.alive]:
             reason = cause_of_death(worker, now, self._config)
             if reason is not None and not left_early(worker, self.ranks):
@@ -311,11 +324,11 @@ class Fleet:
             for worker in [*self.alive, *self.relays.alive]:
                 worker.heard = min(now, worker.heard + missed)
         if is_held or missed > _LATE_SECONDS:
-            for worker in self.alive:
-                if worker.leave_by is not None:
-                    worker.leave_by += missed
+            for one in self.every_generator:
+                if one.leave_by is not None and not one.is_gone:
+                    one.leave_by += missed
 
-    def without_room(self) -> list[Worker]:
+    def without_room(self) -> list[GeneratorWorker]:
         """Generators for which there has been no room for a while, each once."""
         late = time.monotonic() - _ROOM_SECONDS
         found = [
@@ -327,22 +340,21 @@ class Fleet:
             worker.is_said_to_wait = True
         return found
 
-    def restart(self, lost: Worker) -> str | None:
+    def restart(self, lost: GeneratorWorker) -> str | None:
         """Start a generator in place of a lost one and return its name.
 
         None when the run is ending or `launcher.max_restarts` are used up.
         """
-        if not self._may_replace(lost):
+        if not self._may_replace(with_machine=lost.handle.lost_with_machine):
             return None
         base = lost.name.split(".")[0]
-        name = f"{base}.{self._restarts + self._renamed}"
-        return self._start(name, "generator", first=False).name
+        return self._start_generator(f"{base}.{self._restarts + self._renamed}", first=False)
 
-    def _may_replace(self, lost: Worker) -> bool:
+    def _may_replace(self, *, with_machine: bool) -> bool:
         """Whether a process may be replaced; counts it, unless its machine was taken away."""
         if self._ending:
             return False
-        if lost.handle.lost_with_machine or lost.gives_way:
+        if with_machine:
             self._renamed += 1
             return True
         if self._restarts >= self._config.max_restarts:
@@ -350,7 +362,9 @@ class Fleet:
         self._restarts += 1
         return True
 
-    def restart_trainer(self, lost: Worker, resume_from: int | None, fence: str = "") -> str | None:
+    def restart_trainer(
+        self, lost: TrainerRank, resume_from: int | None, fence: str = ""
+    ) -> str | None:
         """Start a trainer in place of a lost one and return its name; None as for `restart`.
 
         Args:
@@ -358,11 +372,12 @@ class Fleet:
             resume_from: the step of the checkpoint that it continues from; None: from the model.
             fence: its word (`asyncrl.trainer.checkpoint.trainer_lease`).
         """
-        if not self._may_replace(lost):
+        if not self._may_replace(with_machine=lost.handle.lost_with_machine or lost.gives_way):
             return None
         self.lineage += 1
-        self._trainer_spec = replace(self._trainer_spec, resume_from=resume_from, fence=fence)
-        self._start_trainer(first=False)
+        trainer = replace(self._specs.trainer, resume_from=resume_from, fence=fence)
+        self._specs = dataclasses.replace(self._specs, trainer=trainer)
+        self._start_trainer()
         return " and ".join(worker.name for worker in self.ranks)
 
     def refuse(self, name: str, reason: Reason, text: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.config.launcher import LauncherConfig
-from asyncrl.launch.child_spec import Role
+from asyncrl.launch.child_spec import ChildSpec, GeneratorSpec, RelaySpec, Role, TrainerSpec
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.wire.messages import from_generator, from_relay, from_trainer
 from asyncrl.wire.weights.layout import WeightManifest
@@ -20,10 +20,9 @@ silent too, and must be heard through its replacement before its own limit."""
 
 @dataclass(slots=True)
 class Worker:
-    """One process from its start to its end, with what it last reported."""
+    """One process from its start to its end; each role has a subclass with what it reports."""
 
-    name: str
-    role: Role
+    spec: ChildSpec
     handle: ProcessHandle
     heard: float = field(default_factory=time.monotonic)
     """When its last message came (monotonic seconds)."""
@@ -35,39 +34,21 @@ class Worker:
     is_gone: bool = False
     has_left: bool = False
     """It ended because it was ordered to leave."""
-    gives_way: bool = False
-    """It was told to end because the machine of another rank of the trainer is taken away."""
     has_waited: bool = False
     """There was no room for it so far."""
-    was_overdue: bool = False
-    """It was killed because it did not leave in time."""
-    leave_by: float | None = None
-    """A generator that was ordered to leave: when it is killed (monotonic seconds). Later where the
-    run was paused or had no trainer meanwhile."""
     reason: str = ""
     """Why it ended, in its own words."""
-    policy_version: int = -1
-    """Version of its weights; -1: not known yet."""
-    slots: int = 0
-    """Samples that a generator decodes at once."""
     metrics_port: int | None = None
-    weights: WeightManifest | None = None
-    """The newest weights that the trainer published."""
-    data_address: str = ""
-    """Where the trainer takes trajectories."""
-    reported: float = 0.0
-    """When the last report of a generator came (monotonic seconds)."""
-    generator_report: from_generator.GeneratorReport | None = None
-    trainer_report: from_trainer.TrainerReport | None = None
-    trainer_ready: from_trainer.TrainerReady | None = None
-    """What a rank of the trainer said when it could take samples; it is ready when all can."""
-    relay: from_relay.RelayReady | None = None
-    """What a relay said when it was ready: where its parts listen."""
 
     @property
-    def is_trainer(self) -> bool:
-        """Whether it trains."""
-        return self.role == "trainer"
+    def name(self) -> str:
+        """Unique in the run."""
+        return self.spec.name
+
+    @property
+    def role(self) -> Role:
+        """What it does in the run."""
+        return self.spec.role
 
     @property
     def node(self) -> str | None:
@@ -77,17 +58,12 @@ class Worker:
     @property
     def waits_for_room(self) -> bool:
         """Whether it was ordered, and the launcher has no node for it yet."""
-        return self.role != "relay" and not self.is_ready and self.node is None
+        return not self.is_ready and self.node is None
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it was ordered to leave."""
-        return self.leave_by is not None
-
-    @property
-    def index(self) -> int:
-        """Number of a generator, which its replacements have too."""
-        return self.handle.spec.generator
+        """Whether it was ordered to leave, which only generators are."""
+        return False
 
     @property
     def state(self) -> str:
@@ -98,12 +74,85 @@ class Worker:
             return "leaving"
         return "ready" if self.is_ready else "starting"
 
+
+@dataclass(slots=True)
+class TrainerRank(Worker):
+    """One rank of a trainer."""
+
+    spec: TrainerSpec
+    gives_way: bool = False
+    """It was told to end because the machine of another rank is taken away."""
+    policy_version: int = -1
+    """Version of its weights; -1: not known yet."""
+    weights: WeightManifest | None = None
+    """The newest weights that it published."""
+    data_address: str = ""
+    """Where it takes trajectories."""
+    ready_message: from_trainer.TrainerReady | None = None
+    """What it said when it could take samples; it is ready when all ranks can."""
+    report: from_trainer.TrainerReport | None = None
+
+    def ready(self, policy_version: int, metrics_port: int | None) -> None:
+        """Note that it can take work."""
+        self.is_ready = True
+        self.policy_version = policy_version
+        self.metrics_port = metrics_port
+
+
+@dataclass(slots=True)
+class GeneratorWorker(Worker):
+    """One generator."""
+
+    spec: GeneratorSpec
+    leave_by: float | None = None
+    """When it is killed if it was ordered to leave (monotonic seconds). Later where the run was
+    paused or had no trainer meanwhile."""
+    was_overdue: bool = False
+    """It was killed because it did not leave in time."""
+    policy_version: int = -1
+    """Version of its weights; -1: not known yet."""
+    slots: int = 0
+    """Samples that it decodes at once."""
+    report: from_generator.GeneratorReport | None = None
+    reported: float = 0.0
+    """When its last report came (monotonic seconds)."""
+
+    @property
+    def index(self) -> int:
+        """Its number, which its replacements have too."""
+        return self.spec.index
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it was ordered to leave."""
+        return self.leave_by is not None
+
     def ready(self, policy_version: int, slots: int, metrics_port: int | None) -> None:
         """Note that it can take work."""
         self.is_ready = True
         self.policy_version = policy_version
         self.slots = slots
         self.metrics_port = metrics_port
+
+
+@dataclass(slots=True)
+class RelayWorker(Worker):
+    """One relay."""
+
+    spec: RelaySpec
+    ready_message: from_relay.RelayReady | None = None
+    """What it said when it was ready: where its parts listen."""
+
+    @property
+    def waits_for_room(self) -> bool:
+        """False: a relay is started on a node, and takes no room there."""
+        return False
+
+    def ready(self, message: from_relay.RelayReady) -> None:
+        """Note that it serves its node."""
+        self.is_ready = True
+        self.ready_message = message
+        self.metrics_port = message.metrics_port
 
 
 def what_starts(workers: Iterable[Worker]) -> str:
@@ -120,14 +169,17 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
     """How a process ended; None if it lives. Kills one that was silent for too long."""
     code = worker.handle.exit_code()
     if code is not None:
-        leaves = worker.is_leaving or worker.gives_way or worker.handle.lost_with_machine
-        if leaves and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
+        if _was_to_end(worker) and code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
             worker.has_left = True
             cause = worker.handle.cause()
             return "has left" + (f": {cause}" if cause else "")
         how = worker.handle.cause() or _how_it_ended(code)
         return how + (f": {worker.reason}" if worker.reason else "")
-    if worker.leave_by is not None and now > worker.leave_by:
+    if (
+        isinstance(worker, GeneratorWorker)
+        and worker.leave_by is not None
+        and now > worker.leave_by
+    ):
         worker.handle.end(by_force=True)
         worker.was_overdue = True
         return (
@@ -140,14 +192,14 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
     if worker.has_waited:  # only now does it begin to start
         worker.has_waited, worker.heard = False, now
     limit = limits.silence_seconds if worker.is_ready else limits.startup_seconds
-    if worker.role == "relay" and worker.is_ready:
+    if isinstance(worker, RelayWorker) and worker.is_ready:
         limit = min(limit, max(_RELAY_SHARE * limit, _RELAY_SECONDS))
     silent = now - worker.heard
     if silent <= limit:
         return None
     worker.handle.end(by_force=True)
     if worker.is_ready:
-        of_relay = ", a quarter of it for a relay" if worker.role == "relay" else ""
+        of_relay = ", a quarter of it for a relay" if isinstance(worker, RelayWorker) else ""
         what = f"launcher.silence_seconds{of_relay}"
         return f"sent nothing for {silent:.0f} s ({what}) and was killed"
     return (
@@ -156,7 +208,12 @@ def cause_of_death(worker: Worker, now: float, limits: LauncherConfig) -> str | 
     )
 
 
-def left_early(worker: Worker, ranks: Sequence[Worker]) -> bool:
+def _was_to_end(worker: Worker) -> bool:
+    gives_way = isinstance(worker, TrainerRank) and worker.gives_way
+    return worker.is_leaving or gives_way or worker.handle.lost_with_machine
+
+
+def left_early(worker: Worker, ranks: Sequence[TrainerRank]) -> bool:
     """Whether a rank has left and others have not: they still complete the checkpoint of all.
 
     All were told to leave at once, so none of them is lost.

@@ -14,8 +14,8 @@ import msgspec
 
 from asyncrl.config.launcher import LauncherConfig
 from asyncrl.errors import RunFailed
-from asyncrl.fleet.process_state import Worker
-from asyncrl.launch.child_spec import ChildSpec, keys_of
+from asyncrl.fleet.process_state import RelayWorker, Worker
+from asyncrl.launch.child_spec import RelaySpec, keys_of
 from asyncrl.launch.interface import Launcher
 from asyncrl.wire import RunKey
 
@@ -31,7 +31,7 @@ class Relays:
     Args:
         config: how many may be replaced.
         launcher: starts them.
-        trainer_spec: their specs are made from it.
+        spec: what they are started with, before each gets its own name and index.
         run_key: each gets its keys from it.
         next_index: numbers the processes of the run in the order of their start.
     """
@@ -40,17 +40,17 @@ class Relays:
         self,
         config: LauncherConfig,
         launcher: Launcher,
-        trainer_spec: ChildSpec,
+        spec: RelaySpec,
         run_key: RunKey,
         next_index: Callable[[], int],
     ) -> None:
         self._next_index = next_index
         self.config = config
         self._launcher = launcher
-        self._spec = trainer_spec
+        self._spec = spec
         self._run_key = run_key
-        self._workers: dict[str, Worker] = {}
-        self._of_nodes: dict[str, list[Worker]] = {}
+        self._workers: dict[str, RelayWorker] = {}
+        self._of_nodes: dict[str, list[RelayWorker]] = {}
         """All that each node ever had, the present one last."""
         self._started: dict[str, float] = {}
         """When the last one of each node was (monotonic seconds)."""
@@ -63,15 +63,15 @@ class Relays:
         return self._launcher.uses_relays
 
     @property
-    def alive(self) -> list[Worker]:
+    def alive(self) -> list[RelayWorker]:
         """Relays that are not known to have ended."""
         return [worker for worker in self._workers.values() if not worker.is_gone]
 
-    def get(self, name: str) -> Worker | None:
+    def get(self, name: str) -> RelayWorker | None:
         """The relay of this name, lost ones included."""
         return self._workers.get(name)
 
-    def on(self, node: str) -> Worker | None:
+    def on(self, node: str) -> RelayWorker | None:
         """The living relay of a node."""
         workers = self._of_nodes.get(node)
         return workers[-1] if workers and not workers[-1].is_gone else None
@@ -80,7 +80,7 @@ class Relays:
         """Of all relays that a node ever had."""
         return [worker.name for worker in self._of_nodes.get(node, ())]
 
-    def by_node(self) -> dict[str, Worker]:
+    def by_node(self) -> dict[str, RelayWorker]:
         """The relay of each node that has a ready one."""
         found = {node: workers[-1] for node, workers in self._of_nodes.items()}
         return {node: one for node, one in found.items() if one.state == "ready"}
@@ -127,17 +127,9 @@ class Relays:
             self._restarts[node] = self._restarts.get(node, 0) + 1
             name = f"{name}.{len(earlier)}"
             said = [f"started {name} in place of {lost.name}"]
-        spec = msgspec.structs.replace(
-            self._spec,
-            role="relay",
-            name=name,
-            threads=1,
-            process_index=self._next_index(),
-            first=not earlier,
-            relayed=True,
-        )
+        spec = msgspec.structs.replace(self._spec, name=name, process_index=self._next_index())
         keys = keys_of(self._run_key, name, "relay")
-        worker = Worker(name, "relay", self._launcher.start(spec, keys, node))
+        worker = RelayWorker(spec, self._launcher.start(spec, keys, node))
         self._workers[name] = worker
         earlier.append(worker)
         self._started[node] = time.monotonic()

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from asyncrl.config.launcher import LauncherConfig
 from asyncrl.errors import RunFailed, WaitTimeout
-from asyncrl.fleet.process_state import Worker
+from asyncrl.fleet.process_state import TrainerRank, Worker
 from asyncrl.fleet.relays import Relays
 from asyncrl.launch.child_spec import Role
 from asyncrl.wire import Hub, Unreachable
@@ -63,7 +63,7 @@ def wait_for_end(workers: Sequence[Worker], limits: LauncherConfig) -> dict[str,
         remaining = [worker for worker in remaining if worker.handle.exit_code() is None]
         waited = time.monotonic() - began
         for worker in remaining:
-            extra = 2 * limits.checkpoint_seconds if worker.is_trainer else 0.0
+            extra = 2 * limits.checkpoint_seconds if isinstance(worker, TrainerRank) else 0.0
             if waited > STOP_SECONDS + extra and worker.name not in killed:
                 worker.handle.end(by_force=True)
                 killed[worker.name] = waited

@@ -27,7 +27,7 @@ from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_traces import SampleTraces
 from asyncrl.generator.turns.environment_setup import episodes_with, start_environments
 from asyncrl.launch.checked_tokenizer import load_checked_tokenizer
-from asyncrl.launch.child_spec import ChildSpec, GeneratorKeys
+from asyncrl.launch.child_spec import GeneratorKeys, GeneratorSpec
 from asyncrl.launch.process_startup import (
     bring_up,
     check_given_gpus,
@@ -50,7 +50,7 @@ from asyncrl.wire.transport.outbox import ONE_PART
 from asyncrl.wire.transport.refusals import Refusals
 
 
-async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
+async def run_generator(spec: GeneratorSpec, keys: GeneratorKeys) -> None:
     """Start the configured engine and reward workers, and generate until told to shut down."""
     async with bring_up(spec, keys, to_generator.ToGenerator, GeneratorMetrics, _failure) as child:
         check_given_gpus(spec)
@@ -64,7 +64,7 @@ async def run_generator(spec: ChildSpec, keys: GeneratorKeys) -> None:
             def decode(tokens: list[int]) -> str:
                 return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-            settings = _engine_config(config, spec.generator).started_within(
+            settings = _engine_config(config, spec.index).started_within(
                 config.launcher.startup_seconds
             )
             model = spec.model_path
@@ -152,7 +152,7 @@ def _engine_config(config: RunConfig, number: int) -> EngineConfig:
     return engine.model_copy(update={"vllm": vllm})
 
 
-def _cache_place(spec: ChildSpec, config: RunConfig, tokenizer: Any) -> CachePlace:
+def _cache_place(spec: GeneratorSpec, config: RunConfig, tokenizer: Any) -> CachePlace:
     """Where this generator keeps its cache: shared with the others, saved for a resumed run."""
     exchange = None
     if config.launcher.generators > 1:
@@ -167,7 +167,7 @@ def _cache_place(spec: ChildSpec, config: RunConfig, tokenizer: Any) -> CachePla
     )
 
 
-def _failure(spec: ChildSpec, error: BaseException) -> from_generator.Failure | None:
+def _failure(spec: GeneratorSpec, error: BaseException) -> from_generator.Failure | None:
     """The message to the controller about an error; None for an unexpected error.
 
     A replacement is built from the same settings as the process that died, which started: if the

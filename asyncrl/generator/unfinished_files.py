@@ -36,7 +36,7 @@ class UnfinishedFiles:
         tasks: write in the background.
         controller: is told when samples are released.
         forget: drops samples, finished or not.
-        here: where a file is on this node that the controller names (`ChildSpec.here`).
+        here: where a file is on this node that the controller names (`GeneratorSpec.here`).
     """
 
     def __init__(

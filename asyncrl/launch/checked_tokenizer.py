@@ -14,7 +14,7 @@ from asyncrl.wire.records.wrong_policy import WrongPolicy, compare_tokenizers
 
 
 async def load_checked_tokenizer(
-    child: Child[Any], report: Callable[[WrongPolicy], msgspec.Struct]
+    child: Child[Any, Any], report: Callable[[WrongPolicy], msgspec.Struct]
 ) -> Any:
     """The tokenizer of the process's model.
 

@@ -1,16 +1,17 @@
-"""What a child process is told when it is started.
+"""What child processes are given when they are started: a spec, keys, and a place to meet.
 
-The folder, in that of a run, in which the ranks of a trainer on several machines meet.
-
-It has a file for each trainer. The controller removes it before and after the processes of the run.
+spec       on the command line, a type for each role (`ChildSpec`)
+keys       on standard input, a type for each role (`ChildKeys`)
+meeting    the file through which the ranks of a trainer find each other (`TrainerSpec.meeting`)
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -23,6 +24,10 @@ from asyncrl.wire.transport.keys import HubKeys, LineKeys, RunKey
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 
 MEETINGS = ".ranks"
+"""The folder, in that of a run, in which the ranks of a trainer on several machines meet.
+
+It has a file for each trainer. The controller removes it before and after the processes of the run.
+"""
 
 
 def make_place(meeting: Path) -> Path:
@@ -39,120 +44,41 @@ def remove_meetings(run: Path) -> None:
 Role = Literal["generator", "trainer", "relay"]
 
 
-class ChildSpec(msgspec.Struct, frozen=True):
-    """The arguments of a child process, as JSON on its command line."""
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
+    """The arguments that the child processes of all roles have, as JSON on their command lines."""
 
-    role: Role
+    role: ClassVar[Role]
     name: str
     """Unique in the run, e.g. "generator-0"; a replacement is "generator-0.1"."""
     run_directory: str
-    model_path: str
     control_address: str
     """Where the controller listens."""
-    data_address: str
-    """Where the trainer listens for trajectories; of a relay: its node's address, where other nodes
-    reach it, with `*` as port."""
     parent: int
     """Process id of the launcher."""
     threads: int
     """Threads for tensor work."""
     process_index: int = 1
     """Index of the process in the run; the controller is 0. Determines its metrics port."""
-    stop_tokens: tuple[int, ...] = ()
-    tokenizer: TokenizerDigest | None = None
-    """Of the run's prompts, which the process's own must be; None: it is not compared."""
-    resume_from: int | None = None
-    """The trainer continues from the checkpoint after this many steps; None: from the model."""
-    lineage: int = 0
-    """How many trainers the run had before the one that is being started, or that is at work."""
-    engine_device: Literal["cpu", "cuda"] | None = None
-    """Where the generators run, which a trainer with other GPUs cannot see; None: as torch decides
-    in any process."""
-    fence: str = ""
-    """The word of this trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
-    ports: tuple[int, ...] = ()
-    """That it listens at, in this order, where the user has fixed them: of the trainer for
-    trajectories; of a relay for its trainer's weights, its node's weights and files."""
     metrics_port: int | None = None
     """Where it serves its metrics, if its node has fixed that; None: `monitoring.port` says."""
-    advertised: str = ""
-    """Host under which other machines reach what it listens at; empty: the one that it binds."""
-    gpus: int = 0
-    """That its node has for it."""
-    first: bool = True
-    """False if it replaces a process that died."""
     shares_run_directory: bool = True
     """Whether `run_directory` is the folder that the controller sees."""
-    home_directory: str = ""
-    """The run's folder as the controller names it; empty: `run_directory`."""
     run_id: str = ""
     """In the names of the run's files in memory, so that no two runs share any
     (`asyncrl.launch.shared_memory`)."""
     weights_directory: str = str(SHARED_MEMORY)
     """Where the process's node has the run's files in memory: weights, exchanged rollouts."""
-    relayed: bool = False
-    """Whether its control messages go through the relay of its node; of a relay: always."""
     relay_address: str = ""
-    """Where that relay listens; the launcher knows it on the process's node only."""
-    trace_key: str = ""
-    """Of the run (`asyncrl.monitoring.tracing.ids`)."""
-    rank: int = 0
-    """Of a trainer's process, among its ranks."""
-    ranks: int = 1
-    """Processes of the trainer."""
+    """Where the relay of its node listens; the launcher knows it on the process's node only."""
     config_json: str = ""
     """The run's resolved configuration; empty: it is read from the run directory. A process of
     another node may not see that one."""
-
-    @property
-    def generator(self) -> int:
-        """Number of a generator, which its replacements have too."""
-        return int(self.name.removeprefix("generator-").split(".")[0])
-
-    def data_address_of(self, rank: int) -> str:
-        """Where a rank of a trainer on this machine listens for trajectories.
-
-        Empty where the ranks choose it on their nodes.
-        """
-        return f"{self.data_address}-{rank}" if rank and self.data_address else self.data_address
-
-    @property
-    def meeting(self) -> Path:
-        """The file through which the ranks of a trainer meet.
-
-        On one machine it is in the run's private folder; on several in a folder of the run's
-        (`asyncrl.launch.child_spec`), which all ranks see.
-        """
-        name = f"ranks-{self.lineage}"
-        if self.data_address.startswith("ipc://"):
-            return Path(self.data_address.removeprefix("ipc://")).parent / name
-        return Path(self.run_directory) / MEETINGS / f"{self.run_id}-{name}"
 
     def exporter(self, config: MonitoringConfig, registry: CollectorRegistry) -> Exporter | None:
         """What serves its metrics; None where they are turned off. Raises ExporterError."""
         if self.metrics_port is None:
             return exporter_for(config, registry, self.process_index)
         return exporter_for(config.model_copy(update={"port": self.metrics_port}), registry, 0)
-
-    def bind_to(self, index: int = 0) -> str:
-        """Where it listens for data: `data_address`, with the port of this index if it is fixed."""
-        if index < len(self.ports) and self.data_address.endswith(":*"):
-            return f"{self.data_address[:-1]}{self.ports[index]}"
-        return self.data_address
-
-    def reached_at(self, bound: str) -> str:
-        """The address under which other machines reach what is bound to this one."""
-        if not self.advertised or not bound.startswith("tcp://"):
-            return bound
-        host = f"[{self.advertised}]" if ":" in self.advertised else self.advertised
-        return f"tcp://{host}:{bound.rpartition(':')[2]}"
-
-    def here(self, path: str) -> Path:
-        """Where a file is on this node whose path on its own node the controller names."""
-        home = self.home_directory
-        if home and path.startswith(f"{home}/"):
-            return Path(self.run_directory) / path.removeprefix(f"{home}/")
-        return Path(path)
 
     def config(self) -> RunConfig:
         """The run's resolved configuration."""
@@ -162,9 +88,131 @@ class ChildSpec(msgspec.Struct, frozen=True):
         return load_config(Path(self.run_directory) / "config.yaml")
 
 
+class ModelSpec(ProcessSpec, frozen=True, kw_only=True):
+    """The arguments that trainers and generators have: those of processes with a model."""
+
+    model_path: str
+    data_address: str
+    """Where the trainer listens for trajectories; of a rank: where this rank does."""
+    ranks: int = 1
+    """Processes of the trainer."""
+    tokenizer: TokenizerDigest | None = None
+    """Of the run's prompts, which the process's own must be; None: it is not compared."""
+    gpus: int = 0
+    """That its node has for it."""
+    relayed: bool = False
+    """Whether its control messages go through the relay of its node."""
+    trace_key: str = ""
+    """Of the run (`asyncrl.monitoring.tracing.ids`)."""
+
+    def data_address_of(self, rank: int) -> str:
+        """Where a rank of a trainer on this machine listens for trajectories.
+
+        Empty where the ranks choose it on their nodes.
+        """
+        return f"{self.data_address}-{rank}" if rank and self.data_address else self.data_address
+
+
+class TrainerSpec(ModelSpec, frozen=True, kw_only=True, tag="trainer"):
+    """The arguments of a rank of the trainer."""
+
+    role: ClassVar[Literal["trainer"]] = "trainer"
+    rank: int = 0
+    """Of this process, among the ranks of its trainer."""
+    lineage: int = 0
+    """How many trainers the run had before this one."""
+    resume_from: int | None = None
+    """It continues from the checkpoint after this many steps; None: from the model."""
+    engine_device: Literal["cpu", "cuda"] | None = None
+    """Where the generators run, which a trainer with other GPUs cannot see; None: as torch decides
+    in any process."""
+    fence: str = ""
+    """The word of this trainer (`asyncrl.trainer.checkpoint.trainer_lease`)."""
+    ports: tuple[int, ...] = ()
+    """That it listens at for trajectories, if the user has fixed one."""
+    advertised: str = ""
+    """Host under which other machines reach what it listens at; empty: the one that it binds."""
+
+    @property
+    def meeting(self) -> Path:
+        """The file through which the ranks of a trainer meet.
+
+        On one machine it is in the run's private folder; on several in `MEETINGS`, which all ranks
+        see.
+        """
+        name = f"ranks-{self.lineage}"
+        if self.data_address.startswith("ipc://"):
+            return Path(self.data_address.removeprefix("ipc://")).parent / name
+        return Path(self.run_directory) / MEETINGS / f"{self.run_id}-{name}"
+
+
+class GeneratorSpec(ModelSpec, frozen=True, kw_only=True, tag="generator"):
+    """The arguments of a generator."""
+
+    role: ClassVar[Literal["generator"]] = "generator"
+    stop_tokens: tuple[int, ...] = ()
+    first: bool = True
+    """False if it replaces a process that died."""
+    home_directory: str = ""
+    """The run's folder as the controller names it; empty: `run_directory`."""
+
+    @property
+    def index(self) -> int:
+        """Number of the generator, which its replacements have too."""
+        return int(self.name.removeprefix("generator-").split(".")[0])
+
+    def here(self, path: str) -> Path:
+        """Where a file is on this node whose path on its own node the controller names."""
+        home = self.home_directory
+        if home and path.startswith(f"{home}/"):
+            return Path(self.run_directory) / path.removeprefix(f"{home}/")
+        return Path(path)
+
+
+class RelaySpec(ProcessSpec, frozen=True, kw_only=True, tag="relay"):
+    """The arguments of a relay."""
+
+    role: ClassVar[Literal["relay"]] = "relay"
+    data_address: str = ""
+    """Its node's address, where other nodes reach it, with `*` as port; its node fills it in."""
+    ports: tuple[int, ...] = ()
+    """That it listens at, if the user has fixed them: for its trainer's weights, its node's weights
+    and files."""
+    advertised: str = ""
+    """As of a `TrainerSpec`."""
+
+
+ChildSpec = TrainerSpec | GeneratorSpec | RelaySpec
+"""The arguments of a child process, as JSON on its command line; its `role` says which they are."""
+
+
+def bind_to(spec: TrainerSpec | RelaySpec, index: int = 0) -> str:
+    """Where a process listens: its `data_address`, with the port of this index if it is fixed."""
+    if index < len(spec.ports) and spec.data_address.endswith(":*"):
+        return f"{spec.data_address[:-1]}{spec.ports[index]}"
+    return spec.data_address
+
+
+def reached_at(spec: TrainerSpec | RelaySpec, bound: str) -> str:
+    """The address under which other machines reach what a process has bound to this one."""
+    if not spec.advertised or not bound.startswith("tcp://"):
+        return bound
+    host = f"[{spec.advertised}]" if ":" in spec.advertised else spec.advertised
+    return f"tcp://{host}:{bound.rpartition(':')[2]}"
+
+
+@dataclass(frozen=True, slots=True)
+class SpecsOfRun:
+    """What the processes of a run are started with, before each gets its own name and index."""
+
+    trainer: TrainerSpec
+    generator: GeneratorSpec
+    relay: RelaySpec
+
+
 CONFIG_VARIABLE = "ASYNCRL_RUN_CONFIG"
-"""Environment variable with `ChildSpec.config_json`. A configuration may name secrets, for example
-in `launcher.ray.runtime_env`, and everybody can read a command line."""
+"""Environment variable with `ProcessSpec.config_json`. A configuration may name secrets, for
+example in `launcher.ray.runtime_env`, and everybody can read a command line."""
 
 
 def read_spec(argument: str, environment: MutableMapping[str, str]) -> ChildSpec:
@@ -172,7 +220,7 @@ def read_spec(argument: str, environment: MutableMapping[str, str]) -> ChildSpec
 
     It is removed from the environment, so that what the process starts does not have it.
     """
-    spec = msgspec.json.decode(argument, type=ChildSpec)
+    spec: ChildSpec = msgspec.json.decode(argument, type=ChildSpec)
     config = environment.pop(CONFIG_VARIABLE, "")
     return msgspec.structs.replace(spec, config_json=config) if config else spec
 
@@ -218,7 +266,7 @@ _RELAYS = "relays"
 
 
 def keys_of(run_key: RunKey, name: str, role: Role, *, relayed: bool = False) -> ChildKeys:
-    """The keys of the process of this name; `relayed` as in `ChildSpec`."""
+    """The keys of the process of this name; `relayed` as in `ModelSpec`."""
     control = run_key.line("control", name)
     if relayed and role != "relay":
         control = run_key.relayed_line("control", _RELAYS, name)

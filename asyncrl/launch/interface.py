@@ -11,8 +11,6 @@ from asyncrl.launch.child_spec import ChildKeys, ChildSpec
 class ProcessHandle(Protocol):
     """One started process."""
 
-    spec: ChildSpec
-
     @property
     def node(self) -> str | None:
         """The node that it is on; None: it is not placed yet, "": this machine is the only one."""

@@ -106,7 +106,7 @@ class Place:
     gpus: list[str] | None = None
     """That the child may use; None: those that this process may."""
     changes: dict[str, Any] = field(default_factory=dict)
-    """Of the child's spec."""
+    """Of the child's spec; a role that lacks such a field has no use for it."""
     run_directory: str = ""
     """The run's folder, where it is another path than the controller's; empty: it is not."""
 
@@ -135,23 +135,28 @@ class NodeChild:
         """
         asked = json.loads(order)
         spec: dict[str, Any] = asked["spec"]
-        spec["home_directory"] = spec["run_directory"]
-        if not asked["shares_run_directory"]:
-            spec["run_directory"] = str(Path(tempfile.gettempdir()) / f"asyncrl-{asked['run_id']}")
-        elif place.run_directory:
-            spec["run_directory"] = place.run_directory
         run = Path(spec["run_directory"])
+        if not asked["shares_run_directory"]:
+            run = Path(tempfile.gettempdir()) / f"asyncrl-{asked['run_id']}"
+        elif place.run_directory:
+            run = Path(place.run_directory)
         for folder in _FOLDERS if not asked["shares_run_directory"] else ():
             (run / folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-        spec["parent"] = os.getpid()
-        spec["gpus"] = len(place.gpus or ())
-        spec["shares_run_directory"] = asked["shares_run_directory"]
-        spec["data_address"] = "" if spec["role"] == "generator" else f"tcp://{place.ip}:*"
-        if spec.get("relayed"):
+        changes: dict[str, Any] = {
+            "home_directory": spec["run_directory"],
+            "run_directory": str(run),
+            "parent": os.getpid(),
+            "shares_run_directory": asked["shares_run_directory"],
+            "data_address": "" if spec["role"] == "generator" else f"tcp://{place.ip}:*",
+        }
+        if place.gpus is not None:
+            changes["gpus"] = len(place.gpus)
+        if spec["role"] == "relay" or spec["relayed"]:
             memory = memory_of(Path(spec["weights_directory"]))
             meeting = place.node if asked["relay_per_node"] else memory
-            spec["relay_address"] = _relay_address(asked["run_id"], meeting)
-        spec |= place.changes
+            changes["relay_address"] = _relay_address(asked["run_id"], meeting)
+        changes |= place.changes
+        spec |= {key: value for key, value in changes.items() if key in spec}  # as its role has
         self._log = run / "logs" / f"{asked['name']}.log"
         mark = secrets.token_hex(16)
         environment = os.environ | asked["environment"] | {MARK_VARIABLE: mark}

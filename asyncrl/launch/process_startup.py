@@ -23,7 +23,7 @@ import torch
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError, first_error
-from asyncrl.launch.child_spec import ChildKeys, ChildSpec
+from asyncrl.launch.child_spec import ChildKeys, ModelSpec
 from asyncrl.monitoring.metrics.exporter import Exporter
 from asyncrl.monitoring.metrics.metrics import ProcessMetrics, new_registry
 from asyncrl.monitoring.records.timeline import Timeline
@@ -33,7 +33,7 @@ from asyncrl.wire.sessions.line import SessionLine
 from asyncrl.wire.transport.addresses import MeetingPlace
 
 
-def check_given_gpus(spec: ChildSpec) -> None:
+def check_given_gpus(spec: ModelSpec) -> None:
     """Compare what the launcher gave with what torch finds.
 
     Raises:
@@ -49,14 +49,15 @@ def check_given_gpus(spec: ChildSpec) -> None:
         )
 
 
+SpecT = TypeVar("SpecT", bound=ModelSpec)
 MetricsT = TypeVar("MetricsT", bound=ProcessMetrics)
 
 
 @dataclass(frozen=True, slots=True)
-class Child(Generic[MetricsT]):
-    """What a child process has before its own work starts."""
+class Child(Generic[SpecT, MetricsT]):
+    """What a trainer or generator process has before its own work starts."""
 
-    spec: ChildSpec
+    spec: SpecT
     config: RunConfig
     control: Line[Any]
     """The line to the controller."""
@@ -80,7 +81,7 @@ class Child(Generic[MetricsT]):
         return None if self.exporter is None else self.exporter.port
 
 
-def timeline_file(spec: ChildSpec, config: RunConfig, folder: str) -> Path | None:
+def timeline_file(spec: ModelSpec, config: RunConfig, folder: str) -> Path | None:
     """RUN/FOLDER/NAME.jsonl; None where `monitoring.timeline` is off."""
     if not config.monitoring.timeline:
         return None
@@ -110,12 +111,12 @@ def without_collecting_the_start() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def bring_up(
-    spec: ChildSpec,
+    spec: SpecT,
     keys: ChildKeys,
     commands: Any,
     metrics_class: type[MetricsT],
-    failure: Callable[[ChildSpec, BaseException], msgspec.Struct | None],
-) -> AsyncIterator[Child[MetricsT]]:
+    failure: Callable[[SpecT, BaseException], msgspec.Struct | None],
+) -> AsyncIterator[Child[SpecT, MetricsT]]:
     """Bring up a child process; on exit report a failure and close everything.
 
     Args:
@@ -163,7 +164,7 @@ async def bring_up(
 
 
 def _tracer(
-    spec: ChildSpec,
+    spec: ModelSpec,
     config: RunConfig,
     closing: contextlib.AsyncExitStack,
     metrics: ProcessMetrics,

@@ -19,13 +19,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from asyncrl.errors import first_error
-from asyncrl.launch.child_spec import ChildSpec, RelayKeys
+from asyncrl.launch.child_spec import RelayKeys, RelaySpec, bind_to, reached_at
 from asyncrl.launch.shared_memory import weights_id
 from asyncrl.monitoring.errors import MonitoringError
 from asyncrl.monitoring.metrics.instruments import new_registry
@@ -138,7 +139,7 @@ class RelayProcess:
         metrics.nodes_failing.set(failing)
 
 
-async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
+async def run_relay(spec: RelaySpec, keys: RelayKeys) -> None:
     """Start the parts of a relay, and serve until told to shut down."""
     registry = new_registry()
     metrics = RelayMetrics.register(registry, spec.name)
@@ -161,9 +162,9 @@ async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
                 closing.callback(exporter.close)
             weights = RelayWeights(
                 spec.name,
-                spec.bind_to(0),
+                bind_to(spec, 0),
                 keys.weights,
-                node_address=spec.bind_to(1),
+                node_address=bind_to(spec, 1),
                 directory=Path(spec.weights_directory),
                 files_id=weights_id(spec.run_id, spec.name),
                 say=control.send_soon,
@@ -173,13 +174,14 @@ async def run_relay(spec: ChildSpec, keys: RelayKeys) -> None:
             files = RelayFiles(
                 Path(spec.run_directory),
                 shares=spec.shares_run_directory,
-                address=spec.bind_to(2),
+                address=bind_to(spec, 2),
                 keys=keys.files,
                 say=control.send_soon,
             )
             closing.callback(files.close)
             port = None if exporter is None else exporter.port
-            await RelayProcess(passing, weights, files, metrics, port, spec.reached_at).run()
+            reached = partial(reached_at, spec)
+            await RelayProcess(passing, weights, files, metrics, port, reached).run()
         except BaseExceptionGroup as group:
             error = first_error(group)
             await _report(control, error)

@@ -36,7 +36,7 @@ class Launching:
     """Where the trainer listens; empty: at its node's address, which it tells."""
     model_path: str
     engine_device: Literal["cpu", "cuda"] | None
-    """As in `ChildSpec`."""
+    """As in `TrainerSpec`."""
     on_lost: Callable[[Callable[[AsyncrlError], None]], None]
     """Has a function called, from another thread, if the launcher loses its cluster."""
     use: Callable[[RunConfig], None] = lambda _config: None

@@ -12,7 +12,13 @@ import torch
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.launch.checked_tokenizer import load_checked_tokenizer
-from asyncrl.launch.child_spec import ChildSpec, TrainerKeys, make_place
+from asyncrl.launch.child_spec import (
+    TrainerKeys,
+    TrainerSpec,
+    bind_to,
+    make_place,
+    reached_at,
+)
 from asyncrl.launch.process_startup import (
     Child,
     bring_up,
@@ -87,7 +93,7 @@ def _longest_delivery(config: RunConfig) -> int:
     return max(max_delivery_bytes(longest), min(max_delivery_bytes(tokens), _MOST), PART_BYTES)
 
 
-async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
+async def run_trainer(spec: TrainerSpec, keys: TrainerKeys) -> None:
     """Load or resume the learner, publish its weights, and train until told to shut down."""
     async with bring_up(spec, keys, to_trainer.ToTrainer, TrainerMetrics, _failure) as child:
         check_given_gpus(spec)
@@ -96,7 +102,7 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         child = replace(child, config=_for_this_process(child, name))
         config = child.config
         generators: Hub[data.FromGeneratorData] = Hub(
-            spec.bind_to(),
+            bind_to(spec),
             keys.data,
             data.FromGeneratorData,
             Refusals(child.metrics.count_refused, limit=_LIMIT),
@@ -169,11 +175,11 @@ async def run_trainer(spec: ChildSpec, keys: TrainerKeys) -> None:
         process.configure(config)
         with without_collecting_the_start():
             await process.run(
-                metrics_port=child.metrics_port, address=spec.reached_at(generators.address)
+                metrics_port=child.metrics_port, address=reached_at(spec, generators.address)
             )
 
 
-def _for_this_process(child: Child[TrainerMetrics], engines_dtype: str) -> RunConfig:
+def _for_this_process(child: Child[TrainerSpec, TrainerMetrics], engines_dtype: str) -> RunConfig:
     """With `trainer.dtype: auto` resolved, where the controller does not see this device.
 
     By the checkpoint that the trainer continues from, if there is one, else by the device.
@@ -189,7 +195,7 @@ def _for_this_process(child: Child[TrainerMetrics], engines_dtype: str) -> RunCo
 
 
 def _publisher(
-    child: Child[TrainerMetrics], learner: Learner, engine_dtype: torch.dtype
+    child: Child[TrainerSpec, TrainerMetrics], learner: Learner, engine_dtype: torch.dtype
 ) -> WeightPublisher:
     """Of the weights in the engines' data type, or of an adapter as it is trained.
 
@@ -212,7 +218,9 @@ def _publisher(
     )
 
 
-def _sender(child: Child[TrainerMetrics], learner: Learner, address: str) -> WeightSender | None:
+def _sender(
+    child: Child[TrainerSpec, TrainerMetrics], learner: Learner, address: str
+) -> WeightSender | None:
     """What broadcasts the weights, if the user wants it and trusts the network; on rank 0.
 
     Args:
@@ -242,7 +250,7 @@ def _sender(child: Child[TrainerMetrics], learner: Learner, address: str) -> Wei
     return sender
 
 
-def _load_learner(child: Child[TrainerMetrics], fence: Fence) -> Learner:
+def _load_learner(child: Child[TrainerSpec, TrainerMetrics], fence: Fence) -> Learner:
     """The learner, at the checkpoint that the controller chose if the run is resumed."""
     spec, config = child.spec, child.config
     if resolve_device(config.trainer.device).type == "cpu":
@@ -281,7 +289,7 @@ def _load_learner(child: Child[TrainerMetrics], fence: Fence) -> Learner:
     return learner
 
 
-def _check_memory(spec: ChildSpec, config: RunConfig) -> None:
+def _check_memory(spec: TrainerSpec, config: RunConfig) -> None:
     """Refuse a step that is too large for this process's device, before others are waited for.
 
     On one machine the controller knows the devices, and has done this before it started anything.
@@ -307,7 +315,7 @@ def _device(config: RunConfig) -> Device:
     return Device(f"its GPU ({found.name})", found.total_memory, on_gpu=True)
 
 
-def _generates_on_cpu(spec: ChildSpec, config: RunConfig) -> bool:
+def _generates_on_cpu(spec: TrainerSpec, config: RunConfig) -> bool:
     """Whether the generators run on the CPU; this process may see other GPUs than they do."""
     if spec.engine_device is not None:
         return spec.engine_device == "cpu"
@@ -333,7 +341,9 @@ def rounding_limits(
     return ROUTED_TENSOR_CORES if routed else TENSOR_CORES
 
 
-async def _sample_log(child: Child[TrainerMetrics], fence: Fence) -> TrainedSampleLog | None:
+async def _sample_log(
+    child: Child[TrainerSpec, TrainerMetrics], fence: Fence
+) -> TrainedSampleLog | None:
     settings = child.config.run
     if settings.log_samples == "off":
         return None
@@ -344,7 +354,7 @@ async def _sample_log(child: Child[TrainerMetrics], fence: Fence) -> TrainedSamp
     return TrainedSampleLog(folder, tokenizer, settings, child.metrics, fence, spec.ranks, labels)
 
 
-def _failure(_spec: ChildSpec, error: BaseException) -> from_trainer.Failure | None:
+def _failure(_spec: TrainerSpec, error: BaseException) -> from_trainer.Failure | None:
     """The message to the controller about an error; None for an unexpected error."""
     if not isinstance(error, AsyncrlError | TrainerError | MonitoringError | WireError):
         return None

@@ -20,7 +20,14 @@ import numpy as np
 from asyncrl.config.run_config import parse_config
 from asyncrl.controller.controller import Controller, Message
 from asyncrl.fleet.process_fleet import Fleet
-from asyncrl.launch.child_spec import ChildSpec, is_relay
+from asyncrl.launch.child_spec import (
+    ChildSpec,
+    GeneratorSpec,
+    RelaySpec,
+    SpecsOfRun,
+    TrainerSpec,
+    is_relay,
+)
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 from asyncrl.wire import Hub, RunKey, RuntimeDirectory
@@ -150,6 +157,21 @@ def measure(load: Load, *, steps: int) -> Cost:
         outbox.MAX_MESSAGES = limit
 
 
+def _specs(folder: str) -> SpecsOfRun:
+    trainer = TrainerSpec(
+        name="trainer", run_directory=folder, model_path="model", control_address="ipc://a",
+        data_address="ipc://b", parent=1, threads=1,
+    )  # fmt: skip
+    generator = GeneratorSpec(
+        name="generator", run_directory=folder, model_path="model", control_address="ipc://a",
+        data_address="ipc://b", parent=1, threads=1,
+    )  # fmt: skip
+    relay = RelaySpec(
+        name="relay", run_directory=folder, control_address="ipc://a", parent=1, threads=1
+    )
+    return SpecsOfRun(trainer, generator, relay)
+
+
 async def _measure(folder: Path, load: Load, *, steps: int) -> Cost:
     groups = load.generators * load.slots // GROUP_SIZE
     sections = {
@@ -166,8 +188,7 @@ async def _measure(folder: Path, load: Load, *, steps: int) -> Cost:
     key.write(folder / "key")
     address = "tcp://127.0.0.1:*" if load.tcp else runtime.address("control")
     hub: Hub[Message] = Hub(address, key.hub("control"), Message, is_relay=is_relay)
-    spec = ChildSpec("trainer", "trainer", str(folder), "model", "ipc://a", "ipc://b", 1, 1)
-    fleet = Fleet(config.launcher, Launcher(), spec, hub, key)  # type: ignore[arg-type]
+    fleet = Fleet(config.launcher, Launcher(), _specs(str(folder)), hub, key)  # type: ignore[arg-type]
     progress = Progress()
     controller = Controller(
         config,

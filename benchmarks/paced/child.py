@@ -129,6 +129,6 @@ def pace(name: str, folder: Path, cost: Cost) -> None:
 
 
 if __name__ == "__main__":
-    spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
+    spec: ChildSpec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
     pace(spec.name, Path(spec.run_directory), cost_of_environment())
     child.main()

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.cores import HELPER_CORES, CorePlan, plan_cores, stay_on
 from asyncrl.errors import UserError
-from asyncrl.launch.child_spec import ChildSpec, keys_of
+from asyncrl.launch.child_spec import GeneratorSpec, keys_of
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.wire import RunKey
@@ -75,10 +75,9 @@ def own_cores() -> Iterator[set[int]]:
     stay_on(sorted(cores))
 
 
-def _spec(name: str, folder: Path) -> ChildSpec:
+def _spec(name: str, folder: Path) -> GeneratorSpec:
     # Its parent is another process, so the child exits at once.
-    return ChildSpec(
-        role="generator",
+    return GeneratorSpec(
         name=name,
         run_directory=str(folder),
         model_path="",

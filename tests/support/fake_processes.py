@@ -13,8 +13,15 @@ import numpy as np
 from asyncrl.config.run_config import RunConfig, parse_config
 from asyncrl.errors import UserError
 from asyncrl.fleet.process_fleet import Fleet
-from asyncrl.fleet.process_state import Worker
-from asyncrl.launch.child_spec import ChildKeys, ChildSpec
+from asyncrl.fleet.process_state import GeneratorWorker
+from asyncrl.launch.child_spec import (
+    ChildKeys,
+    ChildSpec,
+    GeneratorSpec,
+    RelaySpec,
+    SpecsOfRun,
+    TrainerSpec,
+)
 from asyncrl.launch.shared_memory import local_run_id
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 from asyncrl.wire import RunKey, Unreachable
@@ -25,7 +32,8 @@ from asyncrl.wire.weights.layout import WeightManifest
 
 @dataclass
 class FakeHandle:
-    spec: ChildSpec
+    spec: Any
+    """Of the role that the test has started."""
     code: int | None = None
     ended: list[str] = field(default_factory=list)
     log: str = ""
@@ -134,9 +142,34 @@ def run_config(**sections: object) -> RunConfig:
 RUN_ID = local_run_id("test", os.getpid())
 
 
-def spec() -> ChildSpec:
-    return ChildSpec(
-        "trainer", "trainer", "runs/test", "model", "ipc://a", "ipc://b", 1, 1, run_id=RUN_ID
+def spec() -> TrainerSpec:
+    return TrainerSpec(
+        name="trainer", run_directory="runs/test", model_path="model", control_address="ipc://a",
+        data_address="ipc://b", parent=1, threads=1, run_id=RUN_ID,
+    )  # fmt: skip
+
+
+def generator_spec(name: str = "generator-0") -> GeneratorSpec:
+    return GeneratorSpec(
+        name=name, run_directory="runs/test", model_path="model", control_address="ipc://a",
+        data_address="ipc://b", parent=1, threads=1, run_id=RUN_ID,
+    )  # fmt: skip
+
+
+def relay_spec(name: str = "relay-0") -> RelaySpec:
+    return RelaySpec(
+        name=name, run_directory="runs/test", control_address="ipc://a", parent=1, threads=1,
+        run_id=RUN_ID,
+    )  # fmt: skip
+
+
+def specs(ranks: int = 1) -> SpecsOfRun:
+    """What a fleet is given."""
+    trainer, generator = spec(), generator_spec()
+    return SpecsOfRun(
+        msgspec.structs.replace(trainer, ranks=ranks),
+        msgspec.structs.replace(generator, ranks=ranks),
+        relay_spec(),
     )
 
 
@@ -157,15 +190,17 @@ def started_fleet(
     """A fleet whose processes are all ready with these weights."""
     launcher = launcher or FakeLauncher()
     hub = FakeHub(launcher)
-    trainer = msgspec.structs.replace(spec(), ranks=config.trainer.ranks)
-    fleet = Fleet(config.launcher, launcher, trainer, hub, RunKey.new())  # type: ignore[arg-type]
+    given = specs(config.trainer.ranks)
+    fleet = Fleet(config.launcher, launcher, given, hub, RunKey.new())  # type: ignore[arg-type]
     fleet.start_all()
-    for worker in fleet.everyone():
-        worker.ready(version, 0 if worker.is_trainer else slots, None)
+    for rank in fleet.ranks:
+        rank.ready(version, None)
+    for one in fleet.every_generator:
+        one.ready(version, slots, None)
     fleet.trainer.weights = weights(version)
-    fleet.trainer.trainer_report = TrainerReport(version, 0, 0.0)
+    fleet.trainer.report = TrainerReport(version, 0, 0.0)
     return fleet, hub
 
 
-def generator(fleet: Fleet, index: int = 0) -> Worker:
+def generator(fleet: Fleet, index: int = 0) -> GeneratorWorker:
     return fleet.generators()[index]

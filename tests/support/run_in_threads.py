@@ -22,7 +22,14 @@ from rich.console import Console
 from asyncrl.config.run_config import load_config
 from asyncrl.controller.execute import execute
 from asyncrl.generator.setup import run_generator
-from asyncrl.launch.child_spec import ChildKeys, ChildSpec, GeneratorKeys
+from asyncrl.launch.child_spec import (
+    ChildKeys,
+    ChildSpec,
+    GeneratorKeys,
+    GeneratorSpec,
+    TrainerKeys,
+    TrainerSpec,
+)
 from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.startup.prepare import prepare
 from asyncrl.trainer_process.setup import run_trainer
@@ -40,10 +47,12 @@ class ThreadHandle:
 
     def _run(self, keys: ChildKeys) -> None:
         try:
-            if isinstance(keys, GeneratorKeys):
+            if isinstance(self.spec, GeneratorSpec) and isinstance(keys, GeneratorKeys):
                 asyncio.run(run_generator(self.spec, keys))
-            else:
+            elif isinstance(self.spec, TrainerSpec) and isinstance(keys, TrainerKeys):
                 asyncio.run(run_trainer(self.spec, keys))
+            else:
+                raise TypeError(f"{self.spec.name} has no thread to run in")
         except BaseException as error:  # noqa: BLE001 - kept for the controller
             self._error = error
 

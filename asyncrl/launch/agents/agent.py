@@ -183,7 +183,6 @@ class Agent:
         port = str(spec["control_address"]).rpartition(":")[2]
         changes: dict[str, object] = {
             "control_address": f"tcp://{self._host}:{port}",
-            "gpus": spec["gpus"],
             "advertised": settings.advertise,
         }
         if settings.metrics_port is not None:

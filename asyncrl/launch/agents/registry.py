@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from asyncrl.launch.agents.agent_state import Agent, AgentProcess, info_of, out_of_reach
-from asyncrl.launch.child_spec import ChildKeys, ChildSpec, Role
+from asyncrl.launch.child_spec import ChildKeys, ChildSpec, RelaySpec, Role, TrainerSpec
 from asyncrl.launch.nodes import Machines, NodeInfo, unfit
 from asyncrl.wire.messages import from_agent, to_agent
 
@@ -269,8 +269,8 @@ class Roster:
     def place(self) -> None:
         """Give waiting processes to agents that have room, the trainer first."""
         self.waiting = [one for one in self.waiting if one.exit_code() is None]
-        ranks = [one for one in self.waiting if one.spec.role == "trainer"]
-        wanted = ranks[0].spec.ranks if ranks else 0
+        ranks = [one.spec for one in self.waiting if isinstance(one.spec, TrainerSpec)]
+        wanted = ranks[0].ranks if ranks else 0
         incomplete = len(ranks) < wanted or len(self.free("trainer")) < wanted
         for process in sorted(self.waiting, key=lambda one: one.spec.role != "trainer"):
             if process.spec.role == "trainer" and incomplete:
@@ -284,15 +284,12 @@ class Roster:
 
     def _give(self, process: AgentProcess, agent: Agent) -> None:
         assert agent.info is not None  # noqa: S101 - it is known
-        process.spec = replace(
-            process.spec,
-            gpus=self.gpus.of(process.spec.role),
-            shares_run_directory=agent.info.shares_run_directory,
-        )
-        process.agent = agent
-        agent.processes[process.spec.name] = process
-        if process.spec.role != "relay":
-            self._say(f"{process.spec.name}: agent {agent} at {agent.info}")
+        spec = replace(process.spec, shares_run_directory=agent.info.shares_run_directory)
+        if not isinstance(spec, RelaySpec):
+            spec = replace(spec, gpus=self.gpus.of(spec.role))
+            self._say(f"{spec.name}: agent {agent} at {agent.info}")
+        process.spec, process.agent = spec, agent
+        agent.processes[spec.name] = process
         self._wake()
 
     def _node_of(self, agent: Agent) -> str:

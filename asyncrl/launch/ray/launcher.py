@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.launch.child_spec import ChildKeys, ChildSpec
+from asyncrl.launch.child_spec import ChildKeys, ChildSpec, GeneratorSpec, TrainerSpec
 from asyncrl.launch.interface import ProcessHandle
 from asyncrl.launch.nodes import Machines, ranks_apart
 from asyncrl.launch.ray import messages
@@ -285,12 +285,14 @@ class RayLauncher:
         )
         if self._lost is not None:
             handle.lose(str(self._lost))
-        told = order, msgspec.msgpack.encode(keys)
-        if node is not None:
-            self._orders.put(messages.Start(None, spec.name, *told, self._node_id(node)))
-        else:
-            slot = spec.rank if spec.role == "trainer" else self._slot_of(spec.generator)
-            self._orders.put(messages.Start(slot, spec.name, *told))
+        slot: int | None = None  # of a relay
+        if isinstance(spec, TrainerSpec):
+            slot = spec.rank
+        elif isinstance(spec, GeneratorSpec):
+            slot = self._slot_of(spec.index)
+        place = "" if node is None else self._node_id(node)
+        start = messages.Start(slot, spec.name, order, msgspec.msgpack.encode(keys), place)
+        self._orders.put(start)
         return handle
 
     def _node_id(self, node: str) -> str:

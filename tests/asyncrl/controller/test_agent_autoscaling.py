@@ -11,7 +11,7 @@ from fake_processes import run_config, started_fleet
 
 from asyncrl.controller.scaling import Arrivals, Scaling
 from asyncrl.errors import UserError
-from asyncrl.fleet.process_state import Worker, cause_of_death
+from asyncrl.fleet.process_state import GeneratorWorker, cause_of_death
 from asyncrl.wire.messages.control import ScaleRequest
 from asyncrl.wire.messages.to_trainer import Shutdown
 
@@ -37,7 +37,7 @@ class World:
             agents, self.fleet, told, why_closed=lambda: self.closed, say=lambda _: None
         )
 
-    async def _leave(self, worker: Worker) -> None:
+    async def _leave(self, worker: GeneratorWorker) -> None:
         self.left.append(worker.name)
 
     def check(self) -> None:

@@ -48,13 +48,11 @@ class Generators:
 
     def __init__(self) -> None:
         self.trainer: Any = SimpleNamespace(
-            name="trainer", is_trainer=True, state="ready", trainer_report=None,
-            generator_report=None, policy_version=0, metrics_port=None,
+            name="trainer", state="ready", report=None, policy_version=0, metrics_port=None
         )  # fmt: skip
         self.workers: list[Any] = [
             SimpleNamespace(
-                name=f"generator-{i}", is_trainer=False, state=state, generator_report=None,
-                policy_version=0, metrics_port=None,
+                name=f"generator-{i}", state=state, report=None, policy_version=0, metrics_port=None
             )
             for i, state in enumerate(("ready", "lost"))
         ]  # fmt: skip
@@ -63,6 +61,10 @@ class Generators:
 
     def everyone(self) -> list[Any]:
         return [self.trainer, *self.workers]
+
+    @property
+    def every_generator(self) -> list[Any]:
+        return self.workers
 
     def generators(self) -> list[Any]:
         return self.workers[:1]
@@ -76,7 +78,7 @@ class Generators:
         noise_floor: NoiseFloor | None = None,
     ) -> None:
         stats = EngineStats(tokens=tokens or TokenCounts(), busy_seconds=busy_seconds)
-        self.workers[index].generator_report = GeneratorReport(
+        self.workers[index].report = GeneratorReport(
             f"generator-{index}",
             engine=stats,
             held=0,

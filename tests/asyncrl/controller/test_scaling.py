@@ -57,7 +57,7 @@ class Scaled(Run):
         return await self.orders.answer(ScaleRequest(generators))
 
     def states(self) -> dict[str, str]:
-        return {one.name: one.state for one in self.fleet.everyone() if not one.is_trainer}
+        return {one.name: one.state for one in self.fleet.every_generator}
 
     async def ends(self, name: str, code: int = 0) -> None:
         self.fleet.heard_from(name).handle.code = code  # type: ignore[union-attr]
@@ -135,8 +135,7 @@ def test_a_leaver_has_its_time_again_after_a_pause_and_without_a_trainer(
         await run.scale(2)
         await run.hear("generator-1", ready("generator-1"))
         await run.scale(1)
-        leaver = run.fleet.heard_from("generator-1")
-        assert leaver is not None
+        (leaver,) = [one for one in run.fleet.every_generator if one.name == "generator-1"]
         assert leaver.leave_by is not None
         if held_by == "pause":
             await run.training.apply(events.PauseRequested())

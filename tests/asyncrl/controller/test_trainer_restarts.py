@@ -60,7 +60,7 @@ def test_another_trainer_continues_from_the_newest_whole_checkpoint(tmp_path: Pa
         write_whole(checkpoints, 0)
         assert await lose(run) == []
         spec = run.hub.launcher.handles["trainer.1"].spec
-        assert (spec.resume_from, spec.lineage, spec.first) == (0, 1, False)
+        assert (spec.resume_from, spec.lineage) == (0, 1)
         assert run.progress.said[-1] == (
             "started trainer.1 in place of trainer, from the checkpoint of step 0; steps to train "
             "again: 1"

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_processes import generator_spec
+from msgspec.structs import replace
 
 from asyncrl.fleet.node_files import NodeFiles
 from asyncrl.fleet.shutdown import raise_if_late
-from asyncrl.launch.child_spec import ChildSpec, files_hub
+from asyncrl.launch.child_spec import files_hub
 from asyncrl.wire import RunKey
 from asyncrl.wire.messages import from_relay, to_relay
 
@@ -42,7 +44,7 @@ class Nodes:
     def relay(self, node: str, name: str, *, shares: bool = False) -> None:
         ready = from_relay.FilesReady(f"tcp://{name}:1", f"folder-{node}", shares)
         said = from_relay.RelayReady("", "", files=ready)
-        self.ready[node] = SimpleNamespace(name=name, relay=said)
+        self.ready[node] = SimpleNamespace(name=name, ready_message=said)
 
     def process(self, node: str | None, name: str) -> None:
         self.workers.append(SimpleNamespace(name=name, node=node))
@@ -67,7 +69,7 @@ def three_nodes() -> Nodes:
 
 def test_two_nodes_of_one_machine_share_a_folder() -> None:
     nodes = three_nodes()
-    nodes.ready["node-1"].relay = nodes.ready["node-0"].relay
+    nodes.ready["node-1"].ready_message = nodes.ready["node-0"].ready_message
     ((_, order),) = nodes.update()
     (source,) = order.sources
     assert source.processes == ("generator-0", "generator-1", "relay-1", "relay-2")
@@ -200,7 +202,7 @@ def test_a_leavers_file_goes_to_the_run_and_to_every_node_that_does_not_see_it()
 
 
 def test_paths_of_the_run_are_those_of_the_nodes_folder() -> None:
-    spec = ChildSpec("generator", "generator-0", "/tmp/x", "", "", "", 1, 1, home_directory="/r")  # noqa: S108
+    spec = replace(generator_spec(), run_directory="/tmp/x", home_directory="/r")  # noqa: S108
     assert spec.here("/r/unfinished/a") == Path("/tmp/x/unfinished/a")  # noqa: S108
     assert spec.here("/runs/unfinished/a") == Path("/runs/unfinished/a")
-    assert ChildSpec("generator", "g", "/r", "", "", "", 1, 1).here("/r/a") == Path("/r/a")
+    assert replace(generator_spec(), run_directory="/r").here("/r/a") == Path("/r/a")

@@ -44,8 +44,7 @@ class Run:
     def ready(self, name: str) -> None:
         worker = self.fleet.relays.get(name)
         assert worker is not None
-        worker.is_ready = True
-        worker.relay = from_relay.RelayReady(f"{name}/source", f"{name}/node")
+        worker.ready(from_relay.RelayReady(f"{name}/source", f"{name}/node"))
         self.fleet.look_after_weights()
 
     def publish(self, version: int, trainer: str = "trainer") -> None:

@@ -177,8 +177,8 @@ def test_a_run_ends_with_its_last_generator() -> None:
 
 def test_a_run_whose_generators_all_fail_before_they_are_ready_ends() -> None:
     run = Deaths(run_config(launcher={"generators": 2, "max_restarts": 9}))
-    for worker in run.fleet.everyone():
-        worker.is_ready = worker.is_trainer
+    for worker in run.fleet.every_generator:
+        worker.is_ready = False
     run.kill("generator-0", code=1)  # one bad device among many: replaced
     run.kill("generator-0.1", code=-9)  # not its own fault: replaced
     with pytest.raises(RunFailed, match=r"generator-1 ended with exit code 1; no generator has"):

@@ -45,7 +45,7 @@ def test_each_node_with_processes_has_one() -> None:
     launcher.handles["generator-0"].node = launcher.handles["generator-1"].node = "b"
     fleet.start_relays()
     fleet.start_relays()
-    found = [(one.name, one.node, one.handle.spec.role) for one in fleet.relays.alive]
+    found = [(one.name, one.node, one.role) for one in fleet.relays.alive]
     assert found == [("relay-0", "a", "relay"), ("relay-1", "b", "relay")]
     assert [worker.name for worker in fleet.everyone()] == [*NODES], "no relay is a generator"
 
@@ -140,13 +140,13 @@ def test_a_relay_that_is_lost_while_the_run_ends_is_replaced() -> None:
     asyncio.run(main(is_over=True))
     assert "relay-1.1" not in launcher.handles, "all were killed: nothing is started any more"
     asyncio.run(main(is_over=False))
-    assert launcher.handles["relay-1.1"].spec.relayed
+    assert launcher.handles["relay-1.1"].spec.role == "relay"
 
 
 def test_processes_are_told_of_relays_where_there_are_any() -> None:
     fleet, launcher = relayed_fleet()
     fleet.start_relays()
-    assert all(handle.spec.relayed for handle in launcher.handles.values())
+    assert all(launcher.handles[name].spec.relayed for name in NODES)
     alone = FakeLauncher()
     started_fleet(CONFIG, launcher=alone)
     assert not any(handle.spec.relayed for handle in alone.handles.values())

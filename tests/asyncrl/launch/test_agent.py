@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_processes import spec
+from fake_processes import generator_spec
 from msgspec.structs import replace
 
 from asyncrl import health as health_module
@@ -104,7 +104,7 @@ async def started(found: AgentsLauncher, run: Path, name: str) -> list[int]:
     """Start a child, which needs no engine; its process ids."""
     run.joinpath("logs").mkdir(exist_ok=True)
     run.joinpath(".nodes").write_text("t", encoding="utf-8")
-    what = replace(spec(), role="generator", name=name, run_directory=str(run))
+    what = replace(generator_spec(name), run_directory=str(run))
     found.start(what, keys_of(RunKey.new(), name, "generator"))
     log = run / "logs" / f"{name}.log"
     text = await until(lambda: log.exists() and log.read_text(encoding="utf-8"), "its log")

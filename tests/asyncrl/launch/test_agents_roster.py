@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_processes import spec
+from fake_processes import generator_spec, relay_spec, spec
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
@@ -20,7 +20,7 @@ from asyncrl.launch.agents.agent_state import AgentProcess
 from asyncrl.launch.agents.ports import Ports
 from asyncrl.launch.agents.registry import Needs, Roster
 from asyncrl.launch.agents.secret import read_secret, write_secret
-from asyncrl.launch.child_spec import Role, keys_of
+from asyncrl.launch.child_spec import ChildSpec, Role, TrainerSpec, keys_of
 from asyncrl.launch.nodes import NodeInfo
 from asyncrl.wire import RunKey
 from asyncrl.wire.messages import from_agent, to_agent
@@ -59,7 +59,12 @@ class World:
         self.roster.place()
 
     def start(self, name: str, role: Role, node: str | None = None) -> AgentProcess:
-        what = replace(spec(), role=role, name=name)
+        made: dict[Role, ChildSpec] = {
+            "trainer": replace(spec(), name=name),
+            "generator": generator_spec(name),
+            "relay": relay_spec(name),
+        }
+        what = made[role]
         return self.roster.add(what, keys_of(RunKey.new(), name, role), node)
 
     def wanted(self, name: str) -> list[str]:
@@ -235,7 +240,9 @@ def test_a_machine_with_gpus_that_comes_a_second_later_is_not_wasted() -> None:
     assert not [one for one in world.said if "no agent for a trainer" in one]
     world.start("trainer", "trainer")
     assert world.wanted("gpu") == ["trainer"]
-    assert world.roster.agents["gpu"].processes["trainer"].spec.gpus == 1
+    placed = world.roster.agents["gpu"].processes["trainer"].spec
+    assert isinstance(placed, TrainerSpec)
+    assert placed.gpus == 1
     del world.roster.agents["gpu"]
     assert world.roster.free("trainer") == [], "the run began with a GPU for its trainer"
 

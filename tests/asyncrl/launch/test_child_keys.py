@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 import msgspec
+from fake_processes import generator_spec
+from msgspec.structs import replace
 from reward_pools import alive
 
-from asyncrl.launch.child_spec import ChildKeys, ChildSpec, keys_of
+from asyncrl.launch.child_spec import ChildKeys, keys_of
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.records import ProcessRecords
 from asyncrl.wire import RunKey
@@ -34,7 +36,7 @@ def _shown_by(pid: int) -> bytes:
 def test_keys_are_not_on_the_command_line_or_in_the_environment(tmp_path: Path) -> None:
     keys = keys_of(RunKey.new(), "generator-0", "generator")
     # Its parent is another process, so the child exits at once.
-    spec = ChildSpec("generator", "generator-0", str(tmp_path), "", "", "", parent=1, threads=1)
+    spec = replace(generator_spec(), run_directory=str(tmp_path))
     launcher = LocalLauncher(tmp_path, ProcessRecords(tmp_path), generators=1, threads=1)
     for _ in range(10):  # one that ended before it was looked at shows nothing
         handle = launcher.start(spec, keys)

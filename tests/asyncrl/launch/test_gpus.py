@@ -9,12 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+from fake_processes import generator_spec, spec
 
 from asyncrl.config.run_config import RunConfig, load_config
 from asyncrl.errors import UserError
 from asyncrl.launch import gpus
-from asyncrl.launch.child_spec import ChildSpec, keys_of
+from asyncrl.launch.child_spec import keys_of
 from asyncrl.launch.gpus import (
     driver_version,
     find_gpus,
@@ -231,10 +233,10 @@ def test_a_child_sees_its_own_gpus_only(
         return real(*args, env=env, **more)  # type: ignore[call-overload,no-any-return]
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    for name, role in (("trainer", "trainer"), ("generator-0", "generator")):
+    for given in (spec(), generator_spec()):
         # Its parent is another process, so the child exits at once.
-        spec = ChildSpec(role, name, str(tmp_path), "", "", "", parent=1, threads=1)  # type: ignore[arg-type]
-        handle = launcher.start(spec, keys_of(RunKey.new(), name, role))  # type: ignore[arg-type]
+        one = msgspec.structs.replace(given, run_directory=str(tmp_path), parent=1)
+        handle = launcher.start(one, keys_of(RunKey.new(), one.name, one.role))
         handle.end(by_force=True)
         handle._process.wait()  # type: ignore[attr-defined]
     assert seen == {"0": "1", "1": "0"}

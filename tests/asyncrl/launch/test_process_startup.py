@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from fake_processes import generator_spec, relay_spec, spec
 from msgspec.structs import replace
 
 from asyncrl.child import configure_allocator
 from asyncrl.config.run_config import load_config
 from asyncrl.errors import ConfigError, UserError
-from asyncrl.launch.child_spec import CONFIG_VARIABLE, ChildSpec, keys_of, read_spec
+from asyncrl.launch.child_spec import CONFIG_VARIABLE, ChildSpec, TrainerSpec, keys_of, read_spec
 from asyncrl.launch.process_startup import Child, bring_up, without_collecting_the_start
 from asyncrl.monitoring.metrics.metrics import TrainerMetrics
 from asyncrl.wire import Hub, RunKey
@@ -27,17 +28,16 @@ RUN_KEY = RunKey.new()
 KEYS = keys_of(RUN_KEY, "trainer", "trainer")
 
 
-def failure(_spec: ChildSpec, error: BaseException) -> from_trainer.Failure | None:
+def failure(_spec: TrainerSpec, error: BaseException) -> from_trainer.Failure | None:
     """Only user errors are expected."""
     if not isinstance(error, UserError):
         return None
     return from_trainer.Failure(str(error), user_error=True)
 
 
-def spec_in(directory: Path, **settings: Any) -> ChildSpec:
+def spec_in(directory: Path, **settings: Any) -> TrainerSpec:
     (directory / "config.yaml").write_text(yaml.safe_dump(settings))
-    return ChildSpec(
-        role="trainer",
+    return TrainerSpec(
         name="trainer",
         run_directory=str(directory),
         model_path="",
@@ -58,6 +58,14 @@ def test_an_inline_configuration_is_read_without_the_run_directory(tmp_path: Pat
     assert read_spec(sent, environment).config().run.name == "file"
 
 
+@pytest.mark.parametrize("given", [spec(), generator_spec(), relay_spec()])
+def test_each_role_reads_its_own_spec_from_the_command_line(given: ChildSpec) -> None:
+    sent = msgspec.json.encode(given).decode()
+    assert f'"role":"{given.role}"' in sent, "by which processes are found"
+    assert read_spec(sent, {}) == given
+    assert type(read_spec(sent, {})) is type(given)
+
+
 @pytest.mark.parametrize(
     ("given", "found"),
     [
@@ -75,7 +83,9 @@ def test_a_trainer_configures_torchs_allocator_unless_the_user_has(
 
 
 def heard_from(
-    spec: ChildSpec, work: Callable[[Child[TrainerMetrics]], None], error: type[BaseException]
+    spec: TrainerSpec,
+    work: Callable[[Child[TrainerSpec, TrainerMetrics]], None],
+    error: type[BaseException],
 ) -> list[Any]:
     """Run `work` in a child, expect it to fail, and give what the controller heard."""
 
@@ -134,7 +144,7 @@ def test_a_configuration_that_cannot_be_read_is_reported(tmp_path: Path) -> None
 def test_a_child_offers_metrics_and_a_time_line_and_closes_them(tmp_path: Path) -> None:
     seen: list[Any] = []
 
-    def work(child: Child[TrainerMetrics]) -> None:
+    def work(child: Child[TrainerSpec, TrainerMetrics]) -> None:
         seen.append(child)
         child.closing.callback(lambda: seen.append("closed"))
         assert child.metrics_port is not None

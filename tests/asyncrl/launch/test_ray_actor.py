@@ -18,7 +18,7 @@ import bare_actor
 import pytest
 from msgspec import json as msgspec_json
 
-from asyncrl.launch.child_spec import ChildSpec
+from asyncrl.launch.child_spec import TrainerSpec
 from asyncrl.launch.node_child import KEEPER_MODULE, _relay_address, code_version
 from asyncrl.launch.orphan_reaper import is_last, share
 from asyncrl.launch.ray.actor import ProcessActor
@@ -43,8 +43,9 @@ def is_alive(pid: int) -> bool:
 def start(run: Path, memory: Path, keys: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     """An actor in a process of its own; what its child wrote."""
     (run / "logs").mkdir(parents=True)
-    spec = ChildSpec(
-        "trainer", "trainer", str(run), "", "", "", 0, 1,
+    spec = TrainerSpec(
+        name="trainer", run_directory=str(run), model_path="", control_address="",
+        data_address="", parent=0, threads=1,
         run_id="mine-abc", config_json="the password", weights_directory=str(memory),
     )  # fmt: skip
     order = {

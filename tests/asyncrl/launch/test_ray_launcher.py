@@ -16,12 +16,12 @@ from typing import Any
 import fake_broker
 import msgspec
 import pytest
-from fake_processes import spec
+from fake_processes import generator_spec, relay_spec, spec
 from msgspec.structs import replace
 
 from asyncrl.config.run_config import load_config
 from asyncrl.errors import AsyncrlError, ConfigError, UserError
-from asyncrl.launch.child_spec import ChildSpec, keys_of
+from asyncrl.launch.child_spec import TrainerSpec, keys_of
 from asyncrl.launch.nodes import Machines, NodeInfo, ranks_apart
 from asyncrl.launch.ray import connect as opening
 from asyncrl.launch.ray import messages
@@ -86,8 +86,7 @@ def test_processes_are_started_and_their_ends_are_known(
     assert trainer.exit_code() == -9
     assert trainer.cause() == "its Ray actor was lost: gone"
     one, two = (
-        launcher.start(ChildSpec("generator", name, "", "", "", "", 0, 0), KEYS)
-        for name in ("generator-0", "generator-1.4")
+        launcher.start(generator_spec(name), KEYS) for name in ("generator-0", "generator-1.4")
     )
     wait_for(lambda: one.log_tail() == "3")
     assert one.exit_code() is None
@@ -122,14 +121,13 @@ def test_a_relay_goes_to_a_node_and_takes_no_slot(
     open_one: Callable[[str], RayLauncher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = open_one("open")
-    generator = ChildSpec("generator", "generator-0", "", "", "", "", 0, 0)
-    handle = launcher.start(generator, KEYS)
+    handle = launcher.start(generator_spec(), KEYS)
     wait_for(lambda: handle.log_tail() == "3")
     assert (handle.node, launcher.uses_relays) == ("b2", True), "the controller's memory is another"
     orders: list[Any] = []
     with monkeypatch.context() as patch:
         patch.setattr(launcher, "_orders", SimpleNamespace(put=orders.append))
-        relay = launcher.start(replace(generator, role="relay", name="relay-0"), KEYS, "b2")
+        relay = launcher.start(relay_spec(), KEYS, "b2")
     assert relay.node is None, "it is not placed yet"
     assert (orders[0].slot, orders[0].node) == (None, "b2")
     asyncio.run(launcher.close())
@@ -148,7 +146,7 @@ def test_the_environment_of_ray_is_on_no_command_line(
         patch.setattr(launcher, "_orders", SimpleNamespace(put=orders.append))
         launcher.start(spec(), KEYS)
     asyncio.run(launcher.close())
-    sent = msgspec.convert(json.loads(orders[0].order)["spec"], ChildSpec).config()
+    sent = msgspec.convert(json.loads(orders[0].order)["spec"], TrainerSpec).config()
     assert sent.launcher.ray.runtime_env == {}
     assert sent.run == config.run
 
@@ -169,7 +167,7 @@ def test_a_lost_head_is_told_and_ends_no_process(
     open_one: Callable[[str], RayLauncher],
 ) -> None:
     launcher = open_one("head")
-    handle = launcher.start(ChildSpec("generator", "generator-0", "", "", "", "", 0, 0), KEYS)
+    handle = launcher.start(generator_spec(), KEYS)
     wait_for(lambda: handle.log_tail() == "3")
     lost: list[str] = []
     launcher.on_lost(lambda error: lost.append(f"{error} {handle.exit_code()}"))

@@ -79,7 +79,7 @@ def test_a_lost_trainer_refuses_nothing_and_joins_no_more(
         run.hub.launcher.handles[G].code = -9
         assert await run.watchdog.check()
         run.hub.launcher.handles["trainer"].code = None
-        (replacement,) = [one for one in run.fleet.alive if not one.is_trainer]
+        (replacement,) = [one for one in run.fleet.every_generator if not one.is_gone]
         ready = fg.GeneratorReady(replacement.name, 2, 0, Fingerprint({}, ""), metrics_port=4321)
         await run.hear(replacement.name, ready)
         if replacement_is_ready:
@@ -145,7 +145,7 @@ def test_each_trainer_is_told_the_word_in_the_runs_folder(tmp_path: Path) -> Non
         for name in ("trainer", "trainer.1"):
             run.hub.launcher.handles[name].code = -9
             assert await run.watchdog.check()
-            words.append(run.fleet.trainer.handle.spec.fence)
+            words.append(run.fleet.trainer.spec.fence)
             assert words[-1] == (run.directory.path / FENCE_FILE).read_text()
             await run.hear(run.fleet.trainer.name, ft.TrainerReady(0, weights(0), None))
         assert len(set(words)) == 2

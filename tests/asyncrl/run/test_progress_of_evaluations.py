@@ -46,8 +46,10 @@ def test_evaluations_are_shown_everywhere(tmp_path: Path) -> None:
         progress.evaluated(record, is_best=step == 2)
     plan = EvaluationPlan((PlannedSet("held_out", 2, 4),))
     current = EvaluationRound(7, plan, threshold=0.5, version=6)
-    trainer = SimpleNamespace(trainer_report=None, is_trainer=True)
-    fleet: Any = SimpleNamespace(everyone=list, ranks=[trainer], trainer=trainer, all_ready=True)
+    trainer = SimpleNamespace(report=None)
+    fleet: Any = SimpleNamespace(
+        everyone=list, every_generator=[], ranks=[trainer], trainer=trainer, all_ready=True
+    )
     status = status_reply(RunConfig(), fleet, progress.view(fleet, current)).status
     assert (status["accuracy_before"], status["accuracy"]) == (0.25, 0.5)
     assert (status["accuracy_step"], status["evaluating"]) == (4, "step 6, 0/8")

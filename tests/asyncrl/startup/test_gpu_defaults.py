@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
+from fake_processes import spec
 from rich.console import Console
 from tiny_warm_start import place_untrained
 from whole_checkpoints import write_whole
@@ -17,7 +18,6 @@ from asyncrl.cache.config import DRAFT_TOKENS, CacheConfig
 from asyncrl.config.run_config import RunConfig, dump_config, load_config, parse_config
 from asyncrl.controller.execute import _with_drafts
 from asyncrl.errors import UserError
-from asyncrl.launch.child_spec import ChildSpec
 from asyncrl.launch.gpus import Gpu, TorchBuild
 from asyncrl.launch.placement import GpuNeeds, GpuPlan, plan_gpus
 from asyncrl.runs.directory import RunDirectory
@@ -118,11 +118,10 @@ def test_a_run_that_is_resumed_keeps_the_type_of_its_checkpoints(tmp_path: Path)
 def test_a_trainer_takes_the_type_of_the_checkpoint_that_it_continues_from(tmp_path: Path) -> None:
     mine = config(run={"name": "mine", "directory": str(tmp_path)})
     saved(mine, 2, dtype="bfloat16")
-    spec = ChildSpec("trainer", "trainer", str(mine.directory), "", "", "ipc://x/data", 0, 1)
     for step, dtype in ((2, "bfloat16"), (None, "float32")):
         child: Any = SimpleNamespace(
             config=mine,
-            spec=msgspec.structs.replace(spec, resume_from=step),
+            spec=msgspec.structs.replace(spec(), resume_from=step),
             directory=mine.directory,
         )
         assert _for_this_process(child, "float32").trainer.dtype == dtype

@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.config.run_config import parse_config
 from asyncrl.errors import UserError
-from asyncrl.launch.child_spec import ChildSpec
+from asyncrl.launch.child_spec import TrainerSpec
 from asyncrl.trainer_process import setup
 
 GIB = 2**30
@@ -39,7 +39,7 @@ def load(
     """Load a learner of a 7B, on a GPU of this size, up to where the ranks meet."""
 
     class _Child(NamedTuple):
-        spec: ChildSpec
+        spec: TrainerSpec
         config: Any
 
     def join(*_: object, **__: object) -> None:
@@ -53,9 +53,10 @@ def load(
     monkeypatch.setattr(setup, "join", join)
     settings = {"dtype": "bfloat16", "gradient_checkpointing": True} | trainer
     config = {"launcher": {"kind": kind}, "trainer": settings}
-    spec = ChildSpec(
-        "trainer", "trainer", str(folder), str(folder), "", f"ipc://{folder}/data", 0, 1
-    )
+    spec = TrainerSpec(
+        name="trainer", run_directory=str(folder), model_path=str(folder), control_address="",
+        data_address=f"ipc://{folder}/data", parent=0, threads=1,
+    )  # fmt: skip
     child: Any = _Child(spec, parse_config(config, source="test"))
     setup._load_learner(child, None)  # type: ignore[arg-type] - not reached
 
