@@ -11,8 +11,9 @@ no padding, and a shared prompt is computed once.
 `why_not_trained_fused` says which models it is for. All others run through transformers' forward
 pass.
 
-Shapes of the compiled loops: T packed tokens (some kernels also take rows that fill up a block), C hidden size, I
-intermediate size, H query heads, J key/value heads, D head size. All numbers are float32.
+Shapes of the compiled loops: T packed tokens (some kernels also take rows that fill up a block), C
+hidden size, I intermediate size, H query heads, J key/value heads, D head size. All numbers are
+float32.
 """
 
 from __future__ import annotations

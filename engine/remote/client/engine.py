@@ -16,7 +16,8 @@ their prompt's KV would be of the old version. Prefix KV is shared by requests o
 (the version is the salt of its hash); running requests keep theirs.
 
 The parts are `core` (what the core is asked), `streams` (the requests being served), `responses`
-(steps become chunks), `generation`, `verification` (what requests are for) and `pausing`. An engine gives the process that it starts (`CoreProcess`) and a `Core`.
+(steps become chunks), `generation`, `verification` (what requests are for) and `pausing`. An engine
+gives the process that it starts (`CoreProcess`) and a `Core`.
 
 New weights are staged in the engine's worker, then installed.
 """
