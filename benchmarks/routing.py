@@ -30,8 +30,7 @@ from torch import Tensor
 
 from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
 from asyncrl.trainer.model.packed_batch import PackedBatch
-from asyncrl.trainer.model.policy import Policy
-from asyncrl.trainer.model.router import why_no_routes
+from asyncrl.trainer.model.policy import Policy, why_no_routes
 from benchmarks.report import add_smoke, write_json
 from benchmarks.sglang_interpreter import sglang_python
 

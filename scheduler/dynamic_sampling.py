@@ -22,7 +22,7 @@ the step that it was for had all its groups before it. So each step's groups are
 synchronous trainer would have taken, which draws group after group from the present policy and
 leaves out those without signal (docs/exactness.md).
 
-**How many are issued.** `scheduler.step_positions`: as many as are expected to be needed, at most
+**How many are issued.** `scheduler.dynamic_ledger`: as many as are expected to be needed, at most
 `max_batches` times as many as without dynamic sampling. The expectation decides when a group is
 drawn, and nothing else.
 
@@ -35,16 +35,14 @@ from __future__ import annotations
 
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands
-from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome
+from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Outcome, Places
 from asyncrl.scheduler.errors import SchedulerError
 from asyncrl.scheduler.records import HELD, RUNNING, VERIFYING, Generator, Group
 from asyncrl.scheduler.reward_signal import Verdict
 from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.state import SchedulerState
-from asyncrl.scheduler.step_positions import Places
 from asyncrl.scheduler.steps import Steps
-from asyncrl.scheduler.verification import Verification
-from asyncrl.scheduler.weights import Weights
+from asyncrl.scheduler.verification import Verification, Weights
 
 
 class DynamicSampling:

@@ -15,12 +15,11 @@ from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler.admission import Admission
 from asyncrl.scheduler.commands import Command, FinishRun
 from asyncrl.scheduler.config import SchedulerConfig
-from asyncrl.scheduler.dynamic_ledger import DynamicLedger
+from asyncrl.scheduler.dynamic_ledger import DynamicLedger, Places
 from asyncrl.scheduler.errors import ImpossibleEvent, SchedulerError
 from asyncrl.scheduler.ledger import Ledger
 from asyncrl.scheduler.placement import Placement
 from asyncrl.scheduler.records import Generator, Group
-from asyncrl.scheduler.step_positions import Places
 
 
 @dataclass(slots=True, eq=False)

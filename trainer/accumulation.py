@@ -38,12 +38,11 @@ from asyncrl.trainer.algorithms.base import LossSums, Rewards, TokenBatch, finis
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import NonFiniteError
 from asyncrl.trainer.critic import Values
-from asyncrl.trainer.loss import Objective
+from asyncrl.trainer.loss import GradientParts, Objective, add_up
 from asyncrl.trainer.model.device_copy import to_device
 from asyncrl.trainer.model.head import TokenScores
 from asyncrl.trainer.model.micro_batches import Work
 from asyncrl.trainer.model.token_batch import token_batch
-from asyncrl.trainer.objective.gradient_parts import GradientParts, add_up
 from asyncrl.trainer.objective.logprob_mismatch import SUMS, disagreement_of
 from asyncrl.trainer.objective.step_statistics import StepTotals
 from asyncrl.trainer.objective.value_loss import SIGNALS, value_loss

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.trainer.algorithms.base import Rewards
-from asyncrl.trainer.algorithms.sequences import sums_to_go
+from asyncrl.trainer.algorithms.base import Rewards, sums_to_go
 from asyncrl.trainer.base.critic_config import CriticConfig
 from asyncrl.trainer.critic import Values
 from asyncrl.trainer.objective.gae import advantages_of, token_rewards

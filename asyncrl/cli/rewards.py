@@ -71,9 +71,9 @@ def reward_server(
     import asyncio
     import contextlib
 
-    from asyncrl.reward_server.address import listen, url_of
     from asyncrl.reward_server.batching import BatchSettings
     from asyncrl.reward_server.classifier import ClassifierSettings
+    from asyncrl.reward_server.keeping import listen, url_of
     from asyncrl.reward_server.serving import ServerSettings, serve
     from asyncrl.rewards.services.settings import read_secret
 

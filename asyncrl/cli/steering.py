@@ -108,7 +108,7 @@ def _request(name: str | None, runs: Path, request: control.Request) -> None:
         UserError: it is refused, or it is not known which run is meant.
         AsyncrlError: it is not known whether it was carried out.
     """
-    from asyncrl.runs.find_run import find_run_for_order
+    from asyncrl.runs.run_list import find_run_for_order
     from asyncrl.steering.control_socket import ask
     from asyncrl.wire.messages import control
 

@@ -44,9 +44,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.controller.checkpoint_record import CheckpointRecord
 from asyncrl.controller.group_traces import GroupTraces
-from asyncrl.controller.inbox import Inbox, Message
+from asyncrl.controller.inbox import CheckpointRecord, Inbox, Message
 from asyncrl.controller.live_settings import LiveSettings
 from asyncrl.controller.policy_watch import PolicyWatch
 from asyncrl.controller.progress import Progress

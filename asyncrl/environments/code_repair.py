@@ -20,8 +20,7 @@ import threading
 from typing import Any
 
 from asyncrl.environments.protocol import Action, StepResult
-from asyncrl.programs.asking import MAX_CALLS, Found, call, passes
-from asyncrl.programs.response import program_of
+from asyncrl.programs.asking import MAX_CALLS, Found, call, passes, program_of
 from asyncrl.programs.tests import Called, read_tests
 from asyncrl.sandbox.limits import MIB, Limits
 

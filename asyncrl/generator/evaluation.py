@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from asyncrl.generator.background import BackgroundTasks
 from asyncrl.generator.controller_line import ControllerLine
-from asyncrl.generator.sample_recorder import SampleRecorder
+from asyncrl.generator.reports import SampleRecorder
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import HeldSample, SampleGeneration
 from asyncrl.rollout.trajectory import SampleId

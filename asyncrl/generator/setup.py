@@ -20,17 +20,16 @@ from asyncrl.generator.engine_log import EngineLog
 from asyncrl.generator.lenient_reuse import LenientReuse
 from asyncrl.generator.noise_floor import EVERY
 from asyncrl.generator.process import GeneratorProcess
-from asyncrl.generator.reports import GeneratorRecords
-from asyncrl.generator.sample_recorder import SampleRecorder
+from asyncrl.generator.reports import GeneratorRecords, SampleRecorder
 from asyncrl.generator.sample_rewards import SampleRewards
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_traces import SampleTraces
 from asyncrl.generator.turns.environment_setup import episodes_with, start_environments
-from asyncrl.launch.checked_tokenizer import load_checked_tokenizer
 from asyncrl.launch.child_spec import GeneratorKeys, GeneratorSpec
 from asyncrl.launch.process_startup import (
     bring_up,
     check_given_gpus,
+    load_checked_tokenizer,
     timeline_file,
     without_collecting_the_start,
 )

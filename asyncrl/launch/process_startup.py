@@ -7,6 +7,8 @@
 
 It connects to the controller, serves metrics, records a time line, reports failures to the
 controller, and closes everything at the end.
+
+Loads a process's tokenizer and compares it with the one of the run's prompts.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ import msgspec
 import torch
 
 from asyncrl.config.run_config import RunConfig
-from asyncrl.errors import UserError, first_error
+from asyncrl.errors import UserError, WrongPolicyError, first_error
 from asyncrl.launch.child_spec import ChildKeys, ModelSpec
 from asyncrl.monitoring.metrics.exporter import Exporter
 from asyncrl.monitoring.metrics.metrics import ProcessMetrics, new_registry
 from asyncrl.monitoring.records.timeline import Timeline
 from asyncrl.monitoring.tracing.tracer import Tracer
+from asyncrl.tasks.model_tokenizer import load_tokenizer, tokenizer_digest
 from asyncrl.wire import Line
+from asyncrl.wire.records.wrong_policy import WrongPolicy, compare_tokenizers
 from asyncrl.wire.sessions.line import SessionLine
 from asyncrl.wire.transport.addresses import MeetingPlace
 
@@ -190,3 +194,29 @@ def _tracer(
 async def _report(control: Line[Any], message: msgspec.Struct | None) -> None:
     if message is not None:
         await control.send(message)
+
+
+async def load_checked_tokenizer(
+    child: Child[Any, Any], report: Callable[[WrongPolicy], msgspec.Struct]
+) -> Any:
+    """The tokenizer of the process's model.
+
+    Args:
+        child: the process.
+        report: the message to the controller about another tokenizer than that of the prompts.
+
+    Raises:
+        ModelError: there is none.
+        WrongPolicyError: it is another one, and `run.on_wrong_policy` is stop.
+    """
+    spec = child.spec
+    tokenizer = load_tokenizer(spec.model_path)
+    if spec.tokenizer is None:
+        return tokenizer
+    found = tokenizer_digest(tokenizer)
+    wrong = compare_tokenizers(spec.name, expected=spec.tokenizer, found=found)
+    if wrong is not None:
+        await child.control.send(report(wrong))
+        if child.config.run.on_wrong_policy == "stop":
+            raise WrongPolicyError(wrong.text)
+    return tokenizer

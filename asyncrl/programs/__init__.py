@@ -1,6 +1,5 @@
 """Programs of a model and the tests that say whether they are right.
 
-response  which part of a response is the program
 tests     the tests of a problem, read and checked; when a value is right
 asking    calls of a program made in the sandbox, and what came of each
 calls     the script that makes them there

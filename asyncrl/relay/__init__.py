@@ -1,6 +1,5 @@
 """The relay of a node: passes what its processes send and need between nodes.
 
-    weights.py   weights of other nodes into this node's memory, and on to others
     control.py   control messages of this node's processes, gathered on their way
     files.py     files of nodes that do not see the run's folder, copied into it
     setup.py     builds them, dispatches the controller's commands, and reports

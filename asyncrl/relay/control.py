@@ -34,7 +34,7 @@ from asyncrl.wire.sessions.frames import is_urgent
 from asyncrl.wire.sockets import HUB_BYTES, LINE_BYTES, error_of, identify
 from asyncrl.wire.transport.decoding import FrameRefused
 from asyncrl.wire.transport.keys import LineKeys
-from asyncrl.wire.transport.message_chunks import join, split
+from asyncrl.wire.transport.outbox import join, split
 from asyncrl.wire.transport.refusals import Refusals
 
 In = TypeVar("In")

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.programs.asking import MAX_CALLS, call, passes, prints
-from asyncrl.programs.response import program_of
+from asyncrl.programs.asking import MAX_CALLS, call, passes, prints, program_of
 from asyncrl.programs.tests import Printed, Test, read_tests
 from asyncrl.rewards.values import NoRewardError
 from asyncrl.sandbox.limits import MIB, Limits

@@ -16,10 +16,9 @@ from collections.abc import Callable
 import msgspec
 
 from asyncrl.rewards import protocol
-from asyncrl.rewards.scoring import LoadedTerm, score
+from asyncrl.rewards.scoring import LoadedTerm, Turns, score
 from asyncrl.rewards.services import calls
-from asyncrl.rewards.turns import Turns
-from asyncrl.user_code.error_text import last_lines
+from asyncrl.user_code.streams import last_lines
 
 
 def serve_concurrently(

@@ -1,14 +1,22 @@
 """Scoring of one call in a worker: the functions in turn, their values checked and added up.
 
 Import-light: a worker process loads this file.
+
+Built-in rewards that block, next to async ones: they take turns in threads.
+
+The event loop continues meanwhile. Import-light: a worker process loads this file.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import inspect
+import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +33,6 @@ from asyncrl.rewards.protocol import (
     Term,
 )
 from asyncrl.rewards.services import calls
-from asyncrl.rewards.turns import AT_ONCE, Turns
 from asyncrl.rewards.values import (
     NoRewardError,
     argument_for,
@@ -34,7 +41,47 @@ from asyncrl.rewards.values import (
     is_unavailable,
     wants_row,
 )
-from asyncrl.user_code.error_text import bounded, last_lines
+from asyncrl.user_code.streams import bounded, last_lines
+
+AT_ONCE = {"code": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+           "math_verify": 1}  # fmt: skip
+"""Calls of a built-in function that run at once. Programs run in processes of their own, one for
+each core; more would wait for each other and use up the time of each."""
+
+
+class Turns:
+    """Runs functions that block. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self._rooms = {name: asyncio.Semaphore(most) for name, most in AT_ONCE.items()}
+        self._threads = ThreadPoolExecutor(sum(AT_ONCE.values()))
+
+    async def run(self, name: str, function: Callable[[], Any], begin: Callable[[], None]) -> Any:
+        """The function's result.
+
+        Args:
+            name: of the built-in function.
+            function: with its arguments; ends by itself, also where its caller is cancelled.
+            begin: is called when its turn has come.
+        """
+        room = self._rooms[name]
+        await room.acquire()
+        try:
+            begin()
+            context = contextvars.copy_context()
+            loop = asyncio.get_running_loop()
+            running = loop.run_in_executor(self._threads, context.run, function)
+        except BaseException:
+            room.release()
+            raise
+
+        def ended(done: asyncio.Future[Any]) -> None:
+            room.release()
+            if not done.cancelled():
+                done.exception()  # told to the caller, if there still is one
+
+        running.add_done_callback(ended)
+        return await asyncio.shield(running)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +96,7 @@ class LoadedTerm:
     asynchronous: bool
     """Whether calling it gives an awaitable."""
     takes_turns: str | None = None
-    """The name of a built-in function that blocks; see `asyncrl.rewards.turns`."""
+    """The name of a built-in function that blocks; see `asyncrl.rewards.scoring`."""
 
     @classmethod
     def load(cls, term: Term) -> LoadedTerm:

@@ -15,8 +15,8 @@ import msgspec
 from asyncrl.errors import RewardError
 from asyncrl.rewards import protocol
 from asyncrl.rewards.scoring import LoadedTerm, finish, score
-from asyncrl.user_code.error_text import last_lines
 from asyncrl.user_code.loading import search
+from asyncrl.user_code.streams import last_lines
 from asyncrl.user_code.supervisor import begin
 
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from asyncrl.errors import UserError
 from asyncrl.scheduler import commands, events
 from asyncrl.scheduler.scheduler import Scheduler
-from asyncrl.simulation.agenda import Agenda, Due, FinishedReport, FromTrainer
 from asyncrl.simulation.failures import LossTimes
-from asyncrl.simulation.fleet import Fleet, Setting
+from asyncrl.simulation.fleet import Agenda, Due, FinishedReport, Fleet, FromTrainer, Setting
 from asyncrl.simulation.network import BYTES_PER_TOKEN
 from asyncrl.simulation.outcome import Mark, Outcome
 from asyncrl.simulation.sim_generator import SimGenerator

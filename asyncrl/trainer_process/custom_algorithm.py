@@ -22,8 +22,8 @@ from asyncrl.errors import UserError
 from asyncrl.trainer.algorithms.base import Algorithm, TokenBatch, compares_samples
 from asyncrl.trainer.base.algorithm_registry import is_own, provide
 from asyncrl.trainer.objective.algorithm_factory import make
-from asyncrl.user_code.error_text import last_lines
 from asyncrl.user_code.loading import FunctionKind, load_object, search
+from asyncrl.user_code.streams import last_lines
 
 KIND = FunctionKind(
     noun="trainer.algorithm", signature="Class(settings)", arguments=(), error=UserError

@@ -11,7 +11,6 @@ import torch
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import AsyncrlError, UserError
-from asyncrl.launch.checked_tokenizer import load_checked_tokenizer
 from asyncrl.launch.child_spec import (
     TrainerKeys,
     TrainerSpec,
@@ -23,6 +22,7 @@ from asyncrl.launch.process_startup import (
     Child,
     bring_up,
     check_given_gpus,
+    load_checked_tokenizer,
     without_collecting_the_start,
 )
 from asyncrl.launch.shared_memory import weights_id
@@ -46,7 +46,7 @@ from asyncrl.trainer.checkpoint.trainer_lease import Fence
 from asyncrl.trainer.cpu.memory import keep_freed_memory
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model.host_memory import host_bytes
-from asyncrl.trainer.model.router import has_experts
+from asyncrl.trainer.model.policy import has_experts
 from asyncrl.trainer.objective.logprob_mismatch import (
     FLOAT32_CPU,
     ROUTED_TENSOR_CORES,
@@ -67,7 +67,7 @@ from asyncrl.wire import Hub
 from asyncrl.wire.errors import PublishError, WireError
 from asyncrl.wire.messages import data, from_trainer, to_trainer
 from asyncrl.wire.messages.frames import max_delivery_bytes
-from asyncrl.wire.transport.message_chunks import PART_BYTES
+from asyncrl.wire.transport.outbox import PART_BYTES
 from asyncrl.wire.transport.refusals import Limit, Refusals
 from asyncrl.wire.weights.broadcast.sending import WeightSender
 from asyncrl.wire.weights.writer import WeightPublisher

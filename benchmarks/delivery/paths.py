@@ -19,7 +19,7 @@ from asyncrl.trainer.objective.group_check import check_trajectory
 from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
 from asyncrl.wire.messages.data import Received, TrajectoryDelivery
 from asyncrl.wire.messages.frames import decode_trajectory, digest_of, encode_trajectory
-from asyncrl.wire.transport.message_chunks import join, split
+from asyncrl.wire.transport.outbox import join, split
 from benchmarks.delivery.ends import MAX_BYTES, NAME, VOCAB, TrainerEnd, delivery_of
 
 PATHS = ("bare", "digest", "checks", "ipc", "curve", "whole")

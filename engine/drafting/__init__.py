@@ -1,6 +1,5 @@
 """Decides what to draft, and how much. It can only change speed.
 
-source         the protocol of what drafts come from; the rollout cache is the real one
 continuation   earlier continuations of resumed responses, followed token by token
 proposals      drafts for the rows of a step, from both
 trees          drafts checked and laid out as token trees, for engines that feed them

@@ -26,7 +26,7 @@ import torch
 from asyncrl.engine.adapters import MergingBuffer
 from asyncrl.engine.config import WeightStaging
 from asyncrl.engine.drafting.planner import DraftPlanner, Planner
-from asyncrl.engine.drafting.source import DraftSource
+from asyncrl.engine.drafting.proposals import DraftSource
 from asyncrl.engine.drafting.trees import TokenTrees
 from asyncrl.engine.errors import RequestError, WeightsError
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk

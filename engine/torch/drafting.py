@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engine.drafting.continuation import Continuations
 from asyncrl.engine.drafting.planner import Planner
-from asyncrl.engine.drafting.proposals import Proposer
-from asyncrl.engine.drafting.source import NO_HANDLE, DraftSource
+from asyncrl.engine.drafting.proposals import NO_HANDLE, DraftSource, Proposer
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.protocol import turn_end
 from asyncrl.engine.torch.accepted_paths import Paths

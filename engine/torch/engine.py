@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 import torch
 
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.drafting.source import DraftSource
+from asyncrl.engine.drafting.proposals import DraftSource
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from asyncrl.engine.torch.core import CoreSettings, DecodeCore

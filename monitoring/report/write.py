@@ -24,8 +24,7 @@ from asyncrl.monitoring.report.learning import learning
 from asyncrl.monitoring.report.markup import Child, Markup, element, page
 from asyncrl.monitoring.report.sections import orders, samples, settings
 from asyncrl.monitoring.report.series import difference_interval, mean
-from asyncrl.monitoring.report.time_line import time_line
-from asyncrl.monitoring.report.windows import training_window, whole_window
+from asyncrl.monitoring.report.time_line import time_line, training_window, whole_window
 from asyncrl.monitoring.report.work import work
 from asyncrl.monitoring.terminal.evaluation_text import incomplete
 from asyncrl.monitoring.terminal.formatting import UNKNOWN, count, duration, number, percent

@@ -1,7 +1,6 @@
 """Traces of groups of samples, from the draw of the prompt to the optimizer step.
 
 ids       which groups are traced, and their ids: functions of the run and the group
-records   what one process did with one group, as plain data
 tracer    what the processes call
 export    sends records to an OpenTelemetry collector; the only module that imports its SDK
 

@@ -3,12 +3,48 @@
 Both follow from the run's trace key and the number of the group. So all processes agree without a
 word, and no message carries an id. A trace is sampled as OpenTelemetry's `TraceIdRatioBased` would:
 by the low 64 bits of its id.
+
+What one process did with one group or sample, before it is made a span of OpenTelemetry.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Value = str | bool | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """Something that happened at one moment of a span."""
+
+    name: str
+    time: float
+    """Unix time in seconds."""
+    attributes: Mapping[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSpan:
+    """A piece of a trace."""
+
+    name: str
+    trace: int
+    """Id of the trace, 128 bits."""
+    parent: int | None
+    """Id of the span that it is part of; None for the whole group."""
+    start: float
+    """Unix time in seconds."""
+    end: float
+    """Unix time in seconds."""
+    attributes: Mapping[str, Value]
+    events: tuple[TraceEvent, ...] = ()
+    id: int | None = None
+    """None: any."""
+    failure: str = ""
+    """Why it failed; empty if it did not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from asyncrl.monitoring.tracing.ids import TraceIds
-from asyncrl.monitoring.tracing.records import TraceEvent, TraceSpan, Value
+from asyncrl.monitoring.tracing.ids import TraceEvent, TraceIds, TraceSpan, Value
 from asyncrl.rollout.trajectory import SampleId
 
 Moment = tuple[str, float, Mapping[str, Value]]

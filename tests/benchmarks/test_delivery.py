@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.wire.transport.message_chunks import PART_BYTES
+from asyncrl.wire.transport.outbox import PART_BYTES
 from benchmarks.delivery import main
 from benchmarks.delivery.paths import PATHS
 

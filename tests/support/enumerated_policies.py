@@ -21,7 +21,7 @@ from scipy import stats
 from tiny_models import STOP, make_qwen3
 from torch_cores import run, tokens_of
 
-from asyncrl.engine.drafting.source import DraftSource
+from asyncrl.engine.drafting.proposals import DraftSource
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.engine.sampling.stopping import StopRule
 from asyncrl.engine.torch.core import DecodeCore

@@ -13,8 +13,7 @@ from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.lora_config import LoraConfig
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.lora.adapter import Adapter
-from asyncrl.trainer.lora.tensors import write_adapter
+from asyncrl.trainer.lora.adapter import Adapter, write_adapter
 from asyncrl.trainer.model.model_loading import load_model
 
 Groups = Callable[..., list[Trajectory]]

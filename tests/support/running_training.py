@@ -8,8 +8,7 @@ from typing import Any
 
 from fake_processes import FakeProgress, run_config, started_fleet, task, weights
 
-from asyncrl.controller.checkpoint_record import CheckpointRecord
-from asyncrl.controller.inbox import Inbox
+from asyncrl.controller.inbox import CheckpointRecord, Inbox
 from asyncrl.controller.policy_watch import PolicyWatch
 from asyncrl.controller.sample_handover import Moves
 from asyncrl.controller.trainer_restarts import TrainerRestarts

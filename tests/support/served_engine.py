@@ -14,9 +14,8 @@ from new_weights import give_weights
 from scipy.stats import chi2
 
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
-from asyncrl.engine.remote.client.core import Core
+from asyncrl.engine.remote.client.core import Core, Meter
 from asyncrl.engine.remote.client.engine import RemoteEngine
-from asyncrl.engine.remote.client.meter import Meter
 from asyncrl.rollout.trajectory import KeptTokens
 from benchmarks.tiny_models import random_qwen3
 

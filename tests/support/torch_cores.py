@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tiny_models import STOP
 
-from asyncrl.engine.drafting.source import DraftSource
+from asyncrl.engine.drafting.proposals import DraftSource
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
 from asyncrl.engine.remote.worker.drafting import FixedBudget
 from asyncrl.engine.torch.core import CoreSettings, DecodeCore

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.trainer.algorithms.base import Finish, StepSums, TokenBatch, finisher
-from asyncrl.trainer.algorithms.sequences import sums_to_go
+from asyncrl.trainer.algorithms.base import Finish, StepSums, TokenBatch, finisher, sums_to_go
 from asyncrl.trainer.base.algorithm_registry import known_algorithms
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError

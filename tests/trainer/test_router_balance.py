@@ -14,8 +14,7 @@ from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import UnsupportedModelError
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model.packed_batch import PackedBatch
-from asyncrl.trainer.model.policy import Policy
-from asyncrl.trainer.model.router import why_no_routes
+from asyncrl.trainer.model.policy import Policy, why_no_routes
 from asyncrl.trainer.objective.algorithm_factory import make
 
 CPU = torch.device("cpu")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.wire.weights.broadcast import checksum as checksum_module
-from asyncrl.wire.weights.broadcast.checksum import checksum
+from asyncrl.wire.weights.broadcast import sending as checksum_module
+from asyncrl.wire.weights.broadcast.sending import checksum
 from asyncrl.wire.weights.fingerprint import pseudo_random
 
 

@@ -4,7 +4,6 @@ base          what an algorithm is: advantages, a loss, and the signals it repor
 registry      names, where their classes lie, and their defaults; imports no torch
 factory       the configured algorithm, with its correction and its penalty
 losses        score function and clipped ratio, which several share
-sequences     sums over the samples of a micro-batch
 overlong      shaping of rewards by length, for any algorithm
 reference_kl  the KL penalty towards a reference model, for any algorithm
 grpo, dr_grpo, dapo, reinforce, rloo, reinforce_plus_plus, gspo, cispo, gpg

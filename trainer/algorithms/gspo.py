@@ -26,10 +26,11 @@ from asyncrl.trainer.algorithms.base import (
     Signal,
     TokenBatch,
     centred,
+    owners_of,
     per_group_std,
+    sample_means,
 )
 from asyncrl.trainer.algorithms.losses import Clip
-from asyncrl.trainer.algorithms.sequences import owners_of, sample_means
 from asyncrl.trainer.base.config import TrainerConfig
 
 

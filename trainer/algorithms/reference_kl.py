@@ -51,8 +51,9 @@ from asyncrl.trainer.algorithms.base import (
     Signal,
     TokenBatch,
     finisher,
+    owners_of,
+    sums_to_go,
 )
-from asyncrl.trainer.algorithms.sequences import owners_of, sums_to_go
 
 _SIGNALS = {
     "policy_loss": Signal("loss without the KL penalty", per="loss", of_loss=True),

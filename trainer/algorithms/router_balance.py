@@ -30,8 +30,8 @@ from asyncrl.trainer.algorithms.base import (
     Signal,
     TokenBatch,
     finisher,
+    owners_of,
 )
-from asyncrl.trainer.algorithms.sequences import owners_of
 
 _SIGNALS = {
     "router_balance": Signal("imbalance of experts: 1 if all are used alike", per="loss"),

@@ -25,8 +25,8 @@ from asyncrl.trainer.checkpoint.format.disk import check_space
 from asyncrl.trainer.checkpoint.format.index import WEIGHTS, Index, read_index
 from asyncrl.trainer.checkpoint.format.manifest import Manifest, read_manifest, verify_files
 from asyncrl.trainer.checkpoint.format.tensors import Box, load_tensors, name_of
+from asyncrl.trainer.lora.adapter import converted, write_adapter
 from asyncrl.trainer.lora.files import ADAPTER, CONFIG
-from asyncrl.trainer.lora.tensors import converted, write_adapter
 from asyncrl.wire.errors import WeightsReadError
 from asyncrl.wire.transport.atomic_files import sync
 from asyncrl.wire.weights.adapter import Pair, merge, merged, pairs_of

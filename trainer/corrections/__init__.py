@@ -1,8 +1,6 @@
 """Corrections: weights for tokens that another policy drew than the one that trains on them.
 
-token       by each token's own ratio: truncated, masked
-sequence    by the ratio of the whole sample: truncated, masked, rejected
-apply       an algorithm with a correction, and what it reports
+base        by each token's own ratio or the whole sample's: truncated, masked, rejected
 
 With g = log of current over behaviour probability of a token, and sums and means over its sample:
 
@@ -21,9 +19,15 @@ not noisier. On-policy g is rounding, every weight is 1, and nothing is left out
 from __future__ import annotations
 
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.corrections.base import Correction, Uncorrected
-from asyncrl.trainer.corrections.sequence import SequenceMasked, SequenceRejected, SequenceTruncated
-from asyncrl.trainer.corrections.token import TokenMasked, TokenTruncated
+from asyncrl.trainer.corrections.base import (
+    Correction,
+    SequenceMasked,
+    SequenceRejected,
+    SequenceTruncated,
+    TokenMasked,
+    TokenTruncated,
+    Uncorrected,
+)
 
 __all__ = ["make"]
 

@@ -1,4 +1,17 @@
-"""What a correction is: a pure function of the log-ratios of a micro-batch."""
+"""What a correction is: a pure function of the log-ratios of a micro-batch.
+
+Corrections by each token's own ratio e^g.
+
+The ratio of a token leaves out how likely its prefix is now. So the gradient keeps a bias even
+where nothing is truncated, in exchange for a variance that does not grow with the length of
+samples.
+
+Corrections by the ratio of a whole sample: W = e^(sum of g) over its tokens.
+
+W is the only weight whose expectation is the gradient of the current policy, because it accounts
+for the prefix of each token. Its variance grows exponentially with the length, so for long samples
+it is used to *reject*, by its geometric mean e^(mean of g), rather than to weigh.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +20,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from asyncrl.trainer.algorithms.base import sample_means, sample_sums
 
 
 class Weights(NamedTuple):
@@ -56,3 +71,66 @@ def masked(weights: Weights, keep: Tensor) -> Weights:
     """The weights where `keep` (`[N]` bool) is true, else 0."""
     found = torch.where(keep, weights.importance, 0.0)
     return Weights(found, keep.to(found.dtype), weights.capped & keep)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTruncated:
+    """min(e^g, cap): truncated importance sampling (Ionides 2008; IMPALA, arXiv 1802.01561)."""
+
+    cap: float
+
+    def __call__(self, log_ratio: Tensor, _owners: Tensor, /) -> Weights:
+        """Truncated ratios; nothing is left out."""
+        return truncated(torch.exp(log_ratio), self.cap)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasked:
+    """e^g inside the band, else 0 (IcePop, arXiv 2510.18855)."""
+
+    low: float
+    high: float
+
+    def __call__(self, log_ratio: Tensor, _owners: Tensor, /) -> Weights:
+        """Ratios, and which tokens are left out."""
+        ratio = torch.exp(log_ratio)
+        return masked(truncated(ratio, torch.inf), inside(ratio, self.low, self.high))
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTruncated:
+    """min(W, cap) for all tokens of a sample."""
+
+    cap: float
+
+    def __call__(self, log_ratio: Tensor, owners: Tensor, /) -> Weights:
+        """Truncated ratios of samples; nothing is left out."""
+        return truncated(torch.exp(sample_sums(log_ratio, owners)), self.cap)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceMasked:
+    """W inside the band, else 0: the whole sample is left out."""
+
+    low: float
+    high: float
+
+    def __call__(self, log_ratio: Tensor, owners: Tensor, /) -> Weights:
+        """Ratios of samples, and which are left out."""
+        ratio = torch.exp(sample_sums(log_ratio, owners))
+        return masked(truncated(ratio, torch.inf), inside(ratio, self.low, self.high))
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRejected:
+    """Samples whose geometric mean is outside the band are left out, others truncated by token."""
+
+    low: float
+    high: float
+    cap: float
+
+    def __call__(self, log_ratio: Tensor, owners: Tensor, /) -> Weights:
+        """Truncated ratios of tokens, and which samples are left out."""
+        mean = torch.exp(sample_means(log_ratio, owners))
+        weights = truncated(torch.exp(log_ratio), self.cap)
+        return masked(weights, inside(mean, self.low, self.high))

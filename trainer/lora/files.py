@@ -5,7 +5,7 @@ adapter_config.json         what it is, and which model it is of
 adapter_model.safetensors   base_model.model.LAYER.lora_A.weight and lora_B, of each layer
 ```
 
-`asyncrl.trainer.lora.tensors` has the tensors. Nothing is unpickled: `adapter_model.bin` is
+`asyncrl.trainer.lora.adapter` has the tensors. Nothing is unpickled: `adapter_model.bin` is
 refused.
 """
 

@@ -6,6 +6,8 @@
 One block is compiled for all of them: weights are its inputs, and the number of tokens is a
 variable, so that no micro-batch compiles anything again. Attention and, on a CPU, oneDNN's products
 are called as they are; the compiler does not look into them.
+
+Whether two ways to compute a model's hidden states are the same, value and gradient.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +25,30 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.trainer.base.errors import UnsupportedModelError
 from asyncrl.trainer.cpu.layers import linear_forward, product, weight_gradient, whole_rows
-from asyncrl.trainer.model.numerics_check import results_of, where_different
 from asyncrl.trainer.model.packing import ATTENTION_NAME, packed_attention
+
+
+def results_of(run: Callable[[], Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """What `run` computes, and gradients of a function of it by some parameters."""
+    with torch.enable_grad():
+        out = run()
+        direction = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+        trained = [one for one in parameters if one.requires_grad]
+        grads = torch.autograd.grad((out * direction).sum(), trained) if trained else ()
+    return [out.detach(), *grads]
+
+
+def where_different(
+    ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 1e-3
+) -> str | None:
+    """By how much the first of `results_of` differs that does by more than rounding, or None."""
+    size = max((float(one.norm()) for one in theirs[1:]), default=0.0)
+    for one, other in zip(ours, theirs, strict=True):
+        gap, whole = float((one - other).norm()), float(other.norm())
+        if not gap <= tolerance * (whole + 0.01 * size):
+            return f"by {gap:.2g} of {whole:.2g}"
+    return None
+
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,8 @@ What activation checkpointing keeps of a block, and what it computes again.
 the results of attention and of products that are no wider than their input (queries, keys, values,
 both output projections). Norms, rotation, activation and the wide products of the MLP are computed
 again: about half of a block's forward pass, for a fifth of its memory.
+
+What the routers of a mixture of experts say, from transformers' outputs.
 """
 
 from __future__ import annotations
@@ -34,18 +36,53 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from asyncrl.rollout.trajectory import IntArray
 from asyncrl.rollout.truncation import EVERYTHING, Truncation
 from asyncrl.trainer.algorithms.base import Routes
+from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import UnsupportedModelError
 from asyncrl.trainer.base.lora_config import LoraConfig
 from asyncrl.trainer.cpu.fused import MAX_LENGTH, FusedDecoder, why_not_trained_fused
 from asyncrl.trainer.cpu.layers import speed_up
 from asyncrl.trainer.lora.adapter import Adapter
 from asyncrl.trainer.model import head
+from asyncrl.trainer.model.compiled import results_of, where_different
 from asyncrl.trainer.model.head import LogitMap, Processing, TokenScores, process, score_tokens
 from asyncrl.trainer.model.model_loading import load_model
-from asyncrl.trainer.model.numerics_check import results_of, where_different
 from asyncrl.trainer.model.packed_batch import PackedBatch
 from asyncrl.trainer.model.packing import ATTENTION_NAME
-from asyncrl.trainer.model.router import has_experts, routes_of
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether a model is a mixture of experts."""
+    return any(name.endswith("experts") for name, _ in model.named_modules())
+
+
+def why_no_routes(model: PreTrainedModel) -> str | None:
+    """Why the loss of routers cannot be computed for a model; None: it can."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
+    if "router_logits" not in recorded:
+        return f"{name} has no routers of experts"
+    if getattr(config, "router_aux_loss_coef", None) is None:
+        return f"{name} balances its experts in another way (a bias or groups), without such a loss"
+    return None
+
+
+def check_routes(model: PreTrainedModel, config: TrainerConfig) -> None:
+    """Raise UnsupportedModelError if the loss of routers is wanted and cannot be computed."""
+    if config.router_loss_coefficient == 0:
+        return
+    reason = why_no_routes(model)
+    if config.algorithm == "ppo" and config.critic.shared_trunk:
+        reason = "with trainer.critic.shared_trunk it is not built"
+    if reason is not None:
+        raise UnsupportedModelError(f"trainer.router_loss_coefficient: {reason}; set it to 0")
+
+
+def routes_of(model: PreTrainedModel, output: Any, predictors: Tensor) -> Routes:
+    """At `predictors` `[N]`, of an output that was computed with `output_router_logits`."""
+    config: Any = model.config.get_text_config()
+    logits = tuple(one.flatten(0, -2)[predictors] for one in output.router_logits)
+    return Routes(logits, int(config.num_experts_per_tok))
+
 
 _ATTENTION = {
     "aten::_scaled_dot_product_flash_attention",
@@ -176,7 +213,7 @@ class Policy:
         Args:
             batch: of tokens.
             with_routes: also give what routers said, for models of which
-                `asyncrl.trainer.model.router.why_no_routes` says nothing.
+                `asyncrl.trainer.model.policy.why_no_routes` says nothing.
         """
         if self._head is None:
             processing = Processing(LogitMap(self.temperature), self.truncation)

@@ -1,16 +1,104 @@
-"""Build the configured algorithm."""
+"""Build the configured algorithm.
+
+An algorithm with a correction, and the numbers by which people judge one.
+
+    effective_share      (sum w)^2 / (N sum w^2) of the weights w with which tokens are trained
+    importance_capped    share of tokens whose w was cut to `importance_cap`
+    chi_squared          mean of (p / b)^2 - 1, of the ratios before any correction: 0 on-policy
+    correction_masked    share of tokens that the correction leaves out
+
+The first two only where the loss uses w: with `proximal_policy: behaviour` it holds the ratio.
+The k3 estimate of KL(behaviour || current) is `mismatch.kl`, and over tokens of staleness 0, engine
+against trainer, `mismatch.fresh_kl`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import cast
 
+import torch
+
 from asyncrl.trainer import corrections
-from asyncrl.trainer.algorithms.base import Algorithm
+from asyncrl.trainer.algorithms.base import (
+    Algorithm,
+    LossSums,
+    Rewards,
+    Signal,
+    TokenBatch,
+    owners_of,
+)
 from asyncrl.trainer.algorithms.reference_kl import WithReferenceKl
 from asyncrl.trainer.algorithms.router_balance import WithRouterBalance
 from asyncrl.trainer.base.algorithm_registry import class_of
 from asyncrl.trainer.base.config import TrainerConfig
-from asyncrl.trainer.corrections.apply import Corrected
+from asyncrl.trainer.corrections.base import Correction
+
+_OF_WEIGHTS = {
+    "importance_capped": Signal("share of tokens whose weight was cut to `trainer.importance_cap`"),
+    "effective_share": Signal(
+        "effective sample size of the corrected tokens, as a share of them", per="effective"
+    ),
+}
+_SIGNALS = {
+    "chi_squared": Signal(
+        "chi-squared divergence of the current policy from the behaviour policy, per token"
+    ),
+    "correction_masked": Signal("share of tokens that `trainer.correction` left out"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """Everything but the weights is the algorithm's own."""
+
+    algorithm: Algorithm
+    correction: Correction
+    log_ratio_clamp: float | None = None
+    """Bound of |log(p / b)|, and of |log(p / x)|, nats; None: no bound."""
+    weighs: bool = True
+    """Whether the loss uses the weights, and not only what is left out."""
+
+    @property
+    def signals(self) -> Mapping[str, Signal]:
+        """Those of the algorithm, and the module's."""
+        of_weights = _OF_WEIGHTS if self.weighs else {}
+        return {**self.algorithm.signals, **of_weights, **_SIGNALS}
+
+    @property
+    def needs_reference(self) -> bool:
+        """As the algorithm's."""
+        return self.algorithm.needs_reference
+
+    def advantages(self, rewards: Rewards) -> Rewards:
+        """`[G]` advantages of the algorithm."""
+        return self.algorithm.advantages(rewards)
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """The algorithm's loss of the corrected batch."""
+        proximal = batch.proximal_logprobs
+        current = batch.logprobs.detach() if proximal is None else proximal
+        log_ratio = current - batch.behaviour_logprobs
+        if self.log_ratio_clamp is not None:
+            log_ratio = log_ratio.clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
+            batch = replace(batch, behaviour_logprobs=current - log_ratio)
+            if proximal is not None:
+                now = batch.logprobs.detach()
+                moved = (now - proximal).clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
+                batch = replace(batch, proximal_logprobs=now - moved)
+        found = self.correction(log_ratio, owners_of(batch))
+        own = self.algorithm.loss(replace(batch, importance=found.importance, kept=found.kept))
+        squares = (2 * log_ratio.double()).exp()
+        sums = {
+            "chi_squared": (squares - 1).sum(),
+            "correction_masked": (1 - found.kept).sum(),
+        }
+        if self.weighs:
+            used = found.importance.double()
+            sums["effective_share"] = torch.stack([used.sum(), used.square().sum()])
+            sums["importance_capped"] = (found.capped & (batch.weights != 0)).sum()
+        return LossSums(own.loss, {**own.sums, **sums}, own.parts)
 
 
 def make(config: TrainerConfig) -> Algorithm:

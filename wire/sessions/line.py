@@ -15,7 +15,7 @@ from asyncrl.wire.sessions.end import SessionEnd
 from asyncrl.wire.sockets import LINE_BYTES, Line, error_of
 from asyncrl.wire.transport.decoding import FrameRefused
 from asyncrl.wire.transport.keys import LineKeys
-from asyncrl.wire.transport.message_chunks import join, split
+from asyncrl.wire.transport.outbox import join, split
 from asyncrl.wire.transport.refusals import Refusals
 
 In = TypeVar("In")

@@ -59,9 +59,8 @@ from asyncrl.environments.workers.user_threads import LEFT_BEHIND, SessionThread
 from asyncrl.errors import RewardError
 from asyncrl.rewards.protocol import Refused
 from asyncrl.rewards.values import argument_for, is_unavailable
-from asyncrl.user_code.error_text import bounded, last_lines
 from asyncrl.user_code.loading import search
-from asyncrl.user_code.streams import MAX_FRAME, Streams, pack
+from asyncrl.user_code.streams import MAX_FRAME, Streams, bounded, last_lines, pack
 from asyncrl.user_code.supervisor import begin
 
 _MOST_BYTES = 1 << 20

@@ -12,7 +12,6 @@
     agent.py        the agent: joins a controller, carries out its orders, leaves
     hosting.py      an agent's children
     line.py         an agent's connection, and why there is none
-    ports.py        the ports of an agent's children
 
 Decision 0050 says why somebody else starts the agents.
 """

@@ -14,9 +14,8 @@ import msgspec
 
 from asyncrl.errors import DataError
 from asyncrl.tasks.data.map_messages import MAP, Failed, Load, Loaded, Mapped, Refused
-from asyncrl.user_code.error_text import last_lines
 from asyncrl.user_code.loading import load_function, search
-from asyncrl.user_code.streams import MAX_FRAME, Streams
+from asyncrl.user_code.streams import MAX_FRAME, Streams, last_lines
 from asyncrl.user_code.supervisor import supervise
 
 

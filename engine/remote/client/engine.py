@@ -20,6 +20,8 @@ The parts are `core` (what the core is asked), `streams` (the requests being ser
 gives the process that it starts (`CoreProcess`) and a `Core`.
 
 New weights are staged in the engine's worker, then installed.
+
+Stops and resumes drawing.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -43,7 +45,6 @@ from asyncrl.engine.errors import (
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from asyncrl.engine.remote.client.core import Core
 from asyncrl.engine.remote.client.generation import Generation
-from asyncrl.engine.remote.client.pausing import Pausing
 from asyncrl.engine.remote.client.requests import check_temperature, score_of, scoring, unscored
 from asyncrl.engine.remote.client.streams import Reader, Streams
 from asyncrl.engine.remote.client.unreported import warm_up
@@ -51,6 +52,51 @@ from asyncrl.engine.requests import Limits, SeedStream
 from asyncrl.engine.weights import ModelShapes, longest_installation, not_staged
 from asyncrl.wire.records.step import EngineStats, TokenCounts
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
+
+
+class Pausing:
+    """Stops and resumes drawing; one change at a time."""
+
+    def __init__(self, core: Core, streams: Streams) -> None:
+        self._core = core
+        self._streams = streams
+        self._lock = asyncio.Lock()
+        self.paused = False
+        """By `pause`; not set while `stopped` has stopped it."""
+
+    async def pause(self) -> None:
+        """Stop drawing and report what was drawn; running requests stay. Idempotent."""
+        async with self._lock:
+            if not self.paused:
+                await self._stop()
+                self.paused = True
+
+    async def resume(self) -> None:
+        """Resume drawing after `pause`. Idempotent."""
+        async with self._lock:
+            if self.paused:
+                await self._resume()
+                self.paused = False
+
+    @asynccontextmanager
+    async def stopped(self) -> AsyncIterator[None]:
+        """No token is drawn inside the block. After an exception drawing is not resumed."""
+        async with self._lock:
+            if not self.paused:
+                await self._stop()
+            yield
+            if not self.paused:
+                await self._resume()
+
+    async def _stop(self) -> None:
+        await self._core.pause()
+        self._streams.flush()
+
+    async def _resume(self) -> None:
+        await self._core.resume()
+        if len(self._streams):
+            self._core.meter.busy()
+
 
 _LOG = logging.getLogger(__name__)
 _FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.05

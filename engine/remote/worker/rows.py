@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.continuation import Continuations
 from asyncrl.engine.drafting.planner import Planner
-from asyncrl.engine.drafting.proposals import Proposer
-from asyncrl.engine.drafting.source import NO_HANDLE, DraftSource
+from asyncrl.engine.drafting.proposals import NO_HANDLE, DraftSource, Proposer
 from asyncrl.engine.remote.worker.entries import Entry
 from asyncrl.engine.sampling.verification import offsets_of
 from asyncrl.rollout.jit import kernels_of

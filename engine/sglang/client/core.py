@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.remote.calls import StagingReport
-from asyncrl.engine.remote.client.core import CoreRequest
+from asyncrl.engine.remote.client.core import CoreRequest, Meter
 from asyncrl.engine.remote.client.inbox import Inbox, Scored
-from asyncrl.engine.remote.client.meter import Meter
 from asyncrl.engine.remote.client.responses import Response, Responses
 from asyncrl.engine.remote.extras import StepTable
 from asyncrl.engine.sglang import messages

@@ -1,6 +1,8 @@
 """Parts of SGLang's scheduler in our form: its requests, where they come from, how they end.
 
 Written against SGLang 0.5.23.
+
+The sockets to the generator's process. Imports no SGLang.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
+import msgspec
+import zmq
+
 from asyncrl.engine.remote.worker.entries import Entry
-from asyncrl.engine.sglang.messages import AddRequest, End
+from asyncrl.engine.sglang.messages import AddRequest, End, ToClient, ToWorker
 from asyncrl.engine.sglang.worker.api import (
     FINISH_ABORT,
     FINISH_LENGTH,
@@ -24,7 +29,41 @@ from asyncrl.engine.sglang.worker.api import (
     SchedulerRequestReceiver,
     TokenizedGenerateReqInput,
 )
-from asyncrl.engine.sglang.worker.link import Link
+
+
+class Link:
+    """Receives requests and sends outputs.
+
+    Args:
+        requests: address that requests come from.
+        outputs: address that outputs go to.
+    """
+
+    def __init__(self, requests: str, outputs: str) -> None:
+        context = zmq.Context()
+        self.requests: zmq.Socket[bytes] = context.socket(zmq.PULL)
+        self._outputs: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        for socket in (self.requests, self._outputs):
+            socket.set_hwm(0)  # a step never waits for the client
+            socket.linger = 0
+        self.requests.connect(requests)
+        self._outputs.connect(outputs)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+
+    def receive(self) -> list[ToWorker]:
+        """All messages that have come, in order. Does not wait."""
+        messages: list[ToWorker] = []
+        while True:
+            try:
+                frame = self.requests.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            messages.append(self._decoder.decode(frame))
+
+    def send(self, message: ToClient) -> None:
+        """Send a message; does not wait."""
+        self._outputs.send(self._encoder.encode(message))
 
 
 class PrefillRequest(Req):

@@ -56,11 +56,11 @@ from asyncrl.engine.sglang.worker.api import (
 from asyncrl.engine.sglang.worker.calls import WorkerCalls, answer
 from asyncrl.engine.sglang.worker.drafts.tree_drawing import TreeDrawing
 from asyncrl.engine.sglang.worker.drawing import StepDrawing
-from asyncrl.engine.sglang.worker.link import Link
 from asyncrl.engine.sglang.worker.outbox import Outbox
 from asyncrl.engine.sglang.worker.parts import (
     ClientReceiver,
     EndStreamer,
+    Link,
     PrefillRequest,
     end_of,
     generate_input,

@@ -14,9 +14,8 @@ import msgspec
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.remote.calls import StagingReport
-from asyncrl.engine.remote.client.core import CoreRequest
+from asyncrl.engine.remote.client.core import CoreRequest, Meter
 from asyncrl.engine.remote.client.inbox import Inbox
-from asyncrl.engine.remote.client.meter import Meter
 from asyncrl.engine.remote.client.responses import Responses
 from asyncrl.engine.vllm.client.process import VllmProcess
 from asyncrl.engine.vllm.extras import to_extra_args

@@ -46,8 +46,7 @@ from asyncrl.engine.vllm.remote import VllmWorker
 from asyncrl.engine.vllm.worker.adapter import AdapterWeights, ServedAdapter
 from asyncrl.engine.vllm.worker.api import get_tp_group
 from asyncrl.engine.vllm.worker.batch import RunnerBatch
-from asyncrl.engine.vllm.worker.drafter import CacheDrafter
-from asyncrl.engine.vllm.worker.plain_steps import prepare_plainly
+from asyncrl.engine.vllm.worker.drafter import CacheDrafter, prepare_plainly
 from asyncrl.engine.vllm.worker.sampling import CoreSampler
 from asyncrl.rollout.acceptance import warm_up_verification
 from asyncrl.rollout.trajectory import FloatArray, IntArray

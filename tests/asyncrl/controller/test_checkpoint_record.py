@@ -6,7 +6,7 @@ from pathlib import Path
 
 from whole_checkpoints import WEIGHTS, truncate, write_whole
 
-from asyncrl.controller.checkpoint_record import CheckpointRecord
+from asyncrl.controller.inbox import CheckpointRecord
 from asyncrl.wire.messages.from_trainer import CheckpointFailed, CheckpointWritten
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.run_config import RunConfig, parse_config
-from asyncrl.generator.sample_recorder import SampleRecorder
+from asyncrl.generator.reports import SampleRecorder
 from asyncrl.generator.sample_state import HeldSample
 from asyncrl.generator.turns.conversation import Episode
 from asyncrl.monitoring.records.samples import read_samples, trained_on

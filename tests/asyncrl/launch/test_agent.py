@@ -27,10 +27,9 @@ from asyncrl.health import Health
 from asyncrl.launch import node_child
 from asyncrl.launch.agents import agent as agent_module
 from asyncrl.launch.agents import hosting
-from asyncrl.launch.agents.agent import Agent, Settings
-from asyncrl.launch.agents.connection import AgentLine
+from asyncrl.launch.agents.agent import Agent, AgentLine, Settings
+from asyncrl.launch.agents.hosting import Ports
 from asyncrl.launch.agents.launcher import AgentsLauncher
-from asyncrl.launch.agents.ports import Ports
 from asyncrl.launch.agents.registry import Needs
 from asyncrl.launch.agents.secret import HUB
 from asyncrl.launch.child_spec import keys_of

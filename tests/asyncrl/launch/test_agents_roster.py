@@ -17,7 +17,7 @@ from asyncrl.cli.entry import app
 from asyncrl.config.agents import host_and_port
 from asyncrl.errors import UserError
 from asyncrl.launch.agents.agent_state import AgentProcess
-from asyncrl.launch.agents.ports import Ports
+from asyncrl.launch.agents.hosting import Ports
 from asyncrl.launch.agents.registry import Needs, Roster
 from asyncrl.launch.agents.secret import read_secret, write_secret
 from asyncrl.launch.child_spec import ChildSpec, Role, TrainerSpec, keys_of

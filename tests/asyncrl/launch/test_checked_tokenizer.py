@@ -13,7 +13,7 @@ from generator_harness import FakeLine
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import WrongPolicyError
-from asyncrl.launch.checked_tokenizer import load_checked_tokenizer
+from asyncrl.launch.process_startup import load_checked_tokenizer
 from asyncrl.tasks.model_tokenizer import load_tokenizer, tokenizer_digest
 from asyncrl.wire.messages.from_trainer import WrongPolicyFound
 from asyncrl.wire.records.wrong_policy import TokenizerDigest

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.programs.response import program_of
+from asyncrl.programs.asking import program_of
 from asyncrl.programs.tests import Asserted, Called, is_right, read_tests
 
 PYTHON = "print(1)\n"

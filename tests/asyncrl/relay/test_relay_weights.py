@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from weight_cluster import same, weights
 
 from asyncrl.launch.child_spec import weights_hub
-from asyncrl.relay.weights import RelayWeights
+from asyncrl.relay.setup import RelayWeights
 from asyncrl.wire import RunKey
 from asyncrl.wire.errors import WireError
 from asyncrl.wire.messages import from_relay, to_relay

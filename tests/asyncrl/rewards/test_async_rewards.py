@@ -11,8 +11,7 @@ from reward_pools import running
 
 from asyncrl.errors import RewardFailed, RewardTimeout
 from asyncrl.rewards.protocol import Began, Call, Scored
-from asyncrl.rewards.scoring import LoadedTerm, score
-from asyncrl.rewards.turns import AT_ONCE, Turns
+from asyncrl.rewards.scoring import AT_ONCE, LoadedTerm, Turns, score
 
 SOURCE = """
 import asyncio, os, time

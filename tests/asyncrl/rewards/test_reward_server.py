@@ -24,10 +24,9 @@ from typer.testing import CliRunner
 from asyncrl.cli.entry import app as command_line
 from asyncrl.errors import RewardFailed, UserError
 from asyncrl.reward_server import keeping
-from asyncrl.reward_server.address import listen, url_of
 from asyncrl.reward_server.batching import Batcher, BatchSettings
 from asyncrl.reward_server.classifier import Classifier, ClassifierSettings, TooLongError
-from asyncrl.reward_server.keeping import RewardServers, served
+from asyncrl.reward_server.keeping import RewardServers, listen, served, url_of
 from asyncrl.reward_server.serving import App
 from asyncrl.rewards.addresses import starts_servers
 from asyncrl.rewards.config import RewardConfig

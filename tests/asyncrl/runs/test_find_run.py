@@ -24,8 +24,7 @@ from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.monitoring.records.jsonl import read_undamaged
 from asyncrl.runs import folder_lock, run_list
 from asyncrl.runs.directory import RunDirectory, find_run, is_alive
-from asyncrl.runs.find_run import find_run_for_order
-from asyncrl.runs.run_list import list_runs
+from asyncrl.runs.run_list import find_run_for_order, list_runs
 from asyncrl.steering import control_socket as asking
 from asyncrl.wire.messages import control
 from asyncrl.wire.records.step import StepMetrics

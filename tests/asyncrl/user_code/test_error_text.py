@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from asyncrl.user_code import error_text
-from asyncrl.user_code.error_text import TRACEBACK_LINES, last_lines
+from asyncrl.user_code import streams
+from asyncrl.user_code.streams import TRACEBACK_LINES, last_lines
 
 
 def deep(levels: int) -> int:
@@ -37,7 +37,7 @@ def serve(last_lines):
 
 
 def test_of_code_that_is_all_ours_the_last_frame_is_shown() -> None:
-    place = Path(error_text.__file__).parents[1] / "environments" / "made_here.py"
+    place = Path(streams.__file__).parents[1] / "environments" / "made_here.py"
     made: dict[str, Any] = {}
     exec(compile(OWN, str(place), "exec"), made)  # noqa: S102 - a file that is not there
     lines = made["serve"](last_lines).splitlines()

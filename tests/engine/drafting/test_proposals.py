@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.continuation import Continuations, path_probabilities
-from asyncrl.engine.drafting.proposals import Proposer, offsets_of
-from asyncrl.engine.drafting.source import NO_HANDLE
+from asyncrl.engine.drafting.proposals import NO_HANDLE, Proposer, offsets_of
 from asyncrl.rollout.trajectory import IntArray
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from asyncrl.engine.errors import EngineError, WeightsError, WeightsSupersededError
 from asyncrl.engine.remote.calls import StagingReport
-from asyncrl.engine.remote.client.engine import WeightSwap
-from asyncrl.engine.remote.client.pausing import Pausing
+from asyncrl.engine.remote.client.engine import Pausing, WeightSwap
 from asyncrl.engine.weights import ModelShapes
 from asyncrl.wire.weights.layout import Fingerprint, TensorSpec, WeightManifest
 

@@ -18,7 +18,7 @@ from tree_sources import RandomTrees
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.config import EngineConfig
-from asyncrl.engine.drafting.source import DraftSource
+from asyncrl.engine.drafting.proposals import DraftSource
 from asyncrl.engine.errors import EngineError, RequestError
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.engine.torch.core import DecodeCore

@@ -17,7 +17,7 @@ from tree_sources import CorruptTrees, OracleTrees, RandomTrees
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
-from asyncrl.engine.drafting.source import DraftSource
+from asyncrl.engine.drafting.proposals import DraftSource
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.engine.torch.core import DecodeCore

@@ -15,8 +15,7 @@ from asyncrl.engine.remote.extras import DrafterSettings, RequestExtra
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.vllm.extras import drafter_to_config, to_extra_args
 from asyncrl.engine.vllm.worker.batch import RunnerBatch
-from asyncrl.engine.vllm.worker.drafter import CacheDrafter
-from asyncrl.engine.vllm.worker.plain_steps import prepare_plainly
+from asyncrl.engine.vllm.worker.drafter import CacheDrafter, prepare_plainly
 
 
 class Clockless:

@@ -11,7 +11,7 @@ import pytest
 from served_vllm import REAL_VLLM
 
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
-from asyncrl.engine.remote.client.meter import Meter
+from asyncrl.engine.remote.client.core import Meter
 from asyncrl.engine.remote.client.responses import Response, Responses
 from asyncrl.engine.remote.client.streams import Reader, Streams
 from asyncrl.engine.vllm.extras import MessageSettings

@@ -12,7 +12,7 @@ from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
 from asyncrl.wire.messages import from_generator, to_generator
 from asyncrl.wire.transport.decoding import FrameRefused, Reason
-from asyncrl.wire.transport.message_chunks import PART_BYTES, join, split
+from asyncrl.wire.transport.outbox import PART_BYTES, join, split
 
 
 @given(st.integers(0, 3), st.integers(-2, 2))

@@ -13,8 +13,7 @@ from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
 from asyncrl.wire.messages import from_generator, to_generator
 from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused, Reason
-from asyncrl.wire.transport.message_chunks import split
-from asyncrl.wire.transport.outbox import MAX_BYTES, MAX_MESSAGES, ONE_PART, Outbox, body_of
+from asyncrl.wire.transport.outbox import MAX_BYTES, MAX_MESSAGES, ONE_PART, Outbox, body_of, split
 from asyncrl.wire.transport.refusals import Refusals
 
 KEY = RunKey.new()

@@ -7,7 +7,6 @@
     desk.py        the place where members check in and are answered, from both sides
     groups.py      a group of torch.distributed, apart from every other one of its process
     words.py       what the sender says before each chunk
-    checksum.py    of a chunk
     sending.py     a thread in the trainer's process
     receiving.py   what `WeightBuffer.read` calls if the manifest names a sender
 

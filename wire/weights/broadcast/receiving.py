@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.wire.errors import GroupBroken, WeightsNotReceivedError, WeightsSupersededError
-from asyncrl.wire.weights.broadcast.checksum import checksum
 from asyncrl.wire.weights.broadcast.control_codes import Word
 from asyncrl.wire.weights.broadcast.groups import (
     Deadline,
@@ -20,6 +19,7 @@ from asyncrl.wire.weights.broadcast.groups import (
     name_of_device,
 )
 from asyncrl.wire.weights.broadcast.membership import CheckIn
+from asyncrl.wire.weights.broadcast.sending import checksum
 from asyncrl.wire.weights.broadcast.store import Invitation, Refusal, Visitor
 from asyncrl.wire.weights.chunks import Grid
 from asyncrl.wire.weights.layout import BroadcastPlace, WeightManifest

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from asyncrl.wire.errors import WeightsSupersededError
 from asyncrl.wire.messages.chain import Chunk
 from asyncrl.wire.transport.decoding import FrameRefused, Reason
-from asyncrl.wire.transport.message_chunks import PART_BYTES, split
+from asyncrl.wire.transport.outbox import PART_BYTES, split
 from asyncrl.wire.weights import delta
 from asyncrl.wire.weights.chunks import Grid, checksum, name_of, word_bytes
 from asyncrl.wire.weights.layout import WeightManifest

@@ -16,7 +16,7 @@ from asyncrl.wire.messages.chain import FromParent, Parent, ToParent
 from asyncrl.wire.sockets import identify
 from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused, Reason
 from asyncrl.wire.transport.keys import HubKeys
-from asyncrl.wire.transport.message_chunks import PART_BYTES
+from asyncrl.wire.transport.outbox import PART_BYTES
 from asyncrl.wire.transport.refusals import Refusals
 from asyncrl.wire.weights.chain.cached_version import Part
 from asyncrl.wire.weights.chain.serving import MAX_ASKS

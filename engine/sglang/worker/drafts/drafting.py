@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from asyncrl.cache.tree.rollout_tree import Drafts
 from asyncrl.engine.drafting.planner import Planner
-from asyncrl.engine.drafting.source import DraftSource
+from asyncrl.engine.drafting.proposals import DraftSource
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.remote.worker.drafting import StepTimer
 from asyncrl.engine.remote.worker.entries import Entry
