@@ -6,7 +6,7 @@ batch names the rows. This file holds everything that drafting needs to know of 
 `worker.rows` decides what to draft, `asyncrl.engine.drafting.planner` how much.
 
 vLLM treats a step without drafts as one with drafts of length 0.
-`plain_steps` makes such a step as cheap as one without speculation, and
+`prepare_plainly` makes such a step as cheap as one without speculation, and
 `attach` gives the scheduler only drafts that there are.
 
 Makes a step without drafts as cheap as one without speculation, in every rank.
