@@ -34,7 +34,7 @@ from asyncrl.simulation.failures import Failures, Stragglers
 from asyncrl.simulation.network import Network
 from asyncrl.simulation.outcome import Outcome
 from asyncrl.simulation.study import Cluster
-from asyncrl.wire.sessions.bundles import GATHER_SECONDS
+from asyncrl.wire.sessions.peers import GATHER_SECONDS
 from asyncrl.wire.sessions.session import ACK_SECONDS
 from benchmarks.report import add_smoke, write_json
 

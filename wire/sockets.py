@@ -26,8 +26,7 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.wire.errors import FolderNotPrivate, KeyUnusable, NoReply, SessionFull, Unreachable
-from asyncrl.wire.sessions.bundles import EXTRA_BYTES, is_bundle
-from asyncrl.wire.sessions.peers import SessionPeers
+from asyncrl.wire.sessions.peers import EXTRA_BYTES, SessionPeers, is_bundle
 from asyncrl.wire.transport.addresses import is_private
 from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused, Reason
 from asyncrl.wire.transport.keys import HubKeys, LineKeys

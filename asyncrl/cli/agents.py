@@ -58,7 +58,7 @@ def agent(
     once: Annotated[bool, typer.Option("--once", help="End when the run ends.")] = False,
 ) -> None:
     """Take part in a run with this machine: host its trainer or a generator."""
-    from asyncrl.config.agents import host_and_port
+    from asyncrl.config.launcher import host_and_port
     from asyncrl.health import Health
     from asyncrl.launch.agents.agent import Agent, Settings
     from asyncrl.launch.agents.gpus import count_gpus

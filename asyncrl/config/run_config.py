@@ -16,15 +16,17 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from asyncrl.cache.config import CacheConfig
-from asyncrl.config.changes import changed_at, refuse_unknown
 from asyncrl.config.errors import mistakes
 from asyncrl.config.former import without_former
 from asyncrl.config.launcher import LauncherConfig
-from asyncrl.config.run_section import RunSection
+from asyncrl.config.run_section import RunSection, changed_at, refuse_unknown
 from asyncrl.config.yaml_text import dump_yaml, parse_yaml, read_yaml
 from asyncrl.engine.config import EngineConfig, SamplingConfig
-from asyncrl.environments.config import EnvironmentConfig
-from asyncrl.environments.defaults import refuse_contradictions, with_default_functions
+from asyncrl.environments.config import (
+    EnvironmentConfig,
+    refuse_contradictions,
+    with_default_functions,
+)
 from asyncrl.environments.protocol import LABEL
 from asyncrl.errors import ConfigError
 from asyncrl.monitoring.config import MAX_PORT, MonitoringConfig

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from asyncrl.config.by_step import ConfigByStep
 from asyncrl.controller.progress import Progress
-from asyncrl.controller.sample_handover import Moves
+from asyncrl.controller.unfinished_work import Moves
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands

@@ -49,11 +49,10 @@ from asyncrl.controller.inbox import CheckpointRecord, Inbox, Message
 from asyncrl.controller.live_settings import LiveSettings
 from asyncrl.controller.policy_watch import PolicyWatch
 from asyncrl.controller.progress import Progress
-from asyncrl.controller.sample_handover import Moves
 from asyncrl.controller.scaling import Scaling, arrivals_of
 from asyncrl.controller.trainer_restarts import TrainerRestarts
 from asyncrl.controller.training import Training
-from asyncrl.controller.unfinished_work import UnfinishedWork
+from asyncrl.controller.unfinished_work import Moves, UnfinishedWork
 from asyncrl.controller.user_requests import UserRequests
 from asyncrl.controller.watchdog import Watchdog
 from asyncrl.evaluation.during import EvaluationDuringTraining
@@ -65,7 +64,7 @@ from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.launch.agents.launcher import AgentsLauncher
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.scheduler import events
-from asyncrl.steering.replies import status_reply, view_reply
+from asyncrl.steering.status_stream import status_reply, view_reply
 from asyncrl.tasks.prompts import Task
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire import Hub

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from asyncrl.config.run_config import RunConfig
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics
 from asyncrl.monitoring.records.timeline import Timeline
-from asyncrl.monitoring.tracing.ids import Value
-from asyncrl.monitoring.tracing.tracer import Moment, Tracer
+from asyncrl.monitoring.tracing.tracer import Moment, Tracer, Value
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands, events
 
@@ -43,7 +42,7 @@ def open_group_traces(
 
     Args:
         config: of the run.
-        key: of the run, see `asyncrl.monitoring.tracing.ids`.
+        key: of the run, see `asyncrl.monitoring.tracing.tracer`.
         metrics: count the spans.
         closing: ends it.
     """

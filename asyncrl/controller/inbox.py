@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 from asyncrl.controller.live_settings import LiveSettings
 from asyncrl.controller.policy_watch import PolicyWatch
 from asyncrl.controller.progress import Progress
-from asyncrl.controller.sample_handover import Moves
 from asyncrl.controller.trainer_restarts import TrainerRestarts
 from asyncrl.controller.training import Training
-from asyncrl.controller.unfinished_work import UnfinishedWork
+from asyncrl.controller.unfinished_work import Moves, UnfinishedWork
 from asyncrl.errors import UserError
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.fleet.condition_wait import Waiter

@@ -12,7 +12,7 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.controller.commands import CommandExecutor, SampleReports
 from asyncrl.controller.group_traces import GroupTraces
 from asyncrl.controller.progress import Progress
-from asyncrl.controller.sample_handover import Moves
+from asyncrl.controller.unfinished_work import Moves
 from asyncrl.errors import RunFailed
 from asyncrl.fleet.condition_wait import Waiter
 from asyncrl.fleet.process_fleet import Fleet

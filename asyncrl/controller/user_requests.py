@@ -21,7 +21,7 @@ from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.runs.directory import RunDirectory
 from asyncrl.scheduler import events
 from asyncrl.scheduler.state import SchedulerState
-from asyncrl.steering.replies import EncodedOnce
+from asyncrl.steering.status_stream import EncodedOnce
 from asyncrl.steering.user_commands import Effect, Orders
 from asyncrl.wire.messages import control, from_trainer, to_trainer
 

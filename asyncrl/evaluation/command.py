@@ -18,8 +18,7 @@ from asyncrl.engine.errors import EngineError
 from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import Engine
 from asyncrl.errors import AsyncrlError, ModelError, UserError, first_error
-from asyncrl.evaluation.plan import plan_of
-from asyncrl.evaluation.round import EvaluationRound
+from asyncrl.evaluation.round import EvaluationRound, plan_of
 from asyncrl.generator.sample_rewards import SampleRewards
 from asyncrl.generator.sample_runner import SampleGenerator
 from asyncrl.generator.sample_state import SampleGeneration

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from asyncrl.config.by_step import ConfigByStep
 from asyncrl.config.run_config import RunConfig
-from asyncrl.evaluation.plan import plan_of
-from asyncrl.evaluation.round import EvaluationRound
+from asyncrl.evaluation.round import EvaluationRound, plan_of
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.fleet.process_state import GeneratorWorker
 from asyncrl.tasks.sample_requests import SampleRequests

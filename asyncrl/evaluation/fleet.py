@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.evaluation.during import EvaluationDuringTraining
-from asyncrl.evaluation.plan import plan_of
 from asyncrl.evaluation.results import EvaluationResults
-from asyncrl.evaluation.round import EvaluationRound
+from asyncrl.evaluation.round import EvaluationRound, plan_of
 from asyncrl.fleet.condition_wait import Waiter
 from asyncrl.fleet.process_fleet import Fleet
 from asyncrl.fleet.process_state import GeneratorWorker

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl.monitoring.records.metrics_log import EvaluationsLog, read_evaluations
 from asyncrl.tasks.evaluation_config import EvaluationConfig
-from asyncrl.trainer.checkpoint.format.best_checkpoint import BestCheckpoint, write_best
+from asyncrl.trainer.checkpoint.format.files import BestCheckpoint, write_best
 from asyncrl.wire.records.evaluations import HELD_OUT, EvaluationRecord, SetEvaluation
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk
-from asyncrl.monitoring.tracing.ids import Value
-from asyncrl.monitoring.tracing.tracer import Moment, Tracer
+from asyncrl.monitoring.tracing.tracer import Moment, Tracer, Value
 from asyncrl.rewards.calls import Reward
 from asyncrl.rollout.trajectory import Provenance, SampleId
 

@@ -103,7 +103,7 @@ class ModelSpec(ProcessSpec, frozen=True, kw_only=True):
     relayed: bool = False
     """Whether its control messages go through the relay of its node."""
     trace_key: str = ""
-    """Of the run (`asyncrl.monitoring.tracing.ids`)."""
+    """Of the run (`asyncrl.monitoring.tracing.tracer`)."""
 
     def data_address_of(self, rank: int) -> str:
         """Where a rank of a trainer on this machine listens for trajectories.

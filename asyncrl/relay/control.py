@@ -2,7 +2,7 @@
 
     children ◄── ipc ──► relay ◄── one TCP connection, bundles ──► controller
 
-up      consumes: frames of children. produces: bundles. (`asyncrl.wire.sessions.bundles`)
+up      consumes: frames of children. produces: bundles. (`asyncrl.wire.sessions.peers`)
         waits for: children. bounded by: GATHER_SECONDS, or at once for what is urgent.
 down    consumes: bundles of the controller. produces: frames for children, and the relay's own
         messages. waits for: the controller.
@@ -26,11 +26,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from asyncrl.monitoring.metrics.relay_metrics import RelayMetrics
+from asyncrl.monitoring.metrics.metrics import RelayMetrics
 from asyncrl.wire.errors import KeyUnusable, NoReply
-from asyncrl.wire.sessions.bundles import EXTRA_BYTES, Gatherer, bundles_of, entries_of
 from asyncrl.wire.sessions.end import SessionEnd
-from asyncrl.wire.sessions.frames import is_urgent
+from asyncrl.wire.sessions.peers import EXTRA_BYTES, Gatherer, bundles_of, entries_of
+from asyncrl.wire.sessions.session import is_urgent
 from asyncrl.wire.sockets import HUB_BYTES, LINE_BYTES, error_of, identify
 from asyncrl.wire.transport.decoding import FrameRefused
 from asyncrl.wire.transport.keys import LineKeys

@@ -29,10 +29,16 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.relay.file_client import FileClient, FileUnavailable
 from asyncrl.relay.file_rules import UNFINISHED, PathRefused, files_of, open_below
 from asyncrl.relay.mirror import Mirror
-from asyncrl.relay.pull import BYTES_PER_SECOND, Pace, Puller, fetch_whole
+from asyncrl.relay.pull import (
+    BYTES_PER_SECOND,
+    FileClient,
+    FileUnavailable,
+    Pace,
+    Puller,
+    fetch_whole,
+)
 from asyncrl.wire import Hub
 from asyncrl.wire.errors import WireError
 from asyncrl.wire.messages import files, from_relay, to_relay

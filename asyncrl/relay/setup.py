@@ -38,7 +38,7 @@ from asyncrl.launch.child_spec import RelayKeys, RelaySpec, bind_to, reached_at
 from asyncrl.launch.shared_memory import weights_id
 from asyncrl.monitoring.errors import MonitoringError
 from asyncrl.monitoring.metrics.instruments import new_registry
-from asyncrl.monitoring.metrics.relay_metrics import RelayMetrics
+from asyncrl.monitoring.metrics.metrics import RelayMetrics
 from asyncrl.relay.control import ControlRelay, RelayLine
 from asyncrl.relay.files import RelayFiles
 from asyncrl.wire.errors import WeightsSupersededError, WireError

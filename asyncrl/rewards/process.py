@@ -22,10 +22,9 @@ from asyncrl.monitoring.terminal.formatting import without_controls
 from asyncrl.rewards import protocol
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.protocol import FromWorker
-from asyncrl.user_code.control_group import ControlGroup
 from asyncrl.user_code.exit_status import how_it_ended, how_it_exited, read_ending
 from asyncrl.user_code.streams import MAX_FRAME, pack, take_frame
-from asyncrl.user_code.supervisor import KILL_SECONDS
+from asyncrl.user_code.supervisor import KILL_SECONDS, ControlGroup
 from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused, Reason
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.config.agents import AgentsConfig, host_and_port
+from asyncrl.config.launcher import AgentsConfig, host_and_port
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.agents.secret import read_secret

@@ -38,8 +38,7 @@ from asyncrl.trainer.sharding.lockstep import Act
 from asyncrl.trainer_process.checkpoints import Checkpoints
 from asyncrl.trainer_process.delivery_check import DeliveryNotKept, Intake
 from asyncrl.trainer_process.group_queue import GroupQueue
-from asyncrl.trainer_process.rank_decision import word_of
-from asyncrl.trainer_process.step_trainer import StepTrainer, TrainerRecords
+from asyncrl.trainer_process.step_trainer import StepTrainer, TrainerRecords, word_of
 from asyncrl.wire import Hub, Line
 from asyncrl.wire.errors import WireError
 from asyncrl.wire.messages import data, from_trainer, to_trainer

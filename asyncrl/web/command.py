@@ -15,8 +15,7 @@ from asyncrl.errors import UserError
 from asyncrl.monitoring.config import WebConfig
 from asyncrl.runs.command_lines import command_for
 from asyncrl.runs.directory import is_alive, read_state
-from asyncrl.web.serving import listen, url_of
-from asyncrl.web.tokens import read_token, token_path
+from asyncrl.web.serving import listen, read_token, token_path, url_of
 
 
 def show_page(run: Path, port: int, say: Callable[[str], None]) -> None:

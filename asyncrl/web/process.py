@@ -37,7 +37,7 @@ def main() -> None:
     )
     from asyncrl.web.guard import Policy
     from asyncrl.web.server import serve
-    from asyncrl.web.tokens import read_token
+    from asyncrl.web.serving import read_token
 
     policy = Policy(is_loopback=not given.elsewhere, token=read_token(given.token_file))
     listening = socket.socket(fileno=given.socket)

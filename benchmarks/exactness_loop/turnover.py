@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncrl.config.run_config import parse_config
-from asyncrl.controller.sample_handover import Moves
+from asyncrl.controller.unfinished_work import Moves
 from asyncrl.scheduler import commands, events
 from asyncrl.tasks.sample_requests import SampleRequests
 from asyncrl.wire.messages import from_generator as fg

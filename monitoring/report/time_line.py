@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from asyncrl.monitoring.metrics.occupancy import EMPTY, SlotPiece, SlotUse, slot_shares
 from asyncrl.monitoring.records.spans import UNACCOUNTED, Span, absent_seconds, idle_by_cause
 from asyncrl.monitoring.report.data import RunData
-from asyncrl.monitoring.report.lanes import Window, kinds_legend, lanes_drawing
+from asyncrl.monitoring.report.lanes import NAMES, STYLES, Window, kinds_legend, lanes_drawing
 from asyncrl.monitoring.report.markup import Child, Markup, element
 from asyncrl.monitoring.report.sections import section
-from asyncrl.monitoring.report.slot_strip import NAMES, STYLES
 from asyncrl.monitoring.terminal.formatting import duration, percent
 
 ZOOM_STEPS = 3

@@ -1,6 +1,5 @@
 """Traces of groups of samples, from the draw of the prompt to the optimizer step.
 
-ids       which groups are traced, and their ids: functions of the run and the group
 tracer    what the processes call
 export    sends records to an OpenTelemetry collector; the only module that imports its SDK
 

@@ -33,7 +33,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from asyncrl.monitoring.tracing.ids import TraceSpan
+from asyncrl.monitoring.tracing.tracer import TraceSpan
 
 logger = logging.getLogger("asyncrl.tracing")
 

@@ -9,8 +9,7 @@ from contextlib import AsyncExitStack, ExitStack
 from asyncrl.monitoring.config import TracingConfig
 from asyncrl.monitoring.errors import TracingError
 from asyncrl.monitoring.metrics.process_metrics import ProcessMetrics
-from asyncrl.monitoring.tracing.ids import TraceIds
-from asyncrl.monitoring.tracing.tracer import Tracer
+from asyncrl.monitoring.tracing.tracer import TraceIds, Tracer
 
 
 def open_tracer(

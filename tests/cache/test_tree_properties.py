@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asyncrl.cache.config import CacheConfig, TreeRules
 from asyncrl.cache.tree import arena
 from asyncrl.cache.tree.arena import SPAN
-from asyncrl.cache.tree.branch import BLEND
+from asyncrl.cache.tree.draft import BLEND
 from asyncrl.cache.tree.rollout_tree import Drafts, RolloutCache
 
 MAX_DRAFT_TOKENS = 12

@@ -31,13 +31,11 @@ from asyncrl.engine.sglang.messages import Gauges
 from asyncrl.engine.sglang.worker.drafts.tree_drawing import TreeDrawing
 from asyncrl.engine.sglang.worker.drafts.verify_step import lay_out
 from asyncrl.engine.sglang.worker.drawing import StepDrawing
-from asyncrl.engine.sglang.worker.outbox import Outbox
 from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch
-from asyncrl.engine.sglang.worker.steps import Reporting
+from asyncrl.engine.sglang.worker.steps import Outbox, Reporting
 from asyncrl.engine.vllm.extras import drafter_to_config, to_extra_args
-from asyncrl.engine.vllm.worker.batch import RunnerBatch
 from asyncrl.engine.vllm.worker.drafter import CacheDrafter
-from asyncrl.engine.vllm.worker.sampling import CoreSampler
+from asyncrl.engine.vllm.worker.sampling import CoreSampler, RunnerBatch
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
 from asyncrl.trainer import scoring
 from asyncrl.trainer.base.config import TrainerConfig

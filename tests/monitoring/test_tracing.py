@@ -17,9 +17,8 @@ from trace_collector import Collector, collecting
 from asyncrl.monitoring.config import TracingConfig
 from asyncrl.monitoring.metrics.metrics import GeneratorMetrics, new_registry
 from asyncrl.monitoring.tracing import export
-from asyncrl.monitoring.tracing.ids import TraceIds
 from asyncrl.monitoring.tracing.opening import open_tracer
-from asyncrl.monitoring.tracing.tracer import Tracer
+from asyncrl.monitoring.tracing.tracer import TraceIds, Tracer
 from asyncrl.rollout.trajectory import SampleId
 
 ROOT = Path(__file__).parents[2]

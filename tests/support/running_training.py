@@ -10,10 +10,9 @@ from fake_processes import FakeProgress, run_config, started_fleet, task, weight
 
 from asyncrl.controller.inbox import CheckpointRecord, Inbox
 from asyncrl.controller.policy_watch import PolicyWatch
-from asyncrl.controller.sample_handover import Moves
 from asyncrl.controller.trainer_restarts import TrainerRestarts
 from asyncrl.controller.training import Training
-from asyncrl.controller.unfinished_work import UnfinishedWork
+from asyncrl.controller.unfinished_work import Moves, UnfinishedWork
 from asyncrl.controller.watchdog import Watchdog
 from asyncrl.evaluation.fleet import FleetEvaluation
 from asyncrl.fleet.condition_wait import Waiter

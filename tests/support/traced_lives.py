@@ -8,7 +8,7 @@ from pathlib import Path
 from trace_collector import Span
 
 from asyncrl.monitoring.records.spans import read_timelines
-from asyncrl.monitoring.tracing.ids import TraceIds
+from asyncrl.monitoring.tracing.tracer import TraceIds
 from asyncrl.runs.directory import read_state
 
 _SKEW = 0.005

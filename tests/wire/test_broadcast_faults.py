@@ -16,8 +16,7 @@ from asyncrl.wire.weights import reader
 from asyncrl.wire.weights.broadcast import sending
 from asyncrl.wire.weights.broadcast.control_codes import Word
 from asyncrl.wire.weights.broadcast.groups import Limits
-from asyncrl.wire.weights.broadcast.membership import CheckIn
-from asyncrl.wire.weights.broadcast.store import Refusal
+from asyncrl.wire.weights.broadcast.store import CheckIn, Refusal
 from asyncrl.wire.weights.reader import WeightBuffer
 
 

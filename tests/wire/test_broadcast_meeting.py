@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.wire.weights.broadcast.membership import CheckIn, Meeting
+from asyncrl.wire.weights.broadcast.store import CheckIn, Meeting
 
 WINDOW = 2.0
 

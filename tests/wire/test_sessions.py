@@ -11,24 +11,27 @@ from hypothesis import strategies as st
 
 from asyncrl.wire import RunKey
 from asyncrl.wire.errors import SessionFull
-from asyncrl.wire.sessions.bundles import (
+from asyncrl.wire.sessions.peers import (
     EXTRA_BYTES,
     GATHER_SECONDS,
     MAX_BYTES,
     Gatherer,
+    SessionPeers,
     bundles_of,
     entries_of,
     is_bundle,
 )
-from asyncrl.wire.sessions.frames import AGAIN, HEADER_BYTES, header_of, is_urgent
-from asyncrl.wire.sessions.peers import SessionPeers
 from asyncrl.wire.sessions.session import (
     ACK_FRAMES,
     ACK_SECONDS,
+    AGAIN,
+    HEADER_BYTES,
     MAX_PATIENCE_SECONDS,
     PATIENCE_SECONDS,
     Limits,
     Session,
+    header_of,
+    is_urgent,
 )
 from asyncrl.wire.transport.decoding import FrameRefused, Reason
 from asyncrl.wire.transport.refusals import Refusals

@@ -52,7 +52,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from asyncrl.trainer.algorithms.base import Rewards, centred, per_group_std
-from asyncrl.trainer.algorithms.clipped import Clipped
+from asyncrl.trainer.algorithms.losses import Clipped
 from asyncrl.trainer.base.config import TrainerConfig
 
 

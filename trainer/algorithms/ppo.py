@@ -28,8 +28,7 @@ from typing import ClassVar
 import numpy as np
 
 from asyncrl.trainer.algorithms.base import Finish, LossSums, Rewards, Signal, StepSums, TokenBatch
-from asyncrl.trainer.algorithms.clipped import Clipped
-from asyncrl.trainer.algorithms.losses import score_function
+from asyncrl.trainer.algorithms.losses import Clipped, score_function
 from asyncrl.trainer.algorithms.reinforce_plus_plus import (
     MOMENTS,
     UNIT,

@@ -1,24 +1,159 @@
-"""A policy whose weights are in parts on the ranks."""
+"""A policy whose weights are in parts on the ranks.
+
+Divides a model among the ranks, block by block, by FSDP2.
+
+    block            rows of its matrices on each rank; whole for its forward and backward pass
+    embedding, head  the same, each by itself, or together with the model where they are one tensor
+    norms, biases    whole on each rank: they are few, and computed in float32
+
+A weight is brought together in the type in which it is computed: bfloat16 in the blocks of
+`dtype: bfloat16`, as autocast would have it. Gradients are summed over the ranks, in the type of
+the parameters, after each micro-batch.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from asyncrl.trainer.base.errors import TrainerError
+from asyncrl.trainer.base.errors import TrainerError, UnsupportedModelError
 from asyncrl.trainer.model.head import TokenScores
 from asyncrl.trainer.model.host_memory import memory_left
 from asyncrl.trainer.model.packed_batch import PackedBatch
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.ranks.world import World
-from asyncrl.trainer.sharding.blocks import ShardedModel
 from asyncrl.wire.weights.fingerprint import fingerprint
+
+_METHOD = "asyncrl_run"
+"""Name of a method that FSDP takes for a forward pass."""
+
+
+class ShardedModel:
+    """Runs functions that use a model's weights, which are whole meanwhile.
+
+    Args:
+        model: on the CPU; its parameters become DTensors.
+        mesh: of the ranks, one axis.
+        device: of this rank.
+        low: type in which blocks compute; None: that of the parameters.
+
+    Raises:
+        UnsupportedModelError: it has no blocks that transformers names.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: DeviceMesh,
+        device: torch.device,
+        low: torch.dtype | None,
+    ) -> None:
+        blocks = blocks_of(model)
+        if not blocks:
+            raise UnsupportedModelError(
+                f"trainer.sharding: full divides a model by its blocks, and {type(model).__name__} "
+                "has none that transformers can compute again (GradientCheckpointingLayer); set "
+                "trainer.sharding: optimizer"
+            )
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": True,
+            "ignored_params": {one for one in model.parameters() if one.ndim < 2},
+            "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
+        }
+        in_blocks = options
+        if low is not None:
+            policy = MixedPrecisionPolicy(low, torch.float32, cast_forward_inputs=False)
+            in_blocks = {**options, "mp_policy": policy}
+        for block in blocks:
+            fully_shard(block, **in_blocks)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        self._model: Any = model
+        self._head: Any = model
+        if head.weight is not embedding.weight:
+            fully_shard(embedding, **options).set_unshard_in_backward(False)
+            self._head = fully_shard(head, **options)
+        fully_shard(model, **options)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        model.set_reduce_scatter_unused_params(True)
+        for module in (self._model, self._head):
+            if not hasattr(module, _METHOD):
+                setattr(module, _METHOD, _run)
+                register_fsdp_forward_method(module, _METHOD)
+        _move_rest(model, device)
+
+    def with_body(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that computes the model's forward pass, but for its head."""
+        out: T = getattr(self._model, _METHOD)(function, *arguments)
+        if not torch.is_grad_enabled():
+            self._model.reset_iter_state()  # which otherwise only a backward pass does
+        return out
+
+    def with_head(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that uses the head's weight, within `with_body`."""
+        if self._head is self._model:
+            return function(*arguments)
+        out: T = getattr(self._head, _METHOD)(function, *arguments)
+        return out
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The transformer's blocks, without those within another."""
+    found: list[nn.Module] = []
+    for module in model.modules():
+        if not isinstance(module, GradientCheckpointingLayer):
+            continue
+        if not any(module in list(one.modules()) for one in found):
+            found.append(module)
+    return found
+
+
+def _run(function: Callable[..., Any], *arguments: Any) -> Any:
+    """FSDP marks what this returns, to bring weights together again in the backward pass."""
+    return _own(function(*arguments))
+
+
+def _own(value: Any) -> Any:
+    """The same, with copies of views: a mark on a view can be lost."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.requires_grad and value._is_view() else value  # noqa: SLF001
+    if isinstance(value, tuple):
+        return tuple(map(_own, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{one.name: _own(getattr(value, one.name)) for one in fields(value)})
+    return value
+
+
+@torch.no_grad()
+def _move_rest(model: nn.Module, device: torch.device) -> None:
+    """Bring what is not divided to the device, in memory of its own.
+
+    A tensor that was read from a file is a view of the file's mapping, so one norm would keep the
+    whole model in memory.
+    """
+    for one in [*model.parameters(), *model.buffers()]:
+        if not isinstance(one, DTensor):
+            one.data = one.data.to(device, copy=True)
+
 
 logger = logging.getLogger(__name__)
 

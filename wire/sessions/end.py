@@ -19,8 +19,7 @@ import msgspec
 
 from asyncrl.wire.errors import SessionFull, Unreachable
 from asyncrl.wire.messages import from_generator, from_trainer
-from asyncrl.wire.sessions.frames import new_session
-from asyncrl.wire.sessions.session import Session
+from asyncrl.wire.sessions.session import Session, new_session
 from asyncrl.wire.transport.decoding import FrameDecoder
 from asyncrl.wire.transport.outbox import Outbox
 

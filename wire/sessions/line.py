@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from asyncrl.wire.sessions.bundles import EXTRA_BYTES
 from asyncrl.wire.sessions.end import SessionEnd
+from asyncrl.wire.sessions.peers import EXTRA_BYTES
 from asyncrl.wire.sockets import LINE_BYTES, Line, error_of
 from asyncrl.wire.transport.decoding import FrameRefused
 from asyncrl.wire.transport.keys import LineKeys

@@ -30,7 +30,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from asyncrl.config.agents import host_and_port
+from asyncrl.config.launcher import host_and_port
 from asyncrl.errors import AsyncrlError, UserError
 from asyncrl.health import Health, beat_of
 from asyncrl.launch.agents.hosting import Hosting, Ports

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncrl.config.agents import MAX_PORT
+from asyncrl.config.launcher import MAX_PORT
 from asyncrl.errors import UserError
 from asyncrl.launch.node_child import GRACE_SECONDS, NodeChild, Place
 from asyncrl.wire.messages import from_agent, to_agent

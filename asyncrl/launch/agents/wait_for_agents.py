@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.config.agents import host_and_port
+from asyncrl.config.launcher import host_and_port
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.agents.launcher import AgentsLauncher

@@ -26,8 +26,7 @@ from asyncrl.errors import DataError
 from asyncrl.suggestions import shortened
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.data.map_messages import Answer, Failed, Load, Loaded, Mapped, Refused
-from asyncrl.tasks.data.rows import BadRow, Row, checked
-from asyncrl.tasks.data.sources import read_rows
+from asyncrl.tasks.data.sources import BadRow, Row, checked, read_rows
 from asyncrl.tasks.encoding import Question
 from asyncrl.tasks.supervised import ProcessEnded, SupervisedProcess
 from asyncrl.user_code.streams import pack

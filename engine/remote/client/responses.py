@@ -15,8 +15,7 @@ import numpy as np
 from asyncrl.engine.errors import EngineError
 from asyncrl.engine.protocol import GenerateRequest, TokenChunk
 from asyncrl.engine.remote.client.inbox import Inbox, not_finite
-from asyncrl.engine.remote.client.tickets import NEW, NO_ROW, Tickets
-from asyncrl.engine.remote.client.unreported import Unreported
+from asyncrl.engine.remote.client.unreported import NEW, NO_ROW, Tickets, Unreported
 from asyncrl.engine.remote.extras import StepTable
 from asyncrl.engine.sampling.drawing import noise_seeds
 from asyncrl.rollout.trajectory import FinishReason

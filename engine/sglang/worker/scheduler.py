@@ -56,7 +56,6 @@ from asyncrl.engine.sglang.worker.api import (
 from asyncrl.engine.sglang.worker.calls import WorkerCalls, answer
 from asyncrl.engine.sglang.worker.drafts.tree_drawing import TreeDrawing
 from asyncrl.engine.sglang.worker.drawing import StepDrawing
-from asyncrl.engine.sglang.worker.outbox import Outbox
 from asyncrl.engine.sglang.worker.parts import (
     ClientReceiver,
     EndStreamer,
@@ -68,7 +67,7 @@ from asyncrl.engine.sglang.worker.parts import (
 )
 from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
 from asyncrl.engine.sglang.worker.scoring import Prefill, PrefillScoring
-from asyncrl.engine.sglang.worker.steps import Reporting
+from asyncrl.engine.sglang.worker.steps import Outbox, Reporting
 from asyncrl.engine.sglang.worker.weights import SglangWeights
 from asyncrl.rollout.acceptance import warm_up_verification
 

@@ -5,10 +5,19 @@ it to the host with them, commits the tokens, then calls `consume` with those th
 keeps (`sglang/srt/managers/auxiliary_output.py`). So the table is reported as it was drawn, without
 an object for each token, and only what SGLang has kept of it: neither the draw of a prompt that is
 not all in, nor drafts after a stop token or the limit, nor what a request drew after its end.
+
+What the scheduler process has to tell the client: steps, scores and ends, in order.
+
+A message costs the generator's process much more than what is in it, so several steps share one.
+When a message is sent depends on the tokens in it: a scheduler in which every response has ended
+sends at once what is left. So an interrupted response is never cut at the last step that came, as
+that place would tell something about the tokens after it (docs/decisions/0011): the scheduler ends
+it, and sends all that was drawn before, then its end.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,8 +27,104 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.engine.remote.extras import NO_TICKET, StepTable
-from asyncrl.engine.sglang.worker.outbox import Outbox
+from asyncrl.engine.sglang.messages import End, Gauges, Outputs, Scored, Step
 from asyncrl.engine.sglang.worker.requests import Requests
+from asyncrl.rollout.trajectory import FloatArray, IntArray
+
+_MAX_SECONDS = 0.1
+"""Longest time that a step waits for the message to be sent, when steps are slow."""
+
+
+class Outbox:
+    """Collects outputs and sends them, several steps in one message.
+
+    Args:
+        send: sends a message.
+        gauges: gives the state at the time of a message.
+        steps_per_message: a message is sent after so many steps.
+        clock: gives seconds.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Outputs], None],
+        gauges: Callable[[], Gauges],
+        steps_per_message: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._send = send
+        self._gauges = gauges
+        self._steps_per_message = steps_per_message
+        self._clock = clock
+        self._began = 0.0
+        self._waiting = 0
+        self._outputs = Outputs([], [], [])
+        self.steps = 0
+        """That the model has run since the start."""
+
+    def add_step(self, table: StepTable, policy_version: int) -> None:
+        """Keep what a step generated; at most one table a step.
+
+        Args:
+            table: of the step, with the tokens that stay only.
+            policy_version: of the weights that drew them.
+        """
+        step = Step(
+            policy_version=policy_version,
+            width=table.ids.shape[1],
+            ids=_bytes(table.ids, "<i4"),
+            logprobs=_bytes(table.logprobs, "<f4"),
+            tickets=_bytes(table.tickets, "<i8"),
+        )
+        self._outputs.steps.append(step)
+
+    def add_scored(
+        self, request_id: str, ids: IntArray, logprobs: FloatArray, policy_version: int
+    ) -> None:
+        """Keep the table of a scored request; the current step is sent when it ends.
+
+        Args:
+            request_id: of the request.
+            ids: `[n, width]`
+            logprobs: `[n, width]`
+            policy_version: of the weights that scored it.
+        """
+        self._outputs.scored.append(
+            Scored(
+                request_id,
+                policy_version,
+                ids.shape[1],
+                _bytes(ids, "<i4"),
+                _bytes(logprobs, "<f4"),
+            )
+        )
+
+    def add_end(self, end: End) -> None:
+        """Keep the end of a request."""
+        self._outputs.ends.append(end)
+
+    def end_step(self) -> None:
+        """Count a step whose outputs were all added; sends them if it is time."""
+        self.steps += 1
+        now = self._clock()
+        if not self._waiting:
+            self._began = now
+        self._waiting += 1
+        full = self._waiting >= self._steps_per_message or now - self._began >= _MAX_SECONDS
+        if full or self._outputs.scored:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send all that is left."""
+        outputs = self._outputs
+        self._waiting = 0
+        if outputs.steps or outputs.scored or outputs.ends:
+            self._outputs = Outputs([], [], [])
+            self._send(Outputs(outputs.steps, outputs.scored, outputs.ends, self._gauges()))
+
+
+def _bytes(array: NDArray[np.generic], dtype: str) -> bytes:
+    return np.ascontiguousarray(array, dtype).tobytes()
 
 
 class Places(NamedTuple):

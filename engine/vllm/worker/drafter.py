@@ -29,8 +29,7 @@ from asyncrl.engine.remote.worker.drafting import StepTimer, planner_of, warm_up
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.rows import NO_SLOT, RowBook
 from asyncrl.engine.vllm.extras import drafter_from_config
-from asyncrl.engine.vllm.worker.batch import RunnerBatch
-from asyncrl.engine.vllm.worker.sampling import CoreSampler
+from asyncrl.engine.vllm.worker.sampling import CoreSampler, RunnerBatch
 from asyncrl.rollout.trajectory import IntArray
 
 

@@ -45,9 +45,8 @@ from asyncrl.engine.sampling.logits import warm_up as warm_up_drawing
 from asyncrl.engine.vllm.remote import VllmWorker
 from asyncrl.engine.vllm.worker.adapter import AdapterWeights, ServedAdapter
 from asyncrl.engine.vllm.worker.api import get_tp_group
-from asyncrl.engine.vllm.worker.batch import RunnerBatch
 from asyncrl.engine.vllm.worker.drafter import CacheDrafter, prepare_plainly
-from asyncrl.engine.vllm.worker.sampling import CoreSampler
+from asyncrl.engine.vllm.worker.sampling import CoreSampler, RunnerBatch
 from asyncrl.rollout.acceptance import warm_up_verification
 from asyncrl.rollout.trajectory import FloatArray, IntArray
 from asyncrl.wire.weights.fingerprint import MatrixSums, TensorSums, name_of, probe_columns, sums_of

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.controller.group_traces import GroupTraces
-from asyncrl.monitoring.tracing.ids import TraceIds, TraceSpan
-from asyncrl.monitoring.tracing.tracer import Tracer
+from asyncrl.monitoring.tracing.tracer import TraceIds, Tracer, TraceSpan
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands, events
 

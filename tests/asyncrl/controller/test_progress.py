@@ -22,7 +22,7 @@ from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry
 from asyncrl.monitoring.records.metrics_log import MetricsLog, read_metrics
 from asyncrl.monitoring.terminal.live import LiveView
 from asyncrl.scheduler.config import SchedulerConfig
-from asyncrl.steering.replies import status_reply
+from asyncrl.steering.status_stream import status_reply
 from asyncrl.wire.messages.from_generator import GeneratorReport
 from asyncrl.wire.messages.from_trainer import StepFinished
 from asyncrl.wire.records.noise_floor import NoiseFloor

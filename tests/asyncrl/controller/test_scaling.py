@@ -12,8 +12,8 @@ from fake_processes import run_config
 from running_training import DIGEST, G, Run
 
 from asyncrl.config.run_config import dump_config
-from asyncrl.controller.sample_handover import Moves
 from asyncrl.controller.scaling import Scaling
+from asyncrl.controller.unfinished_work import Moves
 from asyncrl.monitoring.report.data import load_run
 from asyncrl.monitoring.report.sections import orders
 from asyncrl.rollout.trajectory import KeptTokens, SampleId

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.evaluation.plan import EvaluationPlan, PlannedSet, plan_of
-from asyncrl.evaluation.round import Accuracy, EvaluationRound
+from asyncrl.evaluation.round import Accuracy, EvaluationPlan, EvaluationRound, PlannedSet, plan_of
 from asyncrl.tasks.evaluation_config import EvaluationConfig
 
 

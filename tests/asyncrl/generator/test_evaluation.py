@@ -13,8 +13,7 @@ from typing import Any
 from generator_harness import PROMPT, GeneratorHarness, play
 from reward_pools import running
 
-from asyncrl.evaluation.plan import EvaluationPlan, PlannedSet
-from asyncrl.evaluation.round import EvaluationRound
+from asyncrl.evaluation.round import EvaluationPlan, EvaluationRound, PlannedSet
 from asyncrl.monitoring.terminal.evaluation_text import evaluation_lines
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg

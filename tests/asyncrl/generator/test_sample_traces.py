@@ -6,8 +6,7 @@ import pytest
 from generator_harness import PROMPT, SAMPLE, GeneratorHarness, play, settle, verify
 
 from asyncrl.generator.sample_traces import SampleTraces
-from asyncrl.monitoring.tracing.ids import TraceIds, TraceSpan
-from asyncrl.monitoring.tracing.tracer import Tracer
+from asyncrl.monitoring.tracing.tracer import TraceIds, Tracer, TraceSpan
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire.messages import data
 from asyncrl.wire.messages import to_generator as tg

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from asyncrl.cli.entry import app
-from asyncrl.config.agents import host_and_port
+from asyncrl.config.launcher import host_and_port
 from asyncrl.errors import UserError
 from asyncrl.launch.agents.agent_state import AgentProcess
 from asyncrl.launch.agents.hosting import Ports

@@ -18,10 +18,9 @@ from control_relay_process import Options
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire import Hub, RunKey, RuntimeDirectory
 from asyncrl.wire.messages import from_generator, to_generator
-from asyncrl.wire.sessions.bundles import bundles_of
-from asyncrl.wire.sessions.frames import new_session
 from asyncrl.wire.sessions.line import SessionLine
-from asyncrl.wire.sessions.session import Limits, Session
+from asyncrl.wire.sessions.peers import bundles_of
+from asyncrl.wire.sessions.session import Limits, Session, new_session
 from asyncrl.wire.sockets import identify
 from asyncrl.wire.transport.decoding import Reason
 

@@ -11,9 +11,9 @@ import pytest
 from file_relays import Relays, server, until, with_relays, write
 
 from asyncrl.relay import files as file_server
-from asyncrl.relay.file_client import FileClient, FileUnavailable
 from asyncrl.relay.files import answer_to
 from asyncrl.relay.mirror import Mirror
+from asyncrl.relay.pull import FileClient, FileUnavailable
 from asyncrl.wire.errors import WireError
 from asyncrl.wire.messages import files
 

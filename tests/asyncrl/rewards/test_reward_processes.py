@@ -16,8 +16,7 @@ from reward_pools import alive, parent_of, running, until_gone
 
 from asyncrl.errors import RewardFailed, RewardTimeout
 from asyncrl.rewards.process import _END_SECONDS
-from asyncrl.user_code.control_group import SWITCH
-from asyncrl.user_code.supervisor import BURST_BYTES
+from asyncrl.user_code.supervisor import BURST_BYTES, SWITCH
 
 SOURCE = '''
 import os, signal, struct, subprocess, sys, time

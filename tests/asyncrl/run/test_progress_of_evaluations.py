@@ -12,15 +12,14 @@ from rich.console import Console
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.controller.progress import Progress
-from asyncrl.evaluation.plan import EvaluationPlan, PlannedSet
 from asyncrl.evaluation.results import EvaluationResults
-from asyncrl.evaluation.round import EvaluationRound
+from asyncrl.evaluation.round import EvaluationPlan, EvaluationRound, PlannedSet
 from asyncrl.monitoring.config import MonitoringConfig
 from asyncrl.monitoring.metrics.metrics import ControllerMetrics, new_registry
 from asyncrl.monitoring.records.metrics_log import MetricsLog
 from asyncrl.monitoring.terminal.live import LiveView
 from asyncrl.monitoring.terminal.status_text import status_lines
-from asyncrl.steering.replies import status_reply
+from asyncrl.steering.status_stream import status_reply
 from asyncrl.tasks.evaluation_config import EvaluationConfig
 from asyncrl.wire.records.evaluations import EvaluationRecord, SetEvaluation
 

@@ -10,8 +10,7 @@ import pytest
 from fake_clock import FakeClock
 
 from asyncrl.steering import status_stream as audience_module
-from asyncrl.steering.replies import EncodedOnce
-from asyncrl.steering.status_stream import MAX_WATCHERS, VIEW_SECONDS, Audience
+from asyncrl.steering.status_stream import MAX_WATCHERS, VIEW_SECONDS, Audience, EncodedOnce
 from asyncrl.wire.messages import control
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import DataError
 from asyncrl.tasks.config import TaskConfig
-from asyncrl.tasks.data.rows import MAX_ROW_BYTES
+from asyncrl.tasks.data.sources import MAX_ROW_BYTES
 from asyncrl.tasks.loading import dataset_questions
 
 GOOD = b'{"prompt": "a", "answer": "b"}\n'

@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.trainer_process.rank_decision import waited_for
+from asyncrl.trainer_process.step_trainer import waited_for
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from asyncrl.config.run_config import load_config
 from asyncrl.errors import ConfigError, UserError
 from asyncrl.web import command
 from asyncrl.web.command import show_page
-from asyncrl.web.tokens import read_token, token_path, write_token
+from asyncrl.web.serving import read_token, token_path, write_token
 
 
 def test_a_new_token_is_for_this_user_only(tmp_path: Path) -> None:

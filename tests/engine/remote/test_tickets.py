@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.engine.errors import EngineError
-from asyncrl.engine.remote.client.tickets import NEW, NO_ROW, Index, Tickets
+from asyncrl.engine.remote.client.unreported import NEW, NO_ROW, Index, Tickets
 from asyncrl.engine.remote.extras import NO_TICKET
 
 

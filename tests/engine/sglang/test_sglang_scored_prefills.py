@@ -11,10 +11,9 @@ from asyncrl.engine.remote.extras import RequestExtra, ScoreColumns
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.remote.worker.scoring import Scorer
 from asyncrl.engine.sglang.messages import AddRequest, Gauges, Outputs, Scored
-from asyncrl.engine.sglang.worker.outbox import Outbox
 from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
 from asyncrl.engine.sglang.worker.scoring import Prefill, PrefillScoring
-from asyncrl.engine.sglang.worker.steps import Reporting
+from asyncrl.engine.sglang.worker.steps import Outbox, Reporting
 
 VOCAB, WIDTH, K = 11, 5, 2
 HEAD = torch.from_numpy(np.random.default_rng(1).normal(size=(WIDTH, VOCAB))).float()

@@ -17,9 +17,8 @@ from asyncrl.engine.sampling.drawing import Streams, noise_seeds
 from asyncrl.engine.sampling.logits import draw_from_logits
 from asyncrl.engine.sglang.messages import AddRequest, End, Gauges, Outputs
 from asyncrl.engine.sglang.worker.drawing import StepDrawing
-from asyncrl.engine.sglang.worker.outbox import Outbox
 from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch, entry_of
-from asyncrl.engine.sglang.worker.steps import Places, Reporting, StepOutput
+from asyncrl.engine.sglang.worker.steps import Outbox, Places, Reporting, StepOutput
 
 VOCAB, K = 20, 3
 

@@ -26,9 +26,8 @@ from asyncrl.engine.sglang.messages import Gauges, Outputs
 from asyncrl.engine.sglang.worker.drafts import tree_drawing
 from asyncrl.engine.sglang.worker.drafts.tree_drawing import Accepted, TreeDrawing
 from asyncrl.engine.sglang.worker.drafts.verify_step import Feed, lay_out
-from asyncrl.engine.sglang.worker.outbox import Outbox
 from asyncrl.engine.sglang.worker.requests import Requests, SchedulerBatch
-from asyncrl.engine.sglang.worker.steps import Reporting
+from asyncrl.engine.sglang.worker.steps import Outbox, Reporting
 from asyncrl.rollout.trajectory import IntArray
 
 VOCAB, LENGTH, PROMPT = 6, 12, (1, 2)

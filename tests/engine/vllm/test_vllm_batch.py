@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncrl.engine.remote.extras import RequestExtra
 from asyncrl.engine.vllm.extras import from_extra_args, to_extra_args
-from asyncrl.engine.vllm.worker.batch import RunnerBatch
+from asyncrl.engine.vllm.worker.sampling import RunnerBatch
 
 
 def request(rng: np.random.Generator) -> Any:

@@ -14,8 +14,8 @@ from asyncrl.cache.sharing.cache_setup import CachePlace, to_json
 from asyncrl.engine.remote.extras import DrafterSettings, RequestExtra
 from asyncrl.engine.remote.worker.ranks import Ranks
 from asyncrl.engine.vllm.extras import drafter_to_config, to_extra_args
-from asyncrl.engine.vllm.worker.batch import RunnerBatch
 from asyncrl.engine.vllm.worker.drafter import CacheDrafter, prepare_plainly
+from asyncrl.engine.vllm.worker.sampling import RunnerBatch
 
 
 class Clockless:

@@ -25,9 +25,8 @@ from asyncrl.engine.sampling.drawing import noise_seeds, top_k
 from asyncrl.engine.sampling.logits import BYTES_PER_LOGIT
 from asyncrl.engine.vllm.extras import to_extra_args
 from asyncrl.engine.vllm.worker import extension
-from asyncrl.engine.vllm.worker.batch import RunnerBatch
 from asyncrl.engine.vllm.worker.extension import CoreScorer, VllmHeldWeights
-from asyncrl.engine.vllm.worker.sampling import CoreSampler
+from asyncrl.engine.vllm.worker.sampling import CoreSampler, RunnerBatch
 from asyncrl.rollout.trajectory import KeptTokens
 from asyncrl.wire.weights.fingerprint import fingerprint
 

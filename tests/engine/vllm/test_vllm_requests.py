@@ -16,7 +16,7 @@ from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.engine.remote.client.requests import generation
 from asyncrl.engine.vllm.client.engine import VllmEngine
 from asyncrl.engine.vllm.extras import from_extra_args, to_extra_args
-from asyncrl.engine.vllm.worker.batch import entry_of
+from asyncrl.engine.vllm.worker.sampling import entry_of
 
 
 def test_the_worker_reads_what_the_client_sends() -> None:

@@ -3,9 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.monitoring.metrics.occupancy import SlotPiece, slot_shares
-from asyncrl.monitoring.report.lanes import kinds_legend
-from asyncrl.monitoring.report.slot_strip import slot_strip, use_in_slices
-from asyncrl.monitoring.report.stacks import SLICES, Box
+from asyncrl.monitoring.report.lanes import kinds_legend, slot_strip, use_in_slices
+from asyncrl.monitoring.report.plots import SLICES, Box
 
 
 def test_each_slice_has_the_mean_of_its_own_time():

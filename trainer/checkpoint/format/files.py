@@ -6,6 +6,11 @@ them.
 
     point = choose(run / "checkpoints")
     aside = set_aside(run / "checkpoints", newer_than=point.step)
+
+Which checkpoints are kept for their accuracy (`evaluation.keep_best`).
+
+The controller, which evaluates, writes `checkpoints/best.json`; whoever removes old checkpoints
+reads it. Without the file none is spared.
 """
 
 from __future__ import annotations
@@ -19,10 +24,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from asyncrl.monitoring.errors import RecordError
 from asyncrl.monitoring.records.jsonl import read_jsonl
 from asyncrl.trainer.base.errors import CheckpointError
-from asyncrl.trainer.checkpoint.format.best_checkpoint import spared
 from asyncrl.trainer.checkpoint.format.index import WEIGHTS
 from asyncrl.trainer.checkpoint.format.manifest import (
     Manifest,
@@ -31,6 +37,60 @@ from asyncrl.trainer.checkpoint.format.manifest import (
     verify_files,
 )
 from asyncrl.wire.records.step import TrainedStep
+from asyncrl.wire.transport.atomic_files import write_atomically
+
+NAME = "best.json"
+
+
+class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The contents of best.json."""
+
+    every: int
+    """`evaluation.every`: multiples of it are evaluated."""
+    known: int
+    """The accuracy of steps up to this one is known, or will never be."""
+    step: int | None = None
+    """The step with the best accuracy; None: there is none yet."""
+    accuracy: float | None = None
+    """Its accuracy, 0 to 1."""
+    of: str = ""
+    """The set that it was measured on."""
+
+    def spares(self, step: int) -> bool:
+        """Whether the checkpoint of a step must stay: it is the best, or may turn out to be."""
+        return step == self.step or (step > self.known and step % self.every == 0)
+
+
+def write_best(checkpoints: Path, best: BestCheckpoint | None) -> None:
+    """Replace best.json, or remove it. Raises OSError."""
+    if best is None:
+        (checkpoints / NAME).unlink(missing_ok=True)
+    else:
+        text = msgspec.json.format(msgspec.json.encode(best), indent=2).decode()
+        write_atomically(checkpoints / NAME, text + "\n")
+
+
+def read_best(checkpoints: Path) -> BestCheckpoint | None:
+    """The contents of best.json; None if there is none.
+
+    Raises:
+        OSError, msgspec.DecodeError: it cannot be read.
+    """
+    try:
+        return msgspec.json.decode((checkpoints / NAME).read_bytes(), type=BestCheckpoint)
+    except FileNotFoundError:
+        return None
+
+
+def spared(checkpoints: Path) -> Callable[[int], bool]:
+    """Whether the checkpoint of a step must stay. If best.json cannot be read, all must."""
+    try:
+        best = read_best(checkpoints)
+    except (OSError, msgspec.DecodeError) as error:
+        logger.warning("no checkpoint is removed: %s: %s", checkpoints / NAME, error)
+        return lambda _: True
+    return (lambda _: False) if best is None else best.spares
+
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +249,7 @@ def prune(checkpoints: Path, keep: int, *, written: Path) -> None:
     """Remove old checkpoints after one was written, so that `keep` whole ones stay.
 
     The one just written stays, whatever else is there. One that is kept for its accuracy stays too
-    and does not count (`trainer.checkpoint.format.best_checkpoint`). A damaged one (by its manifest
+    and does not count (`trainer.checkpoint.format.files`). A damaged one (by its manifest
     and the sizes of its files) does not count and is not removed. One that cannot be removed stays.
     If the disk does not answer, all stay, and it is logged.
     """

@@ -18,9 +18,8 @@ from asyncrl.wire.weights.broadcast.groups import (
     NcclGroup,
     name_of_device,
 )
-from asyncrl.wire.weights.broadcast.membership import CheckIn
 from asyncrl.wire.weights.broadcast.sending import checksum
-from asyncrl.wire.weights.broadcast.store import Invitation, Refusal, Visitor
+from asyncrl.wire.weights.broadcast.store import CheckIn, Invitation, Refusal, Visitor
 from asyncrl.wire.weights.chunks import Grid
 from asyncrl.wire.weights.layout import BroadcastPlace, WeightManifest
 

@@ -29,8 +29,7 @@ from asyncrl.wire.weights.broadcast.groups import (
     backend_of,
     name_of_device,
 )
-from asyncrl.wire.weights.broadcast.membership import CheckIn, Meeting
-from asyncrl.wire.weights.broadcast.store import Desk, Invitation, Refusal
+from asyncrl.wire.weights.broadcast.store import CheckIn, Desk, Invitation, Meeting, Refusal
 from asyncrl.wire.weights.chunks import Grid
 from asyncrl.wire.weights.files import check_version, fill, held_version
 from asyncrl.wire.weights.fingerprint import pseudo_random

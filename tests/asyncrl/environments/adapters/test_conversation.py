@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.environments.adapters.conversation import (
+from asyncrl.environments.adapters.verifiers import (
     CalledTwiceError,
     Conversation,
     ModelCall,
