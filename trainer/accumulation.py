@@ -39,10 +39,9 @@ from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import NonFiniteError
 from asyncrl.trainer.critic import Values
 from asyncrl.trainer.loss import GradientParts, Objective, add_up
-from asyncrl.trainer.model.device_copy import to_device
 from asyncrl.trainer.model.head import TokenScores
 from asyncrl.trainer.model.micro_batches import Work
-from asyncrl.trainer.model.token_batch import token_batch
+from asyncrl.trainer.model.token_batch import to_device, token_batch
 from asyncrl.trainer.objective.logprob_mismatch import SUMS, disagreement_of
 from asyncrl.trainer.objective.step_statistics import StepTotals
 from asyncrl.trainer.objective.value_loss import SIGNALS, value_loss

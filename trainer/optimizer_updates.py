@@ -38,9 +38,8 @@ from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import TrainerError
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.loss import Objective
-from asyncrl.trainer.model.device_copy import to_device
 from asyncrl.trainer.model.micro_batches import Work
-from asyncrl.trainer.model.token_batch import denominator, weights_of
+from asyncrl.trainer.model.token_batch import denominator, to_device, weights_of
 from asyncrl.trainer.objective.step_statistics import StepTotals
 from asyncrl.trainer.objective.value_loss import value_loss
 from asyncrl.trainer.optimizer.update import Update

@@ -29,8 +29,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.relay.file_rules import UNFINISHED, PathRefused, files_of, open_below
-from asyncrl.relay.mirror import Mirror
+from asyncrl.relay.mirror import UNFINISHED, Mirror, PathRefused, files_of, open_below
 from asyncrl.relay.pull import (
     BYTES_PER_SECOND,
     FileClient,

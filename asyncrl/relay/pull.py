@@ -20,8 +20,7 @@ import time
 from pathlib import Path
 from typing import TypeVar
 
-from asyncrl.relay.file_rules import UNFINISHED, Kind, PathRefused, rule_of
-from asyncrl.relay.mirror import Mirror
+from asyncrl.relay.mirror import UNFINISHED, Kind, Mirror, PathRefused, rule_of
 from asyncrl.wire import Line, NoReply, Unreachable, WireError
 from asyncrl.wire.messages import files
 from asyncrl.wire.messages.to_relay import FileSource

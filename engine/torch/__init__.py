@@ -12,7 +12,6 @@ fused         the same pass for Llama-like models on a CPU, in few calls; fused_
 slots         the KV slots, the layout of a step's tokens, attention over both
 draws         a step's draws
 verification  acceptance of kept tokens
-paths         which draws each row appends
 reports       generated tokens turned into chunks
 scoring       log-probabilities of given tokens
 config        what can be set

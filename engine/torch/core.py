@@ -32,11 +32,10 @@ from asyncrl.engine.errors import RequestError, WeightsError
 from asyncrl.engine.protocol import GenerateRequest, Score, ScoreRequest, TokenChunk
 from asyncrl.engine.requests import Limits, SeedStream
 from asyncrl.engine.sampling.drawing import UNREPORTED_K
-from asyncrl.engine.torch.accepted_paths import choose, moved_places
 from asyncrl.engine.torch.admission import Admission
 from asyncrl.engine.torch.drafting import Drafter
 from asyncrl.engine.torch.model import SlotModel
-from asyncrl.engine.torch.reports import Unreported
+from asyncrl.engine.torch.reports import Unreported, choose, moved_places
 from asyncrl.engine.torch.rows import Rows
 from asyncrl.engine.torch.scoring import score_all
 from asyncrl.engine.torch.slots import Feed

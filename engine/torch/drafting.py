@@ -13,7 +13,7 @@ from asyncrl.engine.drafting.planner import Planner
 from asyncrl.engine.drafting.proposals import NO_HANDLE, DraftSource, Proposer
 from asyncrl.engine.drafting.trees import TokenTrees, no_trees, plant
 from asyncrl.engine.protocol import turn_end
-from asyncrl.engine.torch.accepted_paths import Paths
+from asyncrl.engine.torch.reports import Paths
 from asyncrl.engine.torch.rows import Rows
 from asyncrl.engine.torch.step_kernels import pick_tokens
 from asyncrl.engine.torch.step_sampling import Draws

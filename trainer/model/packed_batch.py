@@ -13,8 +13,8 @@ from torch import Tensor
 
 from asyncrl.rollout.contexts import contexts_of
 from asyncrl.rollout.trajectory import BoolArray, IntArray, Trajectory
-from asyncrl.trainer.model.device_copy import to_device
 from asyncrl.trainer.model.packing import Family, Layout
+from asyncrl.trainer.model.token_batch import to_device
 
 
 @dataclass(frozen=True, slots=True)

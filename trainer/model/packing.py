@@ -35,7 +35,7 @@ from asyncrl.rollout.attention import capped, weights_of
 from asyncrl.trainer.base.errors import UnsupportedModelError
 from asyncrl.trainer.model import tiled_attention as tiled
 from asyncrl.trainer.model import varlen
-from asyncrl.trainer.model.device_copy import to_device
+from asyncrl.trainer.model.token_batch import to_device
 
 SCORE_BUDGET = 1 << 25
 """Scores (numbers) in memory at once."""

@@ -10,6 +10,8 @@ How tokens are weighed within a step, and what the step's sums are divided by.
 L and the denominators count trained tokens alone, not those of an environment
 (`Trajectory.trained`). Only with `sample` is the gradient of a sample that of its log-probability,
 divided by a number that does not depend on what was drawn: it is the one that is unbiased.
+
+Arrays of the host on the trainer's device, without making the host wait for the device.
 """
 
 from __future__ import annotations
@@ -18,12 +20,29 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.rollout.trajectory import CUT_OFF, FloatArray, Trajectory
 from asyncrl.trainer.algorithms.base import Rewards, TokenBatch
-from asyncrl.trainer.model.device_copy import to_device
+
+
+def to_device(
+    values: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A tensor of these values.
+
+    A copy to a GPU from ordinary memory returns when everything before it has been computed. From
+    pinned memory it is one more entry of the device's queue.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    if dtype is not None:
+        tensor = tensor.to(dtype)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
 
 Normalization = Literal["token", "sequence", "sample"]
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from asyncrl.trainer.model.device_copy import to_device
+from asyncrl.trainer.model.token_batch import to_device
 
 MAX_HEAD = 256
 """Numbers of a head that the kernel takes at most."""

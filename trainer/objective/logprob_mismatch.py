@@ -34,8 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.trainer.model.device_copy import to_device
-from asyncrl.trainer.model.token_batch import behaviour_logprobs_of
+from asyncrl.trainer.model.token_batch import behaviour_logprobs_of, to_device
 
 MIN_TOKENS = 64
 """Fewer say nothing: a single token of small probability can be far off."""

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from asyncrl.launch.child_spec import files_hub
 from asyncrl.relay import file_client, pull
-from asyncrl.relay.file_rules import Kind, PathRefused, files_of, rule_of
 from asyncrl.relay.files import answer_to
-from asyncrl.relay.mirror import Mirror
+from asyncrl.relay.mirror import Kind, Mirror, PathRefused, files_of, rule_of
 from asyncrl.relay.pull import FileClient, FileUnavailable
 from asyncrl.wire import RunKey
 from asyncrl.wire.messages import files, from_relay, to_relay
