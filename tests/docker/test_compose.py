@@ -214,7 +214,7 @@ def has_compose() -> bool:
     )
 
 
-@pytest.mark.skipif(not has_compose(), reason="NOT RUN: there is no `docker compose` here")
+@pytest.mark.skipif(not has_compose(), reason="there is no `docker compose` here")
 @pytest.mark.parametrize("files", [[FILE], [FILE, GPU_FILE]], ids=["cpu", "gpu"])
 def test_compose_accepts_the_files(files: list[Path]) -> None:
     arguments = [word for file in files for word in ("-f", str(file))]
