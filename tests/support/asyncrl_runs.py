@@ -23,6 +23,7 @@ import msgspec
 import pytest
 
 from asyncrl.cli.entry import main
+from asyncrl.launch.identity import status_of
 from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.wire.records.step import RunResult, StepMetrics
 
@@ -125,7 +126,7 @@ class CommandLine:
         )
 
     def children(self, role: str) -> list[int]:
-        """Process ids of the run's processes of this role."""
+        """Process ids of the run's processes of this role, without those that they fork."""
         marker = f'"role":"{role}"'.encode()
         folder = str(self.folder).encode()
         found = []
@@ -136,7 +137,9 @@ class CommandLine:
                 continue
             if marker in command and folder in command:
                 found.append(int(path.parent.name))
-        return found
+        # A process that was just forked, for environments say, bears its parent's command line.
+        parents = {pid: status.parent for pid in found if (status := status_of(pid))}
+        return [pid for pid, parent in parents.items() if parent not in found]
 
 
 class Terminal:

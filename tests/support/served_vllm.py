@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,7 +69,9 @@ def serving(
         engine = VllmEngine(config, str(path), cache_config=cache, seed=3)
         served = Served(engine, runner, old, new, block=128, processes=lambda: processes_of(engine))
         try:
+            preloaded = os.environ.get("LD_PRELOAD")
             served.call(engine.start(), START_DEADLINE)
+            assert os.environ.get("LD_PRELOAD") == preloaded, "what this process starts gets it"
             yield served
         finally:
             served.call(engine.close())

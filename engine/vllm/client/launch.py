@@ -28,6 +28,7 @@ Never run on a GPU.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -252,7 +253,7 @@ def launch(
     _check_device(config)
     meter = VllmMeter()
     args = AsyncEngineArgs(**engine_args(config, model_path, cache_config, seed, place))
-    with core_processes(config):
+    with core_processes(config), own_preload():
         llm = AsyncLLM.from_engine_args(args, stat_loggers=[meter.logger])
     # The output task starts with the first request and uses the processor that it finds then.
     if llm.output_handler is not None:
@@ -357,6 +358,22 @@ def core_processes(config: EngineConfig) -> Iterator[None]:
             yield
     finally:
         engine_utils.get_mp_context = spawn
+
+
+@contextmanager
+def own_preload() -> Iterator[None]:
+    """Keep what vLLM puts into LD_PRELOAD on a CPU to its core.
+
+    What this process starts later would load it too: a user's programs, say. The loader splits it
+    at spaces, so from a folder with one it only prints errors.
+    """
+    before = os.environ.get("LD_PRELOAD")
+    try:
+        yield
+    finally:
+        os.environ.pop("LD_PRELOAD", None)
+        if before is not None:
+            os.environ["LD_PRELOAD"] = before
 
 
 def _float32_logits(config: EngineConfig) -> bool:

@@ -70,17 +70,17 @@ def test_a_deadline_that_comes_with_a_turns_last_token_ends_the_sample_after_the
 
 def test_a_pause_does_not_count_towards_the_deadline():
     async def scenario(harness: GeneratorHarness) -> None:
-        await harness.send(tg.Generate(SAMPLE, PROMPT, 7, deadline_seconds=1e-9))
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7, deadline_seconds=1000.0))
         harness.engine.feed("train-5.1", [3], 1)
         await settle()
         (generation,) = harness.process.samples.in_generation
-        started = generation.first_token_at
         await harness.send(tg.Pause())
+        assert generation.first_token_at is not None
+        generation.first_token_at -= 2000.0
+        started = generation.first_token_at
         harness.process.end_overdue()
         assert not harness.engine.interrupted
         await harness.send(tg.Resume())
-        assert generation.first_token_at is not None
-        assert started is not None
         assert generation.first_token_at > started
         harness.process.end_overdue()
         assert harness.engine.interrupted == ["train-5.1"]

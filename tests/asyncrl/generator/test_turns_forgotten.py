@@ -209,10 +209,13 @@ def test_after_a_failure_who_restores_is_verified_and_goes_back_if_the_turn_chan
 def test_a_turn_that_a_deadline_left_unanswered_is_rewarded_once_it_is_answered() -> None:
     async def scenario(harness: GeneratorHarness, env: Any, pool: LocalPool) -> None:
         env.gate = asyncio.Event()
-        await harness.send(tg.Generate(SAMPLE, PROMPT, 7, priority=1, deadline_seconds=1e-9))
+        await harness.send(tg.Generate(SAMPLE, PROMPT, 7, priority=1, deadline_seconds=1000.0))
         await until(lambda: harness.engine.requests)
         harness.engine.feed("train-5.1", [3, 9], 1, end="stop")
         await until(lambda: env.log[-1] == "3 9")
+        (generation,) = harness.process.samples.in_generation
+        assert generation.first_token_at is not None
+        generation.first_token_at -= 2000.0
         harness.process.end_overdue()
         await until(harness.finished)
         assert harness.finished()[0].finish_reason == "deadline"
