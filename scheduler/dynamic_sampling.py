@@ -42,7 +42,8 @@ from asyncrl.scheduler.reward_signal import Verdict
 from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.state import SchedulerState
 from asyncrl.scheduler.steps import Steps
-from asyncrl.scheduler.verification import Verification, Weights
+from asyncrl.scheduler.verification import Verification
+from asyncrl.scheduler.weights import Weights
 
 
 class DynamicSampling:

@@ -8,7 +8,7 @@ from asyncrl.scheduler.ledger import Ledger
 from asyncrl.scheduler.sample_transitions import Work
 from asyncrl.scheduler.state import SchedulerState
 from asyncrl.scheduler.steps import Steps
-from asyncrl.scheduler.verification import Weights
+from asyncrl.scheduler.weights import Weights
 
 
 class RunControl:

@@ -118,11 +118,13 @@ from asyncrl.scheduler.records import (
     Group,
 )
 from asyncrl.scheduler.run_control import RunControl
-from asyncrl.scheduler.sample_transitions import SampleEvents, Work
+from asyncrl.scheduler.sample_transitions import Work
+from asyncrl.scheduler.samples import SampleEvents
 from asyncrl.scheduler.state import SchedulerState
 from asyncrl.scheduler.steps import Steps
-from asyncrl.scheduler.verification import Verification, Weights
+from asyncrl.scheduler.verification import Verification
 from asyncrl.scheduler.view import SchedulerView, view_of
+from asyncrl.scheduler.weights import Weights
 
 
 class Rewind:

@@ -325,6 +325,4 @@ def test_ray_is_imported_by_its_launcher_only() -> None:
         if re.search(r"^\s*(import ray\b|from ray\b)", path.read_text(), re.MULTILINE)
     }
     place = "asyncrl/launch/ray/"
-    assert importing == {
-        f"{place}{name}.py" for name in ("actor", "broker", "cluster", "reservations")
-    }
+    assert importing == {f"{place}{name}.py" for name in ("actor", "broker", "cluster")}

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.launch.child_spec import files_hub
-from asyncrl.relay import file_client, pull
+from asyncrl.relay import pull
 from asyncrl.relay.files import answer_to
 from asyncrl.relay.mirror import Kind, Mirror, PathRefused, files_of, rule_of
 from asyncrl.relay.pull import FileClient, FileUnavailable
@@ -150,7 +150,7 @@ def test_what_was_brought_to_a_node_stays_there(tmp_path: Path) -> None:
 def test_a_node_without_a_relay_is_named_and_delays_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_client, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(pull, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(pull, "RETRY_SECONDS", 0.05)
 
     async def work(relays: Relays) -> None:
@@ -169,7 +169,7 @@ def test_a_node_without_a_relay_is_named_and_delays_no_other(
 def test_a_connection_that_was_replaced_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_client, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(pull, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(pull, "RETRY_SECONDS", 0.05)
 
     async def work(relays: Relays) -> None:
@@ -274,7 +274,7 @@ def test_links_and_other_files_are_not_served(tmp_path: Path) -> None:
 def test_a_peer_without_a_key_gets_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_client, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(pull, "ANSWER_SECONDS", 0.5)
 
     async def work(relays: Relays) -> None:
         wrong = RunKey.new().line(files_hub("relay-1"), "relay-0")

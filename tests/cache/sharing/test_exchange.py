@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.errors import ExchangeRefused
-from asyncrl.cache.sharing import exchange, peers
+from asyncrl.cache.sharing import exchange
 from asyncrl.cache.sharing import exchange as message
 from asyncrl.cache.sharing.exchange import SharedCache, open_cache, parse
 from asyncrl.cache.sharing.ring import RingReader, RingWriter
@@ -54,7 +54,7 @@ def draft_tokens(cache: SharedCache, key: str) -> list[int]:
 
 def look(cache: SharedCache) -> None:
     """Let enough time pass for `cache` to look for new members."""
-    cache._peers._clock.now += peers.LOOK_EVERY  # type: ignore[attr-defined]
+    cache._peers._clock.now += exchange.LOOK_EVERY  # type: ignore[attr-defined]
     cache.poll()
 
 
@@ -155,7 +155,7 @@ def test_a_slow_reader_skips_what_was_overwritten(tmp_path: Path) -> None:
 def test_one_poll_takes_a_bounded_amount_from_each_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "POLL_BYTES", 2000)
+    monkeypatch.setattr(exchange, "POLL_BYTES", 2000)
     a, b, c = (member(tmp_path, name) for name in "abc")
     look(c)
     for _ in range(10):

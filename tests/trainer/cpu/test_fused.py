@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.trainer.cpu import fused, fused_kernels
+from asyncrl.trainer.cpu import fused
 from asyncrl.trainer.cpu.fused import FusedDecoder
 from asyncrl.trainer.cpu.layers import whole_blocks
 from asyncrl.trainer.model import policy as policy_module
@@ -119,13 +119,13 @@ def test_layers_with_other_gradients_are_not_used(
     caplog: pytest.LogCaptureFixture,
     kernel: str,
 ) -> None:
-    right = getattr(fused_kernels, kernel)
+    right = getattr(fused, kernel)
 
     def wrong(*args: Any) -> None:
         right(*args)
         for array in args[-2:]:
             array *= np.float32(1.01)
 
-    monkeypatch.setattr(fused_kernels, kernel, wrong)
+    monkeypatch.setattr(fused, kernel, wrong)
     assert not policy(model_path("qwen3"), fused=True).is_fused
     assert "the fused layers differ by" in caplog.text
