@@ -7,7 +7,9 @@ import time
 import torch
 
 from asyncrl.engine.remote.worker.staging import WorkerWeights
-from asyncrl.engine.vllm.worker.extension import VllmHeldWeights, VllmLoader, WorkerExtension, load
+from asyncrl.engine.vllm.worker.extension import WorkerExtension
+from asyncrl.engine.vllm.worker.held_weights import VllmHeldWeights
+from asyncrl.engine.vllm.worker.weights import VllmLoader, load
 
 
 class ReloadingExtension(WorkerExtension):

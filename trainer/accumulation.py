@@ -19,16 +19,22 @@ A sample of padding: what a rank computes while others have work and it has none
 
 Its tokens have weight 0 and its loss is multiplied by 0, so its gradient is 0, and it is in no
 count. It is as short as a sample can be, and goes through the same passes as any other.
+
+The totals of a step over all ranks: each rank has those of its own groups.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import reduce
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -43,13 +49,88 @@ from asyncrl.trainer.model.head import TokenScores
 from asyncrl.trainer.model.micro_batches import Work
 from asyncrl.trainer.model.token_batch import to_device, token_batch
 from asyncrl.trainer.objective.logprob_mismatch import SUMS, disagreement_of
-from asyncrl.trainer.objective.step_statistics import StepTotals
+from asyncrl.trainer.objective.step_statistics import StepTotals, TokenSums
 from asyncrl.trainer.objective.value_loss import SIGNALS, value_loss
-from asyncrl.trainer.rank_totals import of_all_ranks
 from asyncrl.trainer.ranks import World
 from asyncrl.trainer.scoring import Models
 from asyncrl.trainer.sharding.lockstep import Lockstep
 from asyncrl.trainer.step_targets import Fixed, fix
+
+
+def of_all_ranks(own: StepTotals, world: World) -> StepTotals:
+    """The totals of the whole step, the same on each rank. A collective; `own` stays as it is.
+
+    Raises:
+        RankLost: another rank did not take part.
+    """
+    own.read()
+    if world.size == 1:
+        return own
+    packed = msgspec.msgpack.encode({name: getattr(own, name) for name in _TOGETHER})
+    found = [msgspec.msgpack.decode(one) for one in world.gather(packed, "the step's totals")]
+    values = {
+        name: together([rank[name] for rank in found]) for name, together in _TOGETHER.items()
+    }
+    return StepTotals(own.signals, **values)
+
+
+_Together = Callable[[Sequence[Any]], Any]
+
+
+def _added(values: Sequence[Any]) -> Any:
+    return reduce(operator.add, values)
+
+
+def _counted(values: Sequence[dict[int, int]]) -> Counter[int]:
+    return _added([Counter(one) for one in values])  # type: ignore[no-any-return]
+
+
+def _token_sums(values: Sequence[list[float]]) -> TokenSums:
+    return TokenSums(*map(_added, zip(*values, strict=True)))
+
+
+def _by_name(values: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for one in values for name in one)
+    return {name: _added([one[name] for one in values if name in one]) for name in names}
+
+
+def _lists_by_name(values: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    names = dict.fromkeys(name for one in values for name in one)
+    return {
+        name: [
+            _added(column)
+            for column in zip(*(one[name] for one in values if name in one), strict=True)
+        ]
+        for name in names
+    }
+
+
+def _alike(values: Sequence[float]) -> float:
+    return values[0]
+
+
+_TOGETHER: dict[str, _Together] = {
+    "centre": _alike,
+    "groups": _added,
+    "zero_variance_groups": _added,
+    "samples": _added,
+    "tokens": _added,
+    "observed": _added,
+    "lengths": _counted,
+    "truncated": _added,
+    "rewards": _added,
+    "staleness_sum": _added,
+    "staleness_max": max,
+    "computed": _added,
+    "sums": _token_sums,
+    "signal_sums": _lists_by_name,
+    "part_sums": _by_name,
+    "ratio_max": max,
+    "abs_gap_max": max,
+}
+"""How the ranks' values of each field become one. Every field of `StepTotals` but `signals`, which
+the algorithm declares on each rank, and what was not read."""
+
 
 _TOKENS = np.zeros(2, np.int32)
 """Every vocabulary has token 0."""

@@ -15,11 +15,11 @@ from forked_runs import forking
 from ranked_learner import RESUMED, RUNS
 from safetensors.torch import load_file
 
+from asyncrl.trainer.accumulation import _TOGETHER
 from asyncrl.trainer.base.config import TrainerConfig
 from asyncrl.trainer.base.errors import RankLost, TrainerError
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.objective.step_statistics import StepTotals
-from asyncrl.trainer.rank_totals import _TOGETHER
 from asyncrl.trainer.ranks import ALONE, World
 from asyncrl.trainer.ranks.world import join
 from benchmarks.machines.namespaces import why_not
