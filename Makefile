@@ -93,6 +93,7 @@ docs: $(VENV)/.dev ## make what is generated again: reference pages, picture of 
 	$(VENV)/bin/python docker/chart/schema/generate.py
 	$(VENV)/bin/python docs/generate.py
 	$(VENV)/bin/python -m asyncrl.monitoring.dashboards
+	$(VENV)/bin/python docs/prose.py --lower
 
 site: $(VENV)/.dev ## the pages of docs/ as a site that needs no network: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
