@@ -8,13 +8,11 @@ logs to its standard error, which the launcher redirects to a file. Before it fa
 from __future__ import annotations
 
 import asyncio
-import atexit
 import gc
 import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import MutableMapping
 
 import msgspec
@@ -34,7 +32,7 @@ from asyncrl.launch.child_spec import (
 )
 from asyncrl.monitoring.errors import MonitoringError
 from asyncrl.trainer.base.errors import TrainerError
-from asyncrl.user_code.process_tree import end_with_parent
+from asyncrl.user_code.process_tree import end_process, end_with_parent
 from asyncrl.wire.errors import WireError
 
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
@@ -125,20 +123,11 @@ def main() -> None:
         _end_process_group()
 
 
-def _end(status: int) -> None:
-    """End as Python does, but keep what was imported: to clear torch takes 2 s of CPU."""
-    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - waits for threads
-    atexit._run_exitfuncs()  # noqa: SLF001
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
     try:
         main()
     except SystemExit as ended:
         if isinstance(ended.code, int):
-            _end(ended.code)
+            end_process(ended.code)
         raise
-    _end(0)
+    end_process(0)

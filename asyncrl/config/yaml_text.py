@@ -1,8 +1,8 @@
-"""Read YAML that may be hostile: bounded in size, nesting and aliases, and without duplicate keys.
+"""YAML by PyYAML's safe loader, with bounded aliases and without duplicate keys.
 
-PyYAML's safe loader runs no code, but it keeps the last of two equal keys, expands aliases without
-a limit (a file of 300 bytes can stand for gigabytes), recurses as deep as the text nests, and reads
-`010` as 8. Here each of these is refused with its line.
+The safe loader runs no code, but it keeps the last of two equal keys, expands aliases without a
+limit (a file of 300 bytes can stand for gigabytes), and reads `010` as 8. Here each of these is
+refused.
 
 Numbers are those of YAML 1.2, and `100_000`: `1e-3` is one, and `12:30:45` and `2026-11-28` are
 texts, where PyYAML reads a text, 45045 and a date. `dump_yaml` writes what is read back unchanged.
@@ -10,7 +10,9 @@ texts, where PyYAML reads a text, 45045 and a date. `dump_yaml` writes what is r
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.suggestions import shortened
 
 MAX_BYTES = 256 * 1024
-"""Largest size of a document. A configuration with every key set has about 5 KiB."""
-MAX_DEPTH = 32
-"""Most levels of nesting, aliases included."""
+"""Largest size of a file. A configuration with every key set has about 5 KiB."""
 MAX_VALUES = 20_000
-"""Most keys and values, each alias counted as what it stands for."""
+"""Most values, each alias counted as what it stands for."""
+
+_TOO_MANY = f"more than {MAX_VALUES:,} values, aliases written out"
 
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]*[0-9][0-9_]*")
 
@@ -42,6 +44,11 @@ def read_yaml(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ConfigError(
+                f"{path} has more than {MAX_BYTES // 1024} KiB, which no configuration needs; is "
+                "it the right file?"
+            )
         text = data.decode("utf-8-sig")
     except FileNotFoundError:
         raise
@@ -60,20 +67,20 @@ def parse_yaml(text: str, *, source: str) -> Any:
     """The value of one YAML document, where no two places share a list or mapping.
 
     Raises:
-        ConfigError: it is not YAML, too long, nested too deeply, has a key twice or an alias that
-            stands for too much. The message begins with `source` and is at most a few lines long.
+        ConfigError: it is not YAML, has a key twice or an alias that stands for too much. The
+            message begins with `source` and is at most a few lines long.
     """
-    if len(text.encode(errors="replace")) > MAX_BYTES:
-        raise ConfigError(
-            f"{source} has more than {MAX_BYTES // 1024} KiB, which no configuration needs; is it "
-            "the right file?"
-        )
     try:
-        return _unshared(_Loader(text).get_single_data())
+        return _unshared(_Loader(text).get_single_data(), itertools.count(1))
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {_explain(error)}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {shortened(str(error))}") from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"{source} is not valid YAML: it is nested too deeply, or an alias stands for the "
+            "value that it is part of"
+        ) from error
 
 
 def dump_yaml(value: Any) -> str:
@@ -81,28 +88,22 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
-_INTEGER = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+")
+_INTEGER = re.compile(r"(?:[-+]?[0-9]+(?:_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(
-    r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
-    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+    r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
-_OWN_RULES = ("int", "float", "timestamp")
+_OWN_RULES = [("tag:yaml.org,2002:int", _INTEGER), ("tag:yaml.org,2002:float", _FLOAT)]
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     """Which plain texts stand for which values, by their first character."""
-    own = {f"tag:yaml.org,2002:{name}" for name in _OWN_RULES}
+    replaced = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp")}
     rules = {
-        first: [rule for rule in known if rule[0] not in own]
+        first: [rule for rule in known if rule[0] not in replaced]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    for first in "-+.0123456789":
-        rules[first] = [
-            *rules.get(first, []),
-            ("tag:yaml.org,2002:int", re.compile(rf"(?:{_INTEGER.pattern})$")),
-            ("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOAT.pattern})$")),
-        ]
-    return rules
+    return rules | {first: rules.get(first, []) + _OWN_RULES for first in "-+.0123456789"}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -112,30 +113,24 @@ class _Dumper(yaml.SafeDumper):
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the limits and the numbers of this module."""
+    """PyYAML's safe loader with the numbers of this module, without duplicate keys."""
 
     yaml_implicit_resolvers = _resolvers()
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._level = 0
-        self._extents: dict[yaml.Node, tuple[int, int]] = {}
-        """Values and levels of each composed node, each alias counted as what it stands for."""
+        self._checked: set[yaml.Node] = set()
+        self._pairs = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next node. Raises MarkedYAMLError where a limit is exceeded."""
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        mark = event.start_mark
-        self._level += 1
-        if self._level > MAX_DEPTH:
-            raise _refused(f"nested more than {MAX_DEPTH} levels deep", mark)
-        node = super().compose_node(parent, index)
-        self._level -= 1
-        if isinstance(event, yaml.AliasEvent) and node not in self._extents:
-            raise _refused("an alias stands for the value that it is part of", mark)
-        if node is not None:
-            self._measure(node, mark)
-        return node
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Replace `<<` by the pairs that it stands for. Raises MarkedYAMLError for equal keys."""
+        if node not in self._checked:  # afterwards its own keys may be there twice
+            self._checked.add(node)
+            _refuse_duplicates(node)
+        super().flatten_mapping(node)  # type: ignore[no-untyped-call]
+        self._pairs += len(node.value)
+        if self._pairs > MAX_VALUES:
+            raise _refused(_TOO_MANY, node.start_mark)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """The value of a node. Raises MarkedYAMLError also where PyYAML raises another error."""
@@ -150,25 +145,6 @@ class _Loader(yaml.SafeLoader):
                 f"{shortened(str(error), 80)}",
                 node.start_mark,
             ) from error
-
-    def _measure(self, node: yaml.Node, mark: yaml.Mark) -> None:
-        if node not in self._extents:  # otherwise it was reached by an alias
-            inner = [self._extents[child] for child in _children(node)]
-            values = 1 + sum(values for values, _ in inner)
-            self._extents[node] = values, 1 + max((levels for _, levels in inner), default=0)
-            if isinstance(node, yaml.MappingNode):
-                _refuse_duplicates(node)
-        values, levels = self._extents[node]
-        if values > MAX_VALUES:
-            raise _refused(f"more than {MAX_VALUES:,} values, aliases written out", mark)
-        if levels + self._level > MAX_DEPTH:
-            raise _refused(f"nested more than {MAX_DEPTH} levels deep, aliases written out", mark)
-
-
-def _children(node: yaml.Node) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        return (part for pair in node.value for part in pair)
-    return node.value if isinstance(node, yaml.SequenceNode) else ()
 
 
 def _refuse_leading_zero(node: yaml.ScalarNode) -> None:
@@ -207,10 +183,12 @@ def _explain(error: yaml.MarkedYAMLError) -> str:
     return place + ", ".join(shortened(part) for part in parts if part)
 
 
-def _unshared(value: Any) -> Any:
+def _unshared(value: Any, counted: Iterator[int]) -> Any:
     """A copy in which each alias has a value of its own, so that an override changes one place."""
+    if next(counted) > MAX_VALUES:
+        raise yaml.YAMLError(_TOO_MANY)
     if isinstance(value, dict):
-        return {key: _unshared(inner) for key, inner in value.items()}
+        return {key: _unshared(inner, counted) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_unshared(inner) for inner in value]
+        return [_unshared(inner, counted) for inner in value]
     return value

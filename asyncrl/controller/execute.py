@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 
@@ -441,46 +442,30 @@ def _specs(
     control_address: str,
     tokenizer: TokenizerDigest,
 ) -> SpecsOfRun:
-    point, run_directory = directory.resume_point, str(directory.path.resolve())
-    run_id = local_run_id(prepared.config.run.name, os.getpid())
+    point = directory.resume_point
+    of_all: dict[str, Any] = {
+        "run_directory": str(directory.path.resolve()),
+        "control_address": control_address,
+        "parent": os.getpid(),
+        "threads": 1,
+        "run_id": local_run_id(prepared.config.run.name, os.getpid()),
+    }
+    of_models = of_all | {
+        "model_path": launching.model_path,
+        "data_address": launching.data_address,
+        "ranks": prepared.config.trainer.ranks,
+        "tokenizer": tokenizer,
+        "trace_key": directory.state.trace_key,
+    }
     trainer = TrainerSpec(
         name="trainer",
-        run_directory=run_directory,
-        model_path=launching.model_path,
-        control_address=control_address,
-        data_address=launching.data_address,
-        parent=os.getpid(),
-        threads=1,
-        ranks=prepared.config.trainer.ranks,
-        tokenizer=tokenizer,
         resume_from=None if point.directory is None else point.step,
         engine_device=launching.engine_device,
         fence=directory.fence,
-        run_id=run_id,
-        trace_key=directory.state.trace_key,
+        **of_models,
     )
-    generator = GeneratorSpec(
-        name="generator",
-        run_directory=run_directory,
-        model_path=launching.model_path,
-        control_address=control_address,
-        data_address=launching.data_address,
-        parent=os.getpid(),
-        threads=1,
-        ranks=prepared.config.trainer.ranks,
-        stop_tokens=prepared.task.stop_tokens,
-        tokenizer=tokenizer,
-        run_id=run_id,
-        trace_key=directory.state.trace_key,
-    )
-    relay = RelaySpec(
-        name="relay",
-        run_directory=run_directory,
-        control_address=control_address,
-        parent=os.getpid(),
-        threads=1,
-        run_id=run_id,
-    )
+    generator = GeneratorSpec(name="generator", stop_tokens=prepared.task.stop_tokens, **of_models)
+    relay = RelaySpec(name="relay", **of_all)
     return SpecsOfRun(trainer, generator, relay)
 
 

@@ -3,7 +3,9 @@
 The kernel reuses process ids. A process id together with a start time belongs to one process only,
 so a process that was recorded can be found again, and no other one is taken for it.
 
-All functions read /proc. Where there is none (macOS), no process is found.
+All functions read /proc. Where there is none (macOS), no process is found. `psutil` would not do:
+its start times move with the clock, so a record could not be compared with them later, and it
+signals a process id after it has looked at it, when the id may belong to another process.
 """
 
 from __future__ import annotations

@@ -126,7 +126,9 @@ def simulate(
     ] = 1,
     bandwidth: Annotated[
         float | None,
-        typer.Option(help="Link of a node, each way, in Gbit/s; default: nothing waits for it."),
+        typer.Option(
+            min=1e-3, help="Link of a node, each way, in Gbit/s; default: nothing waits for it."
+        ),
     ] = None,
     latency: Annotated[float, typer.Option(min=0, help="Between two nodes, one way, in ms.")] = 0.0,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
@@ -134,11 +136,11 @@ def simulate(
         int, typer.Option(min=1, help="Nodes to which a node passes weights on; 1: a chain.")
     ] = 1,
     chunk: Annotated[
-        float, typer.Option(help="Pieces in which nodes pass weights on, in MiB.")
+        float, typer.Option(min=1e-3, help="Pieces in which nodes pass weights on, in MiB.")
     ] = 1.0,
     delta_share: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Bytes of a delta, as a share of the whole weights."),
+        typer.Option(min=1e-3, max=1, help="Bytes of a delta, as a share of the whole weights."),
     ] = 1.0,
     failures: Annotated[
         float, typer.Option(min=0, help="Losses per node and hour; see --failure-scope.")
@@ -148,7 +150,7 @@ def simulate(
         typer.Option(help="What a failure loses: one generator, or all of a node."),
     ] = "node",
     restart: Annotated[
-        float, typer.Option(help="Until what was lost is back, in seconds.")
+        float, typer.Option(min=1e-3, help="Until what was lost is back, in seconds.")
     ] = 120.0,
     trainer_failures: Annotated[
         float, typer.Option(min=0, help="Losses of the trainer per hour.")

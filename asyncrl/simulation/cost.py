@@ -16,7 +16,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from asyncrl.errors import UserError
 
@@ -60,67 +59,6 @@ MODELS = {
 }
 
 
-class Costs(Protocol):
-    """Seconds of what generators and trainer do; both kinds of cost have these."""
-
-    @property
-    def train_token_seconds(self) -> float:
-        """Seconds of a token in training, on all devices of the trainer together."""
-
-    @property
-    def optimizer_seconds(self) -> float:
-        """Seconds of the trainer after the last token of a step."""
-
-    @property
-    def stage_seconds(self) -> float:
-        """Seconds in which a generator receives new weights while it decodes."""
-
-    @property
-    def swap_seconds(self) -> float:
-        """Seconds in which a generator installs new weights and decodes nothing."""
-
-    @property
-    def message_seconds(self) -> float:
-        """Seconds of a message from one process to another."""
-
-    def decode(self, rows: float, context: float, drafting: int) -> float:
-        """Seconds of a decode step.
-
-        Args:
-            rows: number of rows that decode.
-            context: tokens attended to, all rows together.
-            drafting: number of rows that draft from an old continuation of their own.
-        """
-
-    def speed(self, rows: float) -> float:
-        """Tokens that a row gains in a step of this many rows, by drafting from the cache."""
-
-    def redraft(self, rows: int, drafting: int, acceptance: float) -> float:
-        """Tokens that a row gains in a step while it drafts from its old continuation.
-
-        Args:
-            rows: number of rows that decode.
-            drafting: number of other rows that draft from old continuations.
-            acceptance: chance that a drafted token is accepted.
-        """
-
-    def prefill(self, tokens: float, rows: float, context: float) -> float:
-        """Seconds by which a decode step is longer that also takes in or scores these tokens.
-
-        Args:
-            tokens: of prompts, or to be verified.
-            rows: number of rows that decode in the step.
-            context: tokens attended to by these rows.
-        """
-
-    def reward(self, rows: int) -> float:
-        """Seconds of the reward of one sample; a generator's rewards are computed one at a time.
-
-        Args:
-            rows: number of rows that the generator decodes at the same time.
-        """
-
-
 MAX_DRAFTS = 16
 """Maximum number of tokens that a row drafts in one step."""
 
@@ -159,7 +97,15 @@ class Cost:
     message_seconds: float = 1e-3
 
     def decode(self, rows: float, context: float, drafting: int = 0) -> float:
-        """Drafts of old continuations use the free arithmetic; no other drafts are modelled."""
+        """Seconds of a decode step.
+
+        Drafts of old continuations use the free arithmetic; no other drafts are modelled.
+
+        Args:
+            rows: number of rows that decode.
+            context: tokens attended to, all rows together.
+            drafting: number of rows that draft from an old continuation of their own.
+        """
         fed = rows
         if drafting:
             fed = max(fed, min(rows + MAX_DRAFTS * drafting, int(self.free_tokens)))
@@ -176,21 +122,36 @@ class Cost:
         return self.step_seconds + max(read, self.token_seconds * fed)
 
     def speed(self, rows: float) -> float:  # noqa: ARG002 - no other drafting is modelled
-        """One token: drafting from the cache is not modelled."""
+        """Tokens that a row gains in a step by drafting from the cache, which is not modelled."""
         return 1.0
 
     def redraft(self, rows: int, drafting: int, acceptance: float) -> float:
-        """The rows that draft share the free tokens."""
+        """Tokens that a row gains in a step while it drafts from its old continuation.
+
+        Args:
+            rows: number of rows that decode.
+            drafting: number of other rows that draft from old continuations; all of them share the
+                free tokens.
+            acceptance: chance that a drafted token is accepted.
+        """
         free = max(0.0, self.free_tokens - rows) / (drafting + 1)
         return tokens_per_step(acceptance, int(min(MAX_DRAFTS, free)))
 
     def prefill(self, tokens: float, rows: float, context: float) -> float:
-        """The arithmetic beyond what the step has time for while it reads the weights."""
+        """Seconds by which a decode step is longer that also feeds these tokens.
+
+        That is their arithmetic beyond what the step has time for while it reads the weights.
+
+        Args:
+            tokens: of prompts, or to be verified.
+            rows: number of rows that decode in the step.
+            context: tokens attended to by these rows.
+        """
         alone = self.step(rows, context) if rows else 0.0
         return self.step(rows + tokens, context) - alone
 
     def reward(self, rows: int) -> float:  # noqa: ARG002
-        """Zero: rewards are not modelled."""
+        """Seconds of the reward of one sample while so many rows decode; not modelled."""
         return 0.0
 
     @property
@@ -250,6 +211,10 @@ class MeasuredCost:
         if not rows:
             return self.reward_seconds
         return max(self.reward_seconds, self.reward_steps * self.decode(rows, 0.0))
+
+
+Costs = Cost | MeasuredCost
+"""Seconds of what generators and trainer do."""
 
 
 def _between(at: Sequence[float], values: Sequence[float], x: float) -> float:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from asyncrl.errors import UserError
 from asyncrl.rollout.trajectory import SampleId
 
 GoBack = Literal["restore", "replay", "start over"]
@@ -70,17 +69,6 @@ class Environments:
     """Median tokens of an observation; log-normal with the same standard deviation."""
     go_back: GoBack = "replay"
     """What happens when verification changes a turn."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be. Raises UserError."""
-        for name in ("latency", "latency_sigma", "turns_sigma", "turn_sigma", "observation_tokens"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise UserError(f"simulated environments: {name} must be at least 0, got {value}")
-        for name in ("turns", "turn_tokens", "max_turns"):
-            value = getattr(self, name)
-            if not 1 <= value < math.inf:
-                raise UserError(f"simulated environments: {name} must be at least 1, got {value}")
 
     def plan(self, sample: SampleId, seed: int) -> Plan:
         """The turns of a sample."""

@@ -6,23 +6,16 @@ What is due when, in a simulated run.
 from __future__ import annotations
 
 import heapq
-import math
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
-from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands, events
-from asyncrl.scheduler.config import SchedulerConfig
-from asyncrl.simulation.cost import Costs
-from asyncrl.simulation.environments import Environments
-from asyncrl.simulation.failures import Failures, Stragglers
-from asyncrl.simulation.lengths import Lengths, Survival
-from asyncrl.simulation.network import Network
 from asyncrl.simulation.outcome import Installs
-from asyncrl.simulation.sim_generator import GeneratorSetting, SimGenerator
+from asyncrl.simulation.setting import Setting
+from asyncrl.simulation.sim_generator import SimGenerator
 from asyncrl.simulation.sim_request import SimRequest, Tally
 from asyncrl.simulation.sim_turns import TurnGenerator
 
@@ -80,67 +73,6 @@ MEASURED_SECONDS = 5.0
 """Busy seconds that a speed is measured over, at least; as in `controller/inbox.py`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What a simulated run is given."""
-
-    config: SchedulerConfig
-    generators: int
-    slots: int
-    """Of each generator."""
-    steps: int
-    cost: Costs
-    """Seconds of decoding, scoring, training and messages."""
-    lengths: Lengths
-    """Draws the length of an answer."""
-    known: Mapping[SampleId, int] = field(default_factory=dict)
-    """Lengths of answers that are not drawn, to repeat a real run."""
-    prompt_tokens: float = 200
-    """Tokens of every prompt."""
-    drift: float = 3e-4
-    """Total variation per token and optimizer step."""
-    redraft: float = 0.7
-    """Chance that a token of the old continuation is accepted as a draft after a rejection."""
-    new_length: float = 0.0
-    """Chance that a rejected answer gets another length, drawn among those longer than what stays;
-    otherwise it keeps the one that it had."""
-    survival: Survival = field(default_factory=Survival)
-    """How much of a sample verification accepts."""
-    seed: int = 0
-    signal_share: float = 1.0
-    """Share of the groups that carry signal; with `scheduler.dynamic_sampling` only."""
-    network: Network = field(default_factory=Network)
-    """Between nodes. The trainer has nodes of its own."""
-    weights_bytes: float = 0.0
-    """Of one version."""
-    generators_per_node: int = 8
-    """Generator i is on node i // generators_per_node."""
-    trainer_nodes: int = 1
-    """Nodes of the trainer, each of which takes in its share of the trajectories."""
-    failures: Failures = field(default_factory=Failures)
-    stragglers: Stragglers = field(default_factory=Stragglers)
-    environments: Environments | None = None
-    """Of samples of several turns; None: a sample is one turn."""
-    sessions: int = 0
-    """Most samples that a generator has while some wait for their environment."""
-    kv_tokens: float = math.inf
-    """Tokens whose keys and values a generator has room for; used with environments only."""
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that have generators."""
-        return -(-self.generators // self.generators_per_node)
-
-    def shared(self) -> GeneratorSetting:
-        """What all generators have in common."""
-        drawn = dict(self.known) if self.failures.any else None
-        return GeneratorSetting(
-            self.cost, self.lengths, self.known if drawn is None else drawn, drawn,
-            self.prompt_tokens, self.drift, self.redraft, self.new_length, self.survival,
-            self.config.on_update == "recompute",
-        )  # fmt: skip
-
-
 class Fleet:
     """Advances generators to the time of what happens to them, and wakes them when they are done.
 
@@ -151,8 +83,9 @@ class Fleet:
     """
 
     def __init__(self, setting: Setting, agenda: Agenda, rng: random.Random) -> None:
-        self._setting, self._agenda, self._rng = setting, agenda, rng
-        self._shared = setting.shared()
+        # With losses, lengths are kept: what is generated again gets the one that it had.
+        self._setting = replace(setting, known=dict(setting.known))
+        self._agenda, self._rng = agenda, rng
         self._slowness = setting.stragglers.slowness(setting.generators, setting.seed)
         self._generators: dict[str, SimGenerator] = {}
         self._names: list[str] = [""] * setting.generators
@@ -185,20 +118,16 @@ class Fleet:
         name = f"g{number}.{restarts}" if restarts else f"g{number}"
         version = -1 if restarts else 0
         rng = random.Random(self._rng.random())  # noqa: S311 - a simulation
-        self._generators[name] = self._new(name, rng, self._slowness[number], version)
+        slowness = self._slowness[number]
+        if setting.environments is None:
+            made = SimGenerator(name, setting, rng, slowness=slowness, version=version)
+        else:
+            made = TurnGenerator(
+                name, setting, rng, setting.environments, slowness=slowness, version=version
+            )
+        self._generators[name] = made
         self._names[number], self._numbers[name] = name, number
         return events.GeneratorJoined(name, setting.slots, version)
-
-    def _new(self, name: str, rng: random.Random, slowness: float, version: int) -> SimGenerator:
-        setting, shared = self._setting, self._shared
-        if setting.environments is None:
-            return SimGenerator(
-                name, setting.slots, shared, rng, slowness=slowness, version=version
-            )
-        return TurnGenerator(
-            name, setting.slots, shared, rng, setting.environments, seed=setting.seed,
-            kv_tokens=setting.kv_tokens, slowness=slowness, version=version,
-        )  # fmt: skip
 
     def environment_waits(self) -> list[events.EnvironmentWaits]:
         """How many samples wait for their environment, of the generators where that has changed."""

@@ -11,10 +11,7 @@ a chain. The trainer's node is depth 0.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-
-from asyncrl.errors import UserError
 
 BYTES_PER_TOKEN = 9
 """Of a trajectory on its way to the trainer: id 4, log-probability 4, provenance 1."""
@@ -37,20 +34,6 @@ class Network:
     """Size of the pieces in which weights are passed on, in MiB."""
     delta_share: float = 1.0
     """Bytes sent to a node that has the version before, as a share of those of whole weights."""
-
-    def __post_init__(self) -> None:
-        """Raise UserError for a setting that no network has."""
-        limits = (
-            ("bandwidth", self.bandwidth_gbit is None or 0 < self.bandwidth_gbit < math.inf, "> 0"),
-            ("latency", 0 <= self.latency_ms < math.inf, ">= 0"),
-            ("gpus per node", self.gpus_per_node >= 1, ">= 1"),
-            ("fan-out", self.fan_out >= 1, ">= 1"),
-            ("chunk", 0 < self.chunk_mib < math.inf, "> 0"),
-            ("delta share", 0 < self.delta_share <= 1, "> 0 and <= 1"),
-        )
-        for name, holds, limit in limits:
-            if not holds:
-                raise UserError(f"the {name} of the simulated network must be {limit}")
 
     @property
     def latency_seconds(self) -> float:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from asyncrl.simulation.sim_request import Tally
 
@@ -66,31 +64,13 @@ class Outcome:
     """Samples that came back without their KV, over all actions."""
 
 
-def mean(outcomes: Sequence[Outcome]) -> Outcome:
-    """The mean of each number, over at least one outcome; a type that is missing counts 0."""
-    count = len(outcomes)
-    numbers: dict[str, Any] = {}
-    for one in fields(Outcome):
-        values = [getattr(outcome, one.name) for outcome in outcomes]
-        if one.name in ("told", "commanded"):
-            names = sorted({name for value in values for name in value})
-            numbers[one.name] = {n: sum(v.get(n, 0.0) for v in values) / count for n in names}
-        else:
-            numbers[one.name] = sum(values) / count
-    return Outcome(**numbers)
-
-
 @dataclass(frozen=True, slots=True)
 class Mark:
     """Counts when a step began."""
 
     seconds: float
-    busy: float
-    """Seconds in which generators computed, all together."""
     trained: float
     """Seconds in which the trainer computed."""
-    rejected: float
-    """Tokens rejected by verification."""
     told: Counter[type]
     """Events, by type."""
     commanded: Counter[type]
@@ -100,20 +80,11 @@ class Mark:
     tally: Tally
     """All that generators count."""
 
-    def rates(self, later: Mark) -> tuple[dict[str, float], dict[str, float]]:
-        """Events and commands per second from here to a later mark, by the names of their types."""
-        seconds = max(1e-9, later.seconds - self.seconds)
-        told, commanded = later.told - self.told, later.commanded - self.commanded
-        return _named(told, seconds), _named(commanded, seconds)
 
-
-def _named(counts: Counter[type], seconds: float) -> dict[str, float]:
-    return {kind.__name__: count / seconds for kind, count in sorted_by_name(counts)}
-
-
-def sorted_by_name(counts: Counter[type]) -> list[tuple[type, int]]:
-    """The counts of types, in the order of their names."""
-    return sorted(counts.items(), key=lambda entry: entry[0].__name__)
+def rates(before: Counter[type], after: Counter[type], seconds: float) -> dict[str, float]:
+    """How many of each type came per second between two counts, by the types' names."""
+    counts = {kind.__name__: count for kind, count in (after - before).items()}
+    return {name: counts[name] / seconds for name in sorted(counts)}
 
 
 @dataclass(slots=True)
@@ -122,19 +93,10 @@ class Installs:
 
     published: dict[int, float] = field(default_factory=dict)
     """Time at which each version was published."""
-    count: int = 0
-    total: float = 0.0
-    longest: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    """Of each install."""
 
     def installed(self, version: int, now: float) -> None:
         """A generator has installed a version."""
         if version in self.published:
-            seconds = now - self.published[version]
-            self.count += 1
-            self.total += seconds
-            self.longest = max(self.longest, seconds)
-
-    @property
-    def mean(self) -> float:
-        """Seconds; 0 if nothing was installed."""
-        return self.total / self.count if self.count else 0.0
+            self.seconds.append(now - self.published[version])

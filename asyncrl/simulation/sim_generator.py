@@ -12,43 +12,13 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 from asyncrl.rollout.trajectory import SampleId
-from asyncrl.simulation.cost import Costs
-from asyncrl.simulation.lengths import Lengths, Survival
+from asyncrl.simulation.setting import Setting
 from asyncrl.simulation.sim_request import SimRequest, Tally
 
 _DRAWS = 1000
 """Most draws of a length that is longer than an accepted prefix."""
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratorSetting:
-    """What all generators of a simulated run have in common."""
-
-    cost: Costs
-    """Seconds of decoding, scoring and installing weights."""
-    lengths: Lengths
-    """Draws the length of an answer."""
-    known: Mapping[SampleId, int]
-    """Lengths of answers that are not drawn, unless they are rejected."""
-    drawn: dict[SampleId, int] | None
-    """Where lengths that are drawn are kept, for samples that are lost: the same as `known`. None
-    if nothing is ever lost."""
-    prompt_tokens: float
-    """Tokens of every prompt."""
-    drift: float
-    """Total variation per token and optimizer step."""
-    redraft: float
-    """Chance that a token of the old continuation is accepted as a draft."""
-    new_length: float
-    """Chance that a rejected answer gets another length."""
-    survival: Survival
-    """How much of a sample verification accepts."""
-    rebuilds_kv: bool
-    """Whether running requests are prefilled again at an update (`on_update: recompute`)."""
 
 
 class SimGenerator:
@@ -57,8 +27,7 @@ class SimGenerator:
     def __init__(
         self,
         name: str,
-        slots: int,
-        setting: GeneratorSetting,
+        setting: Setting,
         rng: random.Random,
         *,
         slowness: float = 1.0,
@@ -68,17 +37,16 @@ class SimGenerator:
 
         Args:
             name: of the generator.
-            slots: requests that it decodes at once.
-            setting: what all generators have in common.
+            setting: of the run.
             rng: source of its randomness.
             slowness: how many times as long as usual everything takes that it computes.
             version: policy version that it decodes with.
         """
-        self.name, self.slots, self.version = name, slots, version
+        self.name, self.version = name, version
         self.paused_until = math.inf if version < 0 else 0.0
         self.tally = Tally()
         self._setting, self._cost, self._rng = setting, setting.cost, rng
-        self._slowness = slowness
+        self._slots, self._slowness = setting.slots, slowness
         self._requests: dict[SampleId, SimRequest] = {}
         self._held: dict[SampleId, SimRequest] = {}
         self._waiting: list[tuple[int, int, SampleId]] = []
@@ -164,8 +132,8 @@ class SimGenerator:
         """Add a request."""
         setting = self._setting
         length = setting.known.get(sample) or setting.lengths(self._rng)
-        if setting.drawn is not None:
-            setting.drawn[sample] = length
+        if setting.failures.any:
+            setting.known[sample] = length
         self._add(SimRequest(sample, length, priority))
 
     def finish_next(self) -> SimRequest | None:
@@ -210,7 +178,6 @@ class SimGenerator:
             elif sample in self._requests:
                 self._wait(request)
         if scored:
-            self.tally.scored += scored
             self._prefill(scored)
         self._fill()
         return unchanged
@@ -275,7 +242,7 @@ class SimGenerator:
         self.version = version
         for request in running:
             self._enter(request)
-        if self._setting.rebuilds_kv and running:
+        if self._setting.config.on_update == "recompute" and running:
             prompt_tokens = self._setting.prompt_tokens
             self._prefill(sum(prompt_tokens + one.generated + one.observed for one in running))
         if self.paused_until == math.inf:
@@ -312,7 +279,7 @@ class SimGenerator:
 
     def _add(self, request: SimRequest) -> None:
         self._requests[request.sample] = request
-        if self._waiting or self._active >= self.slots:
+        if self._waiting or self._active >= self._slots:
             self._wait(request)
             self._fill()
         else:
@@ -329,7 +296,7 @@ class SimGenerator:
             if request is None or request.decoding or request.priority != priority:
                 heapq.heappop(self._waiting)
                 continue
-            if self._active >= self.slots and not self._preempt(priority):
+            if self._active >= self._slots and not self._preempt(priority):
                 return
             heapq.heappop(self._waiting)
             self._take(request)

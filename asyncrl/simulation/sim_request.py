@@ -122,8 +122,6 @@ class Tally:
     """Seconds of decoding and scoring."""
     useful: float = 0.0
     """Tokens decoded."""
-    scored: float = 0.0
-    """Tokens scored by verification."""
     rejected: float = 0.0
     """Tokens rejected by verification."""
     preempted: int = 0

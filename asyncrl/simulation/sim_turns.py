@@ -13,13 +13,13 @@ once more, which the sample waits for at the end of turn t if they take longer t
 from __future__ import annotations
 
 import heapq
-import math
 import random
 from dataclasses import dataclass, field
 
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.simulation.environments import Environments, Plan
-from asyncrl.simulation.sim_generator import GeneratorSetting, SimGenerator
+from asyncrl.simulation.setting import Setting
+from asyncrl.simulation.sim_generator import SimGenerator
 from asyncrl.simulation.sim_request import SimRequest
 
 _AT_ONCE = 1e-9
@@ -63,31 +63,16 @@ class TurnGenerator(SimGenerator):
     def __init__(
         self,
         name: str,
-        slots: int,
-        setting: GeneratorSetting,
+        setting: Setting,
         rng: random.Random,
         environments: Environments,
         *,
-        seed: int,
-        kv_tokens: float = math.inf,
         slowness: float = 1.0,
         version: int = 0,
     ) -> None:
-        """As `SimGenerator`.
-
-        Args:
-            name: of the generator.
-            slots: requests that it decodes at once.
-            setting: what all generators have in common.
-            rng: source of its randomness.
-            environments: of the samples.
-            seed: of their plans.
-            kv_tokens: tokens whose keys and values it has room for.
-            slowness: how many times as long as usual everything takes that it computes.
-            version: policy version that it decodes with.
-        """
-        super().__init__(name, slots, setting, rng, slowness=slowness, version=version)
-        self._environments, self._seed, self._kv_tokens = environments, seed, kv_tokens
+        """As `SimGenerator`, with the environments of the samples."""
+        super().__init__(name, setting, rng, slowness=slowness, version=version)
+        self._environments = environments
         self._away: list[tuple[float, int, TurnRequest]] = []
         """Heap of (when the observation is there, tie-breaker, request); may be outdated."""
         self._keeping: dict[SampleId, TurnRequest] = {}
@@ -126,7 +111,7 @@ class TurnGenerator(SimGenerator):
 
     def start(self, sample: SampleId, priority: int) -> None:
         """Add a request."""
-        plan = self._environments.plan(sample, self._seed)
+        plan = self._environments.plan(sample, self._setting.seed)
         self._add(TurnRequest(sample, plan.length, priority, plan=plan))
 
     def finish_next(self) -> SimRequest | None:
@@ -183,7 +168,7 @@ class TurnGenerator(SimGenerator):
 
     def _make_room(self) -> None:
         """Those that have waited longest lose their KV until all fits."""
-        while self._keeping and self._context + self._kept > self._kv_tokens:
+        while self._keeping and self._context + self._kept > self._setting.kv_tokens:
             self._forget_kv(next(iter(self._keeping.values())))
 
     def _wait(self, request: SimRequest) -> None:

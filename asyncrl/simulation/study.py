@@ -6,18 +6,20 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from dataclasses import fields as fields_of
 from typing import Any
 
 from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.scheduler.config import DynamicSamplingConfig, SchedulerConfig
 from asyncrl.simulation.cost import DEVICES, MODELS, Cost, Costs, kv_tokens, roofline
-from asyncrl.simulation.environments import Environments
 from asyncrl.simulation.failures import Failures, Stragglers
 from asyncrl.simulation.fit import WARM_UP, Fit
 from asyncrl.simulation.lengths import Lengths, Rule, Survival, empirical, lognormal
 from asyncrl.simulation.network import Network
-from asyncrl.simulation.world import Outcome, Setting, World
+from asyncrl.simulation.outcome import Outcome
+from asyncrl.simulation.setting import Conditions, Setting
+from asyncrl.simulation.world import World
 
 MODES: Mapping[str, tuple[Mapping[str, Any], float]] = {
     "sync": ({"on_update": "keep", "max_off_policy_steps": 0}, 0.0),
@@ -41,7 +43,7 @@ of the time if generators were never idle."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(Conditions):
     """What is simulated: a machine, a model and its answers."""
 
     model: str = "7b"
@@ -62,20 +64,12 @@ class Cluster:
     """Standard deviation of the logarithm of the length."""
     longest: int = 16384
     """Maximum tokens of an answer."""
-    drift: float = 3e-4
-    """Total variation per token and optimizer step."""
     rule: Rule = "token"
     """How verification is modelled: `token` (the worst case) or `block`; see `lengths.Survival`."""
     outside: float = 0.0
     """Share of tokens that are drawn outside the stored top K."""
     noise: float = 0.0
     """Total variation per token that engines show under unchanged weights."""
-    redraft: float = 0.7
-    """Chance that a token of the old continuation is accepted as a draft after a rejection; 0: the
-    old continuation is not used. No other drafting is modelled, in any mode."""
-    new_length: float = 0.0
-    """Chance that a rejected answer gets another length, whatever it had. 0 is the best case: the
-    new answer is as long as the old one. 1 is the worst: the old length says nothing of it."""
     signal_share: float | None = None
     """Share of the groups that carry signal: each mode has dynamic sampling. None: as `scheduler`
     says, and all groups carry signal."""
@@ -83,23 +77,12 @@ class Cluster:
     """None: as many as fill every slot once."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Bounds and sizes that the modes do not set, such as group_size."""
-    prompt_tokens: int = 200
-    """Tokens of every prompt."""
     trainer_devices: float | None = None
     """None: as many as balance training with generation, see `BALANCE`."""
     gpus_per_generator: int = 1
     """GPUs of each generator, which share its weights and its work (tensor parallel)."""
     fit: Fit | None = None
     """Costs and lengths of a real run, instead of the roofline and the log-normal."""
-    seed: int = 0
-    network: Network = field(default_factory=Network)
-    """Between nodes."""
-    failures: Failures = field(default_factory=Failures)
-    """What is lost, and how often."""
-    stragglers: Stragglers = field(default_factory=Stragglers)
-    """Which share of the generators is slow."""
-    environments: Environments | None = None
-    """Of samples of several turns, which have their own lengths; None: a sample is one turn."""
     sessions: int | None = None
     """Most samples that a generator has while some wait; None: `SESSIONS` times its slots."""
     kv_room: float | None = None
@@ -201,28 +184,20 @@ class Cluster:
         share = 1.0 if self.signal_share is None else self.signal_share
         if self.signal_share is not None and not config.dynamic_sampling.enabled:
             config = replaced(config, dynamic_sampling=DynamicSamplingConfig(enabled=True))
+        sessions, room = 0, math.inf
+        if self.environments is not None:
+            sessions = SESSIONS * self.slots if self.sessions is None else self.sessions
+            room = self.kv_tokens()
         setting = Setting(
             config, self.generators, self.slots, self.steps, self.cost(), self.lengths(),
-            prompt_tokens=self.prompt_tokens, drift=self.drift, redraft=self.redraft,
-            new_length=self.new_length,
-            survival=Survival(self.rule, outside=self.outside, noise=self.noise), seed=self.seed,
-            network=self.network, weights_bytes=self.weights_bytes,
+            survival=Survival(self.rule, outside=self.outside, noise=self.noise),
+            signal_share=share, weights_bytes=self.weights_bytes,
             generators_per_node=self.generators_per_node, trainer_nodes=self.trainer_nodes,
-            failures=self.failures, stragglers=self.stragglers, signal_share=share,
-            **self._of_environments(),
+            sessions=sessions, kv_tokens=room,
+            **{one.name: getattr(self, one.name) for one in fields_of(Conditions)},
         )  # fmt: skip
         end = self.steps - self.cool_down if self.cool_down else None
         return World(setting).run(self.warm_up, end)
-
-    def _of_environments(self) -> dict[str, Any]:
-        """The fields of a setting that belong to environments."""
-        if self.environments is None:
-            return {}
-        return {
-            "environments": self.environments,
-            "sessions": SESSIONS * self.slots if self.sessions is None else self.sessions,
-            "kv_tokens": self.kv_tokens(),
-        }
 
     def title(self) -> str:
         """Describe what is simulated, in one sentence."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from asyncrl.simulation.study import NEAR, Cluster, Place, right_choice
-from asyncrl.simulation.world import Outcome
+from asyncrl.simulation.outcome import Outcome
 
 
 def mode_table(cluster: Cluster, outcomes: Mapping[str, Outcome]) -> Table:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from asyncrl.errors import UserError
 from asyncrl.scheduler import commands, events
 from asyncrl.scheduler.scheduler import Scheduler
-from asyncrl.simulation.failures import LossTimes
-from asyncrl.simulation.fleet import Agenda, Due, FinishedReport, Fleet, FromTrainer, Setting
+from asyncrl.simulation.fleet import Agenda, Due, FinishedReport, Fleet, FromTrainer
 from asyncrl.simulation.network import BYTES_PER_TOKEN
-from asyncrl.simulation.outcome import Mark, Outcome
+from asyncrl.simulation.outcome import Mark, Outcome, rates
+from asyncrl.simulation.setting import Setting
 from asyncrl.simulation.sim_generator import SimGenerator
 
 
@@ -75,8 +75,6 @@ class SimTrainer:
         self.waiting.clear()
 
 
-__all__ = ["Outcome", "Setting", "World"]
-
 REPORT_SECONDS = 0.5
 """Between two reports of how many samples wait for their environment."""
 DAY_SECONDS = 86400.0
@@ -110,9 +108,9 @@ class World:
         """When each step began for the first time."""
         self._ended: commands.FinishRun | None = None
         self._message = setting.cost.message_seconds + setting.network.latency_seconds
-        failures = setting.failures
-        units = setting.nodes if failures.scope == "node" else setting.generators
-        self._loss_times = LossTimes(failures, units, setting.nodes, setting.seed)
+        # Losses are drawn apart, so that other draws do not depend on them.
+        self._loss_rng = random.Random(f"failures {setting.seed}")  # noqa: S311 - a simulation
+        self._trainer_rng = random.Random(f"trainer failures {setting.seed}")  # noqa: S311
 
     def run(self, warm_up: int = 2, end: int | None = None) -> Outcome:
         """Simulate the run; the outcome covers the steps from `warm_up` on, up to `end`."""
@@ -133,10 +131,8 @@ class World:
         """Process what is due, in time order, until the run ends."""
         self._tell(events.TrainerJoined(0))
         agenda = self._agenda
-        self._loss_times.begin(
-            lambda seconds: agenda.after(seconds, self._lose_unit),
-            lambda seconds: agenda.after(seconds, self._lose_trainer),
-        )
+        self._expect_loss()
+        self._expect_trainer_loss()
         if self._setting.environments is not None:
             agenda.after(REPORT_SECONDS, self._report_environments)
         began = 0.0
@@ -234,12 +230,24 @@ class World:
 
     # ------------------------------------------------------------------ losses
 
+    def _expect_loss(self) -> None:
+        """Schedule the next loss of a generator or node, if there are any."""
+        rate = self._setting.failures.per_node_hour * self._setting.nodes / 3600
+        if rate:
+            self._agenda.after(self._loss_rng.expovariate(rate), self._lose_unit)
+
+    def _expect_trainer_loss(self) -> None:
+        rate = self._setting.failures.trainer_per_hour / 3600
+        if rate:
+            self._agenda.after(self._trainer_rng.expovariate(rate), self._lose_trainer)
+
     def _lose_unit(self) -> None:
         """A generator, or all of a node, is lost and comes back later."""
-        setting, unit = self._setting, self._loss_times.unit()
-        numbers = [unit]
-        if setting.failures.scope == "node":
-            first = unit * setting.generators_per_node
+        setting = self._setting
+        if setting.failures.scope == "generator":
+            numbers = [self._loss_rng.randrange(setting.generators)]
+        else:
+            first = self._loss_rng.randrange(setting.nodes) * setting.generators_per_node
             after = min(first + setting.generators_per_node, setting.generators)
             numbers = list(range(first, after))
         for number in numbers:
@@ -250,7 +258,7 @@ class World:
                     lambda number=number: self._tell(self._fleet.add(number)),  # type: ignore[misc]
                 )
                 self._tell(lost)
-        self._agenda.after(self._loss_times.until_unit(), self._lose_unit)
+        self._expect_loss()
 
     def _lose_trainer(self) -> None:
         """The trainer is lost; the next one returns to the newest checkpoint."""
@@ -266,7 +274,7 @@ class World:
         trainer.free_at = self._intake_free = now
         self._fleet.installs.published = {trainer.step: now}
         self._tell(events.TrainerJoined(trainer.step, trainer.lineage))
-        self._agenda.after(self._loss_times.until_trainer(), self._lose_trainer)
+        self._expect_trainer_loss()
 
     # ----------------------------------------------------------------- trainer
 
@@ -317,10 +325,9 @@ class World:
     # ----------------------------------------------------------------- results
 
     def _mark(self) -> Mark:
-        tally = self._fleet.tally()
         return Mark(
-            self._agenda.now, tally.busy, self._trainer.busy, tally.rejected, self._told.copy(),
-            self._commanded.copy(), self._data_bytes, tally,
+            self._agenda.now, self._trainer.busy, self._told.copy(), self._commanded.copy(),
+            self._data_bytes, self._fleet.tally(),
         )  # fmt: skip
 
     def _sum_up(self, first: int, last: int) -> Outcome:
@@ -329,23 +336,23 @@ class World:
         groups = [entry for step in range(first, last) for entry in self._delivered.get(step, [])]
         tokens = max(1, sum(count for _, _, count in groups))
         samples = len(groups) * self._setting.config.group_size
-        told, commanded = began.rates(ended)
+        installs = self._fleet.installs.seconds
         everything = sum(count for step in self._delivered.values() for _, _, count in step)
         return Outcome(
             step_seconds=seconds / (last - first),
             tokens_per_second=tokens / seconds,
-            generator_idle=1 - (ended.busy - began.busy) / seconds / self._setting.generators,
+            generator_idle=1 - (ended.tally.busy - began.tally.busy) / seconds / self._setting.generators,
             trainer_idle=1 - (ended.trained - began.trained) / seconds,
             staleness_mean=sum(weighted for _, weighted, _ in groups) / tokens,
             staleness_max=max((oldest for oldest, _, _ in groups), default=0),
-            regenerated=(ended.rejected - began.rejected) / tokens,
+            regenerated=(ended.tally.rejected - began.tally.rejected) / tokens,
             mean_length=tokens / max(1, samples),
             events=self._told.total(),
-            told=told,
-            commanded=commanded,
+            told=rates(began.told, ended.told, seconds),
+            commanded=rates(began.commanded, ended.commanded, seconds),
             data_bytes_per_second=(ended.data_bytes - began.data_bytes) / seconds,
-            weights_seconds_mean=self._fleet.installs.mean,
-            weights_seconds_max=self._fleet.installs.longest,
+            weights_seconds_mean=sum(installs) / max(1, len(installs)),
+            weights_seconds_max=max(installs, default=0.0),
             generators_lost=self._fleet.losses,
             trainers_lost=self._trainer.lineage,
             groups_failed=self._commanded[commands.ReportGroupFailed],

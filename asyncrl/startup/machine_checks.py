@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import resource
 import shutil
@@ -28,6 +27,7 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.launch.agents.secret import read_secret
 from asyncrl.launch.gpus import PROC_VERSION, Gpu, TorchBuild, driver_version
+from asyncrl.monitoring.config import is_loopback
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 
 _GIB = 2**30
@@ -318,7 +318,7 @@ def agents_sockets(config: AgentsConfig) -> Finding:
                     "addresses (0.0.0.0: all), and no other program may have the port, another "
                     "run's controller neither",
                 )
-    here = _is_loopback(host_and_port(config.listen)[0])
+    here = is_loopback(host_and_port(config.listen)[0])
     return Finding(
         f"agents: this machine can listen at {' and '.join(wanted.values())}"
         + (", which only its own agents reach (launcher.agents.listen)" if here else "")
@@ -333,13 +333,6 @@ def agents_secret(config: AgentsConfig) -> Finding:
         what, _, fix = str(error).partition(". ")
         return Finding(f"a secret for agents: {what}", fix or "`asyncrl agent-key FILE` writes one")
     return Finding(f"secret of agents: {config.key_file}, which nobody else can read")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _shown(named: list[int]) -> str:

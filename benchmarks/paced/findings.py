@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from asyncrl.simulation.world import Outcome
+from asyncrl.simulation.outcome import Outcome
 from benchmarks.paced.run import Numbers
 from benchmarks.paced.setting import KEEP_1, KEEP_4, SYNC, VERIFY, Paced
 

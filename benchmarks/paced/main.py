@@ -31,7 +31,7 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.simulation.study import as_json
-from asyncrl.simulation.world import Outcome
+from asyncrl.simulation.outcome import Outcome
 from benchmarks.paced.findings import Findings, Result, label
 from benchmarks.paced.model import make_model
 from benchmarks.paced.plan import full, quick, smoke

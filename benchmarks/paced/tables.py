@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from asyncrl.simulation.world import Outcome
+from asyncrl.simulation.outcome import Outcome
 from benchmarks.paced.findings import FLOORS, TARGETS, Findings, label, reached
 from benchmarks.paced.setting import KEEP_1, KEEP_4, SYNC, VERIFY, Machine, Paced
 from benchmarks.targets import targets_table

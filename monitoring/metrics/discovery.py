@@ -10,7 +10,6 @@ would count as down.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import socket
@@ -18,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from asyncrl.monitoring.config import is_loopback
 from asyncrl.wire.transport.atomic_files import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -54,14 +54,7 @@ class Target(NamedTuple):
         """
         if bound in _EVERY_ADDRESS:
             return self.node or socket.gethostname()
-        return None if self.node and _is_loopback(bound) else bound
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return None if self.node and is_loopback(bound) else bound
 
 
 def target_groups(run: str, host: str, targets: Mapping[str, Target]) -> list[dict[str, object]]:

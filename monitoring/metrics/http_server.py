@@ -1,33 +1,37 @@
-"""A small HTTP server for one WSGI application, on a port that may be sent anything.
+"""Serves one WSGI application by threads, on a port that may be sent anything.
 
-Everything that is not a plain HTTP/1 request is answered with 400, quietly. A request's head is
-limited in size and time, and so is the number of connections, so that a scanner or a slow client
-takes a bounded number of threads and leaves nothing on the user's terminal. On a loopback address,
-a request for another machine's name is refused (`asyncrl.monitoring.metrics.http_server`).
-
-Whether a request means this machine by the name that it gives.
-
-A site whose name was made to point to 127.0.0.1 (DNS rebinding) reaches servers on loopback, and
-still sends its own name as `Host`.
+This is the server of `prometheus_client.start_wsgi_server` with bounds on the number of connections
+and on their time, so that a scanner or a slow client takes a bounded number of threads, and with
+nothing written to the user's terminal. On a loopback address, a request for another machine's name
+is refused: a site whose name was made to point to 127.0.0.1 (DNS rebinding) reaches servers on
+loopback, and still sends its own name as `Host`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http
+import io
 import logging
-import re
 import socket
-import socketserver
 import sys
-import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Iterable
-from typing import Any
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any, TextIO
 from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from asyncrl.monitoring.config import is_loopback
+
+log = logging.getLogger(__name__)
+
+Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
+"""A WSGI application."""
+
+MAX_CONNECTIONS = 32
+"""Most connections at once; further ones are closed."""
+CONNECTION_SECONDS = 10.0
+"""A connection is closed after so long, by which time Prometheus has given up as well."""
 
 
 def means_this_machine(host: str) -> bool:
@@ -43,24 +47,7 @@ def means_this_machine(host: str) -> bool:
         return False
 
 
-log = logging.getLogger(__name__)
-
-Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
-"""A WSGI application."""
-
-MAX_HEAD_BYTES = 16_384
-"""Largest request line and headers together."""
-MAX_CONNECTIONS = 32
-"""Most connections at once; further ones are answered with 503."""
-REQUEST_SECONDS = 5.0
-"""Longest time for a request's head to arrive, and for its answer to be taken."""
-
-_END = re.compile(rb"\r?\n\r?\n")
-_REQUEST_LINE = re.compile(rb"(GET|HEAD|OPTIONS) (/[!-~]*) HTTP/1\.[01]")
-_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t -~\x80-\xff]*)")
-
-
-class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
+class MetricsServer(ThreadingMixIn, WSGIServer):
     """Serves `application` on `host:port`; port 0 takes any free one.
 
     Raises:
@@ -69,21 +56,27 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     daemon_threads = True
     block_on_close = False  # a connection's thread ends by its own deadline
-    allow_reuse_address = True
     request_queue_size = 64
 
     def __init__(self, host: str, port: int, application: Application) -> None:
-        family, address = _resolve(host, port)
-        self.address_family = family
-        self.application = application
-        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        super().__init__(address, _Connection)
-        self._is_loopback = is_loopback(str(self.server_address[0]))
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, address = found[0][0], found[0][4]
+        self._deadlines: dict[Any, float] = {}
+        """Of the connections that are open, by their socket."""
+        super().__init__(address, _Connection)  # type: ignore[arg-type]
+        here = is_loopback(self.server_name)
+        self.set_app(_asked_as_this_machine(application) if here else application)
+
+    def server_bind(self) -> None:
+        """Take the address, without HTTPServer's question to DNS for the name of this machine."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
 
     @property
     def port(self) -> int:
         """The port it listens on."""
-        return int(self.server_address[1])
+        return self.server_port
 
     def shutdown(self) -> None:
         """End `serve_forever` at once: by itself it looks up twice a second."""
@@ -91,35 +84,26 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self.socket.shutdown(socket.SHUT_RDWR)
         super().shutdown()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread of its own, or with 503 if there are too many."""
-        if not self._places.acquire(blocking=False):
-            with contextlib.suppress(OSError):
-                request.setblocking(False)
-                request.send(_response(http.HTTPStatus.SERVICE_UNAVAILABLE, [], b"", head=False))
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:  # no thread could be started
-            self._places.release()
-            raise
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is a place for one more connection."""
+        del client_address
+        if len(self._deadlines) >= MAX_CONNECTIONS:
+            return False
+        self._deadlines[request] = time.monotonic() + CONNECTION_SECONDS
+        return True
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """One connection, from its thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection and free its place."""
+        self._deadlines.pop(request, None)
+        super().shutdown_request(request)
 
-    def answer(self, environ: dict[str, Any] | None) -> bytes:
-        """To a request; None: it could not be read."""
-        if environ is None:
-            return _BAD_REQUEST
-        host = environ.get("HTTP_HOST")
-        if self._is_loopback and host is not None and not means_this_machine(host):
-            return _WRONG_HOST
-        return _answer(self.application, environ)
+    def service_actions(self) -> None:
+        """End what its thread reads or writes in connections whose time is up."""
+        now = time.monotonic()
+        for request, deadline in self._deadlines.copy().items():
+            if deadline < now:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what went wrong with one connection; the default prints a traceback."""
@@ -127,87 +111,25 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         log.debug("the connection from %s ended", client_address, exc_info=sys.exc_info())
 
 
-class _Connection(socketserver.BaseRequestHandler):
-    """One request and its answer; then the connection is closed."""
+class _Connection(WSGIRequestHandler):
+    """Reads one request, writes its answer, and nothing to the terminal."""
 
-    server: MetricsServer
+    default_request_version = "HTTP/1.0"  # what cannot be read is answered with a status line too
 
-    def handle(self) -> None:
-        with contextlib.suppress(OSError):  # the client is gone, or too slow
-            answer = self.server.answer(_parse(self._head()))
-            self.request.settimeout(REQUEST_SECONDS)
-            self.request.sendall(answer)
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""
 
-    def _head(self) -> bytes:
-        """Everything up to the empty line; incomplete if it is too long or the client stops."""
-        received = b""
-        deadline = time.monotonic() + REQUEST_SECONDS
-        while len(received) < MAX_HEAD_BYTES and not _END.search(received):
-            self.request.settimeout(max(0.001, deadline - time.monotonic()))
-            chunk = self.request.recv(4096)
-            if not chunk:
-                break
-            received += chunk
-        return received
+    def get_stderr(self) -> TextIO:
+        """Where the traceback of an answer goes that could not be made."""
+        return io.StringIO()
 
 
-def _parse(head: bytes) -> dict[str, Any] | None:
-    """The WSGI environment of a request; None if this is no HTTP/1 request for a resource."""
-    end = _END.search(head)
-    if end is None:
-        return None
-    first, *lines = re.split(rb"\r?\n", head[: end.start()])
-    request = _REQUEST_LINE.fullmatch(first)
-    headers = [_HEADER.fullmatch(line) for line in lines]
-    if request is None:
-        return None
-    path, _, query = request[2].decode().partition("?")
-    environ = {
-        "REQUEST_METHOD": request[1].decode(),
-        "PATH_INFO": urllib.parse.unquote(path, errors="replace"),
-        "QUERY_STRING": query,
-    }
-    for header in headers:
-        if header is None:
-            return None
-        environ["HTTP_" + header[1].decode().upper().replace("-", "_")] = header[2].decode("latin1")
-    return environ
+def _asked_as_this_machine(application: Application) -> Application:
+    def answer(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        host = environ.get("HTTP_HOST")
+        if host is None or means_this_machine(host):
+            return application(environ, start)
+        start("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
+        return [b"The Host header is not a name of this machine; ask 127.0.0.1 or localhost\n"]
 
-
-def _answer(application: Application, environ: dict[str, Any]) -> bytes:
-    started: list[tuple[str, list[tuple[str, str]]]] = []
-    body = b"".join(application(environ, lambda *arguments: started.append(arguments[:2])))
-    status, headers = started[0]
-    code = http.HTTPStatus(int(status.partition(" ")[0]))
-    return _response(code, headers, body, head=environ["REQUEST_METHOD"] == "HEAD")
-
-
-def _response(
-    status: http.HTTPStatus, headers: list[tuple[str, str]], body: bytes, *, head: bool
-) -> bytes:
-    lines = [
-        f"HTTP/1.1 {status.value} {status.phrase}",
-        *(f"{name}: {value}" for name, value in headers),
-        f"Content-Length: {len(body)}",
-        "Connection: close",
-    ]
-    return "\r\n".join([*lines, "", ""]).encode("latin1") + (b"" if head else body)
-
-
-def _refusal(status: http.HTTPStatus, why: str) -> bytes:
-    kind = [("Content-Type", "text/plain; charset=utf-8")]
-    return _response(status, kind, f"{why}\n".encode(), head=False)
-
-
-_BAD_REQUEST = _refusal(
-    http.HTTPStatus.BAD_REQUEST, "This port serves Prometheus metrics: GET /metrics"
-)
-_WRONG_HOST = _refusal(
-    http.HTTPStatus.FORBIDDEN,
-    "The Host header is not a name of this machine; ask 127.0.0.1 or localhost",
-)
-
-
-def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return found[0][0], found[0][4]
+    return answer

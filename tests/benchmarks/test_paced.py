@@ -20,7 +20,7 @@ from asyncrl.engine.torch.core import CoreSettings
 from asyncrl.engine.torch.model import load_model
 from asyncrl.monitoring.records.jsonl import read_jsonl
 from asyncrl.simulation.cost import DEVICES, MODELS, roofline
-from asyncrl.simulation.world import Outcome
+from asyncrl.simulation.outcome import Outcome
 from asyncrl.tasks.loading import load_task
 from asyncrl.wire.records.step import BatchMetrics, StalenessMetrics, StepMetrics, TokenCounts
 from benchmarks.paced import main as paced_main

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.scheduler import events, scheduler
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.simulation.cost import Cost
-from asyncrl.simulation.fleet import Setting
+from asyncrl.simulation.setting import Setting
 from asyncrl.simulation.world import World
 
 FOLDER = str(Path(scheduler.__file__).parent)

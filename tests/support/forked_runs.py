@@ -23,7 +23,6 @@ import socket
 import subprocess
 import sys
 import termios
-import threading
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,8 @@ from typing import Any, NoReturn
 from unittest import mock
 
 from forking_server import Forked, serve, start
+
+from asyncrl.user_code.process_tree import end_process
 
 CONTROLLERS = {"asyncrl run", "benchmarks.hostile.victim", "benchmarks.paced.command run"}
 PARTS = {
@@ -208,13 +209,7 @@ def _become(
             print(end.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001 - whatever it was, the process ends with it
         traceback.print_exc()
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+    end_process(code)
 
 
 def _show(words: Sequence[str], variables: Sequence[str]) -> None:

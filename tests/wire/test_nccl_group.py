@@ -148,18 +148,6 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Nccl]]:
     assert all(one.aborted for one in Made.made), "a communicator was left"
 
 
-@pytest.fixture
-def closing() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as pool:
-        yield pool
-
-
 def round_of(closing: ExitStack, folder: Path) -> tuple[Trainer, list[WeightBuffer]]:
     """A trainer and its two members, who leave before it closes."""
     of = trainer(closing, folder, members=2)

@@ -1,9 +1,14 @@
-"""Paths in a configuration: `~` and `${NAME}` are expanded when it is read."""
+"""Paths in a configuration: `~` and `${NAME}` are expanded when it is read.
+
+`kept_variable` sets an environment variable for a while.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +38,25 @@ _FUNCTION = re.compile(r"((?:[a-z_]+:)?)([^:]+\.py)(:\w+)")
 """A function or class in a file: `file.py:name`, also after a kind, as in `agent:file.py:name`."""
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+@contextmanager
+def kept_variable(name: str, value: str | None = None) -> Iterator[None]:
+    """Restore an environment variable at the end, whatever is done to it.
+
+    Args:
+        name: of the variable.
+        value: that it has in between; None: at first the one that it has.
+    """
+    before = os.environ.get(name)
+    try:
+        if value is not None:
+            os.environ[name] = value
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 def expand(path: str) -> str:

@@ -201,7 +201,7 @@ class Agent:
         self._session = ""
         """Of the controller that was joined; empty: of none."""
         self._facts = ""
-        self._lost_seconds = 60.0
+        self._lost_seconds = float("inf")  # until the controller says
         self._heard = time.monotonic()
         self._note = ""
         self._leave_at: float | None = None

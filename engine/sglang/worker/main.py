@@ -47,7 +47,7 @@ def main() -> None:
     end_with(int(sys.argv[2]), settings.folder)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
     try:
-        ranks = Ranks(*_start(settings))
+        ranks = Ranks(*_start(settings), step_seconds=settings.step_seconds)
         ranks.wait_for_ready()
     except (ValueError, RuntimeError, OSError, AssertionError, ImportError, KeyError) as error:
         _LOG.exception("SGLang did not start")
@@ -75,10 +75,13 @@ class Ranks:
     Args:
         processes: of rank 0, 1, ...
         wait_for_ready: returns when all of them take requests; raises RuntimeError if one fails.
+        step_seconds: SGLang's watchdog ends them when a step takes longer.
     """
 
-    def __init__(self, processes: list[Any], wait_for_ready: Callable[[], None]) -> None:
-        self._processes = processes
+    def __init__(
+        self, processes: list[Any], wait_for_ready: Callable[[], None], *, step_seconds: float
+    ) -> None:
+        self._processes, self._step_seconds = processes, step_seconds
         self.wait_for_ready = wait_for_ready
         signal.signal(signal.SIGQUIT, self._on_failure)
         signal.signal(signal.SIGTERM, self._on_close)
@@ -103,7 +106,7 @@ class Ranks:
             _say(f"SGLang's scheduler process of rank {rank} {how}")
         if not ended:
             _say(
-                "SGLang's watchdog ended it: a step took longer than 120 s, "
+                f"SGLang's watchdog ended it: a step took longer than {self._step_seconds:.0f} s, "
                 "or a scheduler process failed and hangs"
             )
         self._end(_FAILED)

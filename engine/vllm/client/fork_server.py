@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from importlib import metadata
 from multiprocessing import context, forkserver, popen_forkserver
 from typing import Any
 
 from asyncrl.engine.config import EngineConfig
+from asyncrl.wire.transport.paths import kept_variable
 
 _PRELOADED = "asyncrl.engine.vllm.client.preloaded"
 _NO_COMPILERS = "TORCH_COMPILE_DISABLE"
@@ -44,21 +44,13 @@ def start_server() -> None:
         forkserver.ensure_running()
 
 
-@contextmanager
-def without_compilers() -> Iterator[None]:
+def without_compilers() -> AbstractContextManager[None]:
     """Keep vLLM from compiling with `enforce_eager` on a CPU.
 
     It would still compile a few helpers of its sampler, which takes longer than the whole start and
     makes them slower. Processes that are started in it inherit the environment variable.
     """
-    before = os.environ.get(_NO_COMPILERS)
-    os.environ[_NO_COMPILERS] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(_NO_COMPILERS, None)
-        if before is not None:
-            os.environ[_NO_COMPILERS] = before
+    return kept_variable(_NO_COMPILERS, "1")
 
 
 class _Popen(popen_forkserver.Popen):

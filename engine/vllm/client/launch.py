@@ -11,7 +11,6 @@ requests. Written against vLLM 0.32.0.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ from asyncrl.engine.vllm.client.graphs import graph_config
 from asyncrl.engine.vllm.extras import MessageSettings, drafter_to_config
 from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_PATH
 from asyncrl.rollout.trajectory import FinishReason as Reason
+from asyncrl.wire.transport.paths import kept_variable
 
 _REASONS: dict[Any, Reason] = {
     FinishReason.STOP: "stop",
@@ -207,7 +207,10 @@ def launch(
     _check_device(config)
     meter = VllmMeter()
     args = AsyncEngineArgs(**engine_args(config, model_path, cache_config, seed, place))
-    with core_processes(config), own_preload():
+    # On a CPU vLLM preloads libraries for its core. What this process starts later would load them
+    # too: a user's programs, say. The loader splits LD_PRELOAD at spaces, so from a folder with one
+    # it only prints errors.
+    with core_processes(config), kept_variable("LD_PRELOAD"):
         llm = AsyncLLM.from_engine_args(args, stat_loggers=[meter.logger])
     # The output task starts with the first request and uses the processor that it finds then.
     if llm.output_handler is not None:
@@ -312,22 +315,6 @@ def core_processes(config: EngineConfig) -> Iterator[None]:
             yield
     finally:
         engine_utils.get_mp_context = spawn
-
-
-@contextmanager
-def own_preload() -> Iterator[None]:
-    """Keep what vLLM puts into LD_PRELOAD on a CPU to its core.
-
-    What this process starts later would load it too: a user's programs, say. The loader splits it
-    at spaces, so from a folder with one it only prints errors.
-    """
-    before = os.environ.get("LD_PRELOAD")
-    try:
-        yield
-    finally:
-        os.environ.pop("LD_PRELOAD", None)
-        if before is not None:
-            os.environ["LD_PRELOAD"] = before
 
 
 def _float32_logits(config: EngineConfig) -> bool:

@@ -10,14 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.run_config import load_config
-from asyncrl.config.yaml_text import MAX_BYTES, dump_yaml, parse_yaml
+from asyncrl.config.yaml_text import dump_yaml, parse_yaml
 from asyncrl.errors import ConfigError
 
 NINE = ",".join(["*a{}"] * 9)
 BOMB = "a0: &a0 [x,x,x]\n" + "".join(
     f"a{i + 1}: &a{i + 1} [{NINE.replace('{}', str(i))}]\n" for i in range(9)
 )
-CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}]\n" for i in range(40))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i + 1}: &a{i + 1} {{<<: [{NINE.replace('{}', str(i))}]}}\n" for i in range(9)
+)
 
 
 @pytest.mark.parametrize(
@@ -25,11 +27,10 @@ CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}]\n" for i in rang
     [
         ("run: {name: a}\ntask: {}\nrun: {steps: 5}", r"line 3, .*'run' is also on line 1"),
         ("run:\n  steps: 1\n  steps: 2", r"line 3, column 3: the key 'steps' is also on line 2"),
-        (BOMB, r"line \d, .*more than 20,000 values, aliases written out"),
-        (CHAIN, r"nested more than 32 levels deep, aliases written out"),
-        ("a: &a [*a]", r"line 1, .*an alias stands for the value that it is part of"),
-        ("run: " + "[" * 20_000, r"line 1, column 37: nested more than 32 levels deep"),
-        ("run:\n" + "".join(" " * i + "-\n" for i in range(1, 60)), r"nested more than 32"),
+        (BOMB, r"more than 20,000 values, aliases written out"),
+        (MERGES, r"more than 20,000 values, aliases written out"),
+        ("a: &a [*a]", r"an alias stands for the value that it is part of"),
+        ("run: " + "[" * 20_000, r"nested too deeply"),
         ("run:\n  seed: " + "9" * 5000, r"line 2, column 9: .*cannot be read as a value"),
         ("run: {name: !!timestamp 2026-13-45}", r"'2026-13-45' cannot be read as a value: month"),
         ("run:\n  steps: 010", r"line 2, column 10: the number 010 begins with 0"),
@@ -43,7 +44,6 @@ CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}]\n" for i in rang
         ("run: [", r"line 1, column 7: "),
         ("run: \0", r"special characters are not allowed"),
         ("a: 1\n---\nb: 2", r"single document"),
-        ("#" * (MAX_BYTES + 1), r"more than 256 KiB"),
     ],
 )
 def test_what_is_refused(text: str, message: str) -> None:

@@ -16,8 +16,9 @@ from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.simulation.cost import H100, H200, MODELS, Cost, kv_tokens
 from asyncrl.simulation.environments import Environments
 from asyncrl.simulation.lengths import Survival
+from asyncrl.simulation.setting import Setting
 from asyncrl.simulation.study import Cluster
-from asyncrl.simulation.world import Setting, World
+from asyncrl.simulation.world import World
 
 CHEAP = Cost(
     memory_seconds=0.01,

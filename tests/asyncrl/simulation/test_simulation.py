@@ -18,11 +18,12 @@ from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.simulation.cost import H200, MODELS, Cost, roofline
 from asyncrl.simulation.lengths import Survival, empirical, lognormal
-from asyncrl.simulation.sim_generator import GeneratorSetting, SimGenerator
+from asyncrl.simulation.setting import Setting
+from asyncrl.simulation.sim_generator import SimGenerator
 from asyncrl.simulation.sim_request import SimRequest
 from asyncrl.simulation.study import MODES, Cluster, compare, regime, right_choice
 from asyncrl.simulation.tables import regime_table
-from asyncrl.simulation.world import Setting, World
+from asyncrl.simulation.world import World
 
 CLAIMS = Claims(__file__)
 CHEAP = Cost(
@@ -172,8 +173,7 @@ def test_a_rejected_answer_is_drafted_only_as_far_as_it_was_generated():
 
 
 def test_due_work_takes_the_slot_of_run_ahead_work():
-    shared = GeneratorSetting(CHEAP, lambda _: 100, {}, None, 0, 0.0, 0.0, 0.0, Survival(), False)
-    generator = SimGenerator("g", 1, shared, random.Random(0))
+    generator = SimGenerator("g", setting(slots=1, prompt_tokens=0), random.Random(0))
     ahead, due = SampleId(9, 0), SampleId(1, 0)
     generator.start(ahead, 1)
     generator.advance(0.5)
@@ -262,8 +262,8 @@ def test_the_command_prints_every_mode():
 
 def test_a_rejected_request_drafts_no_more_than_it_had_generated():
     """50 of 100 tokens exist; the new policy rejects them, then accepts all of them as drafts."""
-    shared = GeneratorSetting(CHEAP, lambda _: 100, {}, None, 0, 1.0, 1.0, 0.0, Survival(), False)
-    generator, sample = SimGenerator("g", 1, shared, random.Random(0)), SampleId(1, 0)
+    shared = setting(slots=1, prompt_tokens=0, drift=1.0, redraft=1.0)
+    generator, sample = SimGenerator("g", shared, random.Random(0)), SampleId(1, 0)
     generator.start(sample, 1)
     generator.advance(0.01 + 50 * 0.01)
     generator.install(1)
@@ -280,19 +280,11 @@ def test_a_rejected_request_drafts_no_more_than_it_had_generated():
 def test_a_rejected_answer_gets_another_length_longer_than_what_stays():
     """Its first length is known; after a rejection lengths are drawn, of which one is too short."""
     drawn = iter([7, 30])
-    shared = GeneratorSetting(
-        CHEAP,
-        lambda _: next(drawn),
-        {SampleId(1, 0): 100},
-        None,
-        0,
-        0.02,
-        0.0,
-        1.0,
-        Survival(),
-        False,
-    )
-    generator, sample = SimGenerator("g", 1, shared, random.Random(3)), SampleId(1, 0)
+    shared = setting(
+        slots=1, prompt_tokens=0, lengths=lambda _: next(drawn), known={SampleId(1, 0): 100},
+        drift=0.02, redraft=0.0, new_length=1.0,
+    )  # fmt: skip
+    generator, sample = SimGenerator("g", shared, random.Random(3)), SampleId(1, 0)
     generator.start(sample, 1)
     generator.advance(0.01 + 50 * 0.01)
     generator.install(1)

@@ -244,7 +244,7 @@ def test_what_a_failure_of_sglang_is_called(
     ends: list[int] = []
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(os, "_exit", ends.append)
-    ranks = Ranks([Rank(code) for code in codes], lambda: None)
+    ranks = Ranks([Rank(code) for code in codes], lambda: None, step_seconds=120)
     ranks._on_failure(signal.SIGQUIT, None)
     text = capsys.readouterr().err
     assert all(one in text for one in said)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.wire.errors import GroupBroken
+from asyncrl.wire.transport.paths import kept_variable
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,8 @@ class NcclGroup:
         options.config.blocking = 0  # so that forming it can be given up
         # Torch reads it once per process, at the first communicator of this kind.
         os.environ.setdefault(_NONBLOCKING_TIMEOUT, str(math.ceil(limits.form)))
-        with _told("the members could not connect"), _no_watchdog():
+        # Without the watchdog, a collective that fails does not end the process.
+        with _told("the members could not connect"), kept_variable(_ERROR_HANDLING, "0"):
             self._nccl: Any = ProcessGroupNCCL(store, rank, size, options)
         self._begun: deque[tuple[Any, Tensor]] = deque()
         """With the tensors, whose memory must not be freed before."""
@@ -248,17 +250,3 @@ def _told(what: str) -> Iterator[None]:
     except RuntimeError as error:  # torch's DistError and Gloo's are of this kind
         first = next(iter(str(error).splitlines()), "")
         raise GroupBroken(f"{what}: {first}") from error
-
-
-@contextmanager
-def _no_watchdog() -> Iterator[None]:
-    """Groups that are made meanwhile do not end the process if a collective fails."""
-    before = os.environ.get(_ERROR_HANDLING)
-    os.environ[_ERROR_HANDLING] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_ERROR_HANDLING]
-        else:
-            os.environ[_ERROR_HANDLING] = before
