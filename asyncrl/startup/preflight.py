@@ -19,8 +19,8 @@ from asyncrl.environments.workers.pool import EnvironmentPool
 from asyncrl.errors import UserError
 from asyncrl.launch.ray.connect import check_ray
 from asyncrl.monitoring.sinks.config import missing_credentials, missing_package
-from asyncrl.rewards import judge, reward_model
 from asyncrl.reward_server.keeping import starts_servers
+from asyncrl.rewards import judge, reward_model
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.functions import BUILTIN
 from asyncrl.rewards.loading import load_function

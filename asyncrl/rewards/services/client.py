@@ -185,14 +185,12 @@ class Client:
         except openai.APIStatusError as error:
             reason, words = _reason_of(error.status_code), attempts.last
             if error.status_code not in (401, 403):
-                words += f": {error.response.text}"
+                words += f": {error.response.text[: 4 * _SHOWN]}"
         except openai.APIConnectionError:
             words = attempts.last
         except (msgspec.DecodeError, UnicodeDecodeError):
-            reason, words = (
-                "garbage",
-                f"sent no JSON: {data[: 4 * _SHOWN].decode(errors='replace')}",
-            )
+            shown = data[: 4 * _SHOWN].decode(errors="replace")
+            reason, words = "garbage", f"sent no JSON: {shown}"
         if self._secret:  # which some servers repeat
             words = words.replace(self._secret, "***")
         words = " ".join(words.split())

@@ -124,7 +124,7 @@ def test_texts_that_wait_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         for place, body in enumerate(bodies):
             request = _request(body, gone if place == 4 else here)
             waiting.append(asyncio.create_task(app.classify(request)))
-            while len(app._waiting) <= place:
+            while len(app._waiting) <= place:  # noqa: ASYNC110 - a thread encodes
                 await asyncio.sleep(0.001)
         running = asyncio.create_task(app.run())
         answers = await asyncio.gather(*waiting)
@@ -267,7 +267,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     )
 
     async def check() -> None:
-        with pytest.raises(UserError, match="ended as it was started: .* cannot be loaded"):
+        with pytest.raises(UserError, match=r"ended as it was started: .* cannot be loaded"):
             async with served(config, tmp_path, print):
                 pass
 
