@@ -10,7 +10,6 @@ Commands import what they need when they are called, so that `--help` is quick.
     web       web
     steering  orders to an active run: pause, resume, scale, stop
     machine   doctor, gpu-check
-    rewards   reward-server
     agents    agent, agent-key, health
     entry     what happens before a command, and how an error becomes a paragraph and an exit code
 """

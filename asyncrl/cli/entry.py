@@ -13,7 +13,6 @@ from rich.markup import escape
 from asyncrl.cli import (  # noqa: F401 - these add commands
     agents,
     machine,
-    rewards,
     steering,
     training,
     watching,

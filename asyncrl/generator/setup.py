@@ -38,7 +38,7 @@ from asyncrl.monitoring.config import set_log_level
 from asyncrl.monitoring.errors import MonitoringError
 from asyncrl.monitoring.metrics.metrics import GeneratorMetrics
 from asyncrl.monitoring.records.spans import SpanKind
-from asyncrl.rewards.addresses import with_servers
+from asyncrl.reward_server.keeping import with_servers
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.tasks.model_files import only_what_counts
 from asyncrl.tasks.token_bytes import stop_rule

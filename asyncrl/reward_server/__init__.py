@@ -1,1 +1,1 @@
-"""`asyncrl reward-server`: a sequence classifier behind HTTP, for the reward `reward_model`."""
+"""The reward models that a run serves itself, on the CPU: one process for each."""

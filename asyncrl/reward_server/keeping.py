@@ -6,8 +6,6 @@ A run has one copy of each model, whatever the number of generators and workers.
 keeps the listening socket. So the address stays when the process ends and another one is started,
 and connections wait meanwhile. Generators read the addresses from RUN/reward-servers.json. The
 kernel kills a server with the controller.
-
-Where a reward server listens.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -28,49 +25,12 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import UserError
-from asyncrl.monitoring.config import is_loopback
-from asyncrl.reward_server.classifier import ClassifierSettings
 from asyncrl.rewards import reward_model
-from asyncrl.rewards.addresses import with_urls, write_addresses
 from asyncrl.rewards.config import RewardConfig
+from asyncrl.wire.transport.atomic_files import write_atomically
 
+_FILE = "reward-servers.json"
 _BACKLOG = 1024
-
-
-def listen(host: str, port: int, *, has_token: bool) -> socket.socket:
-    """Open the socket.
-
-    Raises:
-        UserError: the address cannot be used, or others could reach it without a token.
-    """
-    if not has_token and not is_loopback(host):
-        raise UserError(
-            f"--host {host}: others could reach the server, so it needs a token: name an "
-            "environment variable that holds one with --token-env, or a file with --token-file "
-            "(and the same in the reward's args: token_env, token_file)"
-        )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(_BACKLOG)
-    except OSError as error:
-        listening.close()
-        raise UserError(
-            f"--host {host} --port {port}: the reward server cannot listen there "
-            f"({error.strerror or error}); choose a free port (0: any) of an address of this "
-            "machine"
-        ) from error
-    return listening
-
-
-def url_of(listening: socket.socket) -> str:
-    """The address of a socket, as args.url takes it."""
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 _CHECK_SECONDS = 0.5
 _PAUSE_SECONDS = 1.0
 """Before a server that ended is started again; twice as long each time, up to the next."""
@@ -80,22 +40,33 @@ _LONG_SECONDS = 600.0
 _END_SECONDS = 5.0
 
 
+def starts_servers(config: RewardConfig) -> bool:
+    """Whether a run with these rewards starts reward servers."""
+    return bool(_served_here(config))
+
+
+def _served_here(config: RewardConfig) -> dict[int, dict[str, Any]]:
+    """By a function's index, its arguments."""
+    return {
+        index: one.args
+        for index, one in enumerate(config.functions)
+        if one.name == reward_model.NAME and "model" in one.args
+    }
+
+
 @dataclass(slots=True)
 class _Server:
-    index: int
-    """Of its function in `rewards.functions`."""
-    settings: ClassifierSettings
+    args: Mapping[str, Any]
     listening: socket.socket
+    log: Path
     process: subprocess.Popen[bytes]
-    ready: int
-    """Descriptor on which the process says that it answers; -1: closed."""
     began: float
     """Monotonic seconds."""
     starts: int = 1
 
     @property
-    def name(self) -> str:
-        return f"reward-server-{self.index}"
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.listening.getsockname()[1]}"
 
 
 @dataclass(slots=True, eq=False)
@@ -105,25 +76,27 @@ class RewardServers:
     logs: Path
     """Folder of their logs."""
     say: Callable[[str], None]
-    _servers: list[_Server] = field(default_factory=list)
+    _servers: dict[int, _Server] = field(default_factory=dict)
+    """By the index of their function in `rewards.functions`."""
     _watching: asyncio.Task[None] | None = None
 
     @property
     def urls(self) -> dict[int, str]:
         """By the index of the function."""
-        return {server.index: url_of(server.listening) for server in self._servers}
+        return {index: server.url for index, server in self._servers.items()}
 
     async def start(self, config: RewardConfig) -> None:
-        """Start the servers and wait until they answer.
+        """Start the servers and wait until each has scored a trial text.
 
         Raises:
             UserError: one does not, within `rewards.startup_seconds`.
         """
-        for index, function in enumerate(config.functions):
-            if function.name == reward_model.NAME and "model" in function.args:
-                self._add(index, _settings(function.args))
-        for server in self._servers:
-            await self._until_ready(server, config.startup_seconds)
+        for index, args in _served_here(config).items():
+            self._add(index, args)
+        served = with_urls(config, self.urls)
+        for index, server in self._servers.items():
+            args = served.functions[index].args
+            await self._until_ready(index, server, args, config.startup_seconds)
         if self._servers:
             self._watching = asyncio.create_task(self._watch())
 
@@ -132,7 +105,7 @@ class RewardServers:
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
-        servers, self._servers = self._servers, []
+        servers, self._servers = list(self._servers.values()), {}
         for server in servers:
             server.process.terminate()
         for server in servers:
@@ -141,62 +114,37 @@ class RewardServers:
             except subprocess.TimeoutExpired:
                 server.process.kill()
                 await asyncio.to_thread(server.process.wait)
-            _close_ready(server)
             server.listening.close()
 
-    def _add(self, index: int, settings: ClassifierSettings) -> None:
-        listening = listen("127.0.0.1", 0, has_token=False)
-        process, ready = self._spawn(index, settings, listening)
-        self._servers.append(_Server(index, settings, listening, process, ready, time.monotonic()))
+    def _add(self, index: int, args: Mapping[str, Any]) -> None:
+        listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        log = self.logs / f"reward-server-{index}.log"
+        process = _spawn(args, listening, log)
+        self._servers[index] = _Server(args, listening, log, process, time.monotonic())
 
-    def _spawn(
-        self, index: int, settings: ClassifierSettings, listening: socket.socket
-    ) -> tuple[subprocess.Popen[bytes], int]:
-        """Start a process; it and the descriptor on which it says that it is ready."""
-        name = f"reward-server-{index}"
-        reading, writing = os.pipe()
-        try:
-            with (self.logs / f"{name}.log").open("ab") as output:
-                process = subprocess.Popen(
-                    [
-                        *(sys.executable, "-P", "-m", "asyncrl.reward_server.process"),
-                        msgspec.json.encode(settings).decode(),
-                        *("--socket", str(listening.fileno()), "--ready", str(writing)),
-                        *("--parent", str(os.getpid())),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=(listening.fileno(), writing),
-                )
-        except BaseException:
-            os.close(reading)
-            raise
-        finally:
-            os.close(writing)
-        return process, reading
-
-    async def _until_ready(self, server: _Server, seconds: float) -> None:
-        said = await asyncio.to_thread(_read, server.ready, seconds)
-        if said == b"ready":
-            return
-        last = _last_line(self.logs / f"{server.name}.log")
-        how = (
-            f"was not ready within {seconds:g} s (rewards.startup_seconds)"
-            if said is None
-            else "ended as it was started"
-        )
-        raise UserError(
-            f"the server of rewards.functions[{server.index}] with {server.settings.model} {how}"
-            f"{': ' + last if last else ''}"
-        )
+    async def _until_ready(
+        self, index: int, server: _Server, args: dict[str, Any], seconds: float
+    ) -> None:
+        trial = asyncio.create_task(reward_model.try_once(args, seconds))
+        while not trial.done() and server.process.poll() is None:
+            await asyncio.wait([trial], timeout=_CHECK_SECONDS)
+        ended = not trial.done()
+        if ended:
+            trial.cancel()
+            await asyncio.wait([trial])
+        if ended or (reason := trial.result()) is not None:
+            last = _last_line(server.log) if ended else reason
+            raise UserError(
+                f"the server of rewards.functions[{index}] with {server.args['model']} "
+                f"{'ended as it was started' if ended else 'gave no score to a trial text'}"
+                f"{': ' + last if last else ''}"
+            )
 
     async def _watch(self) -> None:
         """Start servers again that have ended."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
-            for server in self._servers:
+            for server in self._servers.values():
                 code = server.process.poll()
                 if code is not None:
                     try:
@@ -208,35 +156,34 @@ class RewardServers:
         if time.monotonic() - server.began > _LONG_SECONDS:
             server.starts = 1
         pause = min(_LONGEST_PAUSE, _PAUSE_SECONDS * 2.0 ** min(server.starts - 1, 16))
-        last = _last_line(self.logs / f"{server.name}.log")
+        last = _last_line(server.log)
         self.say(
-            f"WARNING: the reward server with {server.settings.model} ended with exit code {code}"
+            f"WARNING: the reward server with {server.args['model']} ended with exit code {code}"
             f"{': ' + last if last else ''}; it is started again in {pause:g} s. Rewards wait "
             f"for it, up to rewards.timeout_seconds each"
         )
         await asyncio.sleep(pause)
-        _close_ready(server)
         server.starts += 1
         server.began = time.monotonic()
-        server.process, server.ready = self._spawn(server.index, server.settings, server.listening)
+        server.process = _spawn(server.args, server.listening, server.log)
 
 
-def _close_ready(server: _Server) -> None:
-    if server.ready >= 0:
-        os.close(server.ready)
-        server.ready = -1
-
-
-def _settings(args: Mapping[str, Any]) -> ClassifierSettings:
-    given = {key: args[key] for key in reward_model.SERVER_ARGS if key in args}
-    return ClassifierSettings(**given, device="cpu")
-
-
-def _read(descriptor: int, seconds: float) -> bytes | None:
-    """What a process says; empty: it has ended; None: nothing in time."""
-    if not select.select([descriptor], [], [], seconds)[0]:
-        return None
-    return os.read(descriptor, 16)
+def _spawn(args: Mapping[str, Any], listening: socket.socket, log: Path) -> subprocess.Popen[bytes]:
+    given = {"--max-tokens": args.get("max_tokens"), "--threads": args.get("threads")}
+    command = [
+        *(sys.executable, "-P", "-m", "asyncrl.reward_server.server", str(args["model"])),
+        *("--socket", str(listening.fileno()), "--parent", str(os.getpid())),
+        *(text for key, value in given.items() if value for text in (key, str(value))),
+    ]
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(listening.fileno(),),
+        )
 
 
 def _last_line(path: Path) -> str:
@@ -247,6 +194,30 @@ def _last_line(path: Path) -> str:
     except OSError:
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")[:400]
+
+
+def with_servers(config: RewardConfig, run: Path) -> RewardConfig:
+    """The configuration with the addresses that the controller of a run has written."""
+    if not starts_servers(config):
+        return config
+    try:
+        urls = msgspec.json.decode((run / _FILE).read_bytes(), type=dict[int, str])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UserError(f"{run / _FILE} has no addresses of reward servers: {error}") from error
+    return with_urls(config, urls)
+
+
+def with_urls(config: RewardConfig, urls: Mapping[int, str]) -> RewardConfig:
+    """A copy in which functions ask these servers, by the functions' indices."""
+    functions = list(config.functions)
+    for index, url in urls.items():
+        own = {
+            key: value
+            for key, value in functions[index].args.items()
+            if key not in reward_model.SERVER_ARGS
+        }
+        functions[index] = functions[index].model_copy(update={"args": own | {"url": url}})
+    return config.model_copy(update={"functions": tuple(functions)})
 
 
 async def open_reward_servers(
@@ -264,7 +235,7 @@ async def open_reward_servers(
     closing.push_async_callback(servers.close)
     await servers.start(config)
     if servers.urls:
-        write_addresses(run, servers.urls)
+        write_atomically(run / _FILE, msgspec.json.encode(servers.urls).decode())
         for index, url in servers.urls.items():
             model = config.functions[index].args["model"]
             say(f"reward model {model} is served at {url}, on the CPU")

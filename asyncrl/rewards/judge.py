@@ -97,14 +97,16 @@ async def judge(
 
     client = client_of(
         f"the judge {model} at {base_url}",
-        f"{base_url.rstrip('/')}/chat/completions",
+        base_url,
         _KEYS,
         (api_key_env, api_key_file),
         Limits(concurrency, attempts, attempt_seconds, breaker_failures, breaker_seconds),
     )
     fields = {"max_tokens": max_tokens, "temperature": temperature} | (body or {})
     request = {key: value for key, value in fields.items() if value is not None}
-    answer = await client.post(request | {"model": model, "messages": messages})
+    answer = await client.post(
+        "/chat/completions", request | {"model": model, "messages": messages}
+    )
     try:
         said = content_of(answer)
         score = score_in(said, score_pattern, score_field)

@@ -1,22 +1,34 @@
-"""`reward_model`: the score of a sequence classifier that `asyncrl reward-server` serves.
+"""`reward_model`: the score of a sequence classifier behind a server: vLLM's, SGLang's or TEI's.
 
-Import-light: a worker process loads this file, and the HTTP client with the first call.
+    vllm     POST /classify   {messages} or {input}      data[0].probs, of `pair` POST /v1/score
+    sglang   POST /classify   {text}                     embedding
+    tei      POST /predict    {inputs: text or pair}     label and score of each output
+
+The server is asked for logits. What the score is, is decided here. Import-light: a worker process
+loads this file, and the HTTP client with the first call.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import RewardError
+from asyncrl.rewards.judge import fill
 from asyncrl.rewards.services.settings import Limits, check_numbers, check_url, read_secret
 from asyncrl.rewards.values import NoRewardError, as_number
 
 NAME = "reward_model"
-SERVER_ARGS = ("model", "apply", "label", "max_tokens", "truncate", "threads")
+SERVER_ARGS = ("model", "max_tokens", "threads")
 """Arguments for the server that a run starts; the others are the function's own."""
 _KEYS = ("args.token_env", "args.token_file")
+_CHOICES = {
+    "server": ("vllm", "sglang", "tei"),
+    "apply": ("none", "sigmoid", "softmax"),
+    "truncate": ("refuse", "left"),
+}
 
 
 async def reward_model(
@@ -25,9 +37,12 @@ async def reward_model(
     example: dict[str, Any],
     *,
     url: str | None = None,
+    server: str = "vllm",
+    template: str | None = None,
+    pair: bool = False,
     model: str | None = None,
     apply: str = "none",
-    label: int | None = None,
+    label: int | str | None = None,
     max_tokens: int | None = None,
     truncate: str = "refuse",
     threads: int | None = None,
@@ -45,12 +60,17 @@ async def reward_model(
         prompt: the question.
         response: of the model.
         example: not used.
-        url: of a server that runs (`asyncrl reward-server`).
+        url: of a server that runs.
+        server: which one it is: `vllm`, `sglang` or `tei`.
+        template: the text that is scored, with {prompt} and {response}; default: a conversation of
+            a user and an assistant in the model's own chat template, of `tei` a pair of texts.
+        pair: vLLM reads prompt and response as a pair of texts.
         model: a folder or hub id instead: the run starts one server with it on this machine.
-        apply: of `model`'s server: `none`, `sigmoid` or `softmax`.
-        label: of `model`'s server: which output counts, if there are several.
+        apply: what is done to the outputs: `none`, `sigmoid` or `softmax`.
+        label: which output counts, if there are several; of `tei` its name.
         max_tokens: of `model`'s server: the longest text.
-        truncate: of `model`'s server: what happens to a longer one, `refuse` or `left`.
+        truncate: what happens to a text that is too long: `refuse`, or `left`, which leaves out
+            its beginning.
         threads: of `model`'s server.
         token_env: environment variable with the server's token.
         token_file: file with it, mode 0600.
@@ -63,7 +83,7 @@ async def reward_model(
     Raises:
         NoRewardError: the server gave no score.
     """
-    del example, model, apply, label, max_tokens, truncate, threads
+    del example, model, max_tokens, threads
     if url is None:
         raise NoRewardError(
             "unavailable", "args.model: a run or `asyncrl eval` starts this server, nobody else"
@@ -72,55 +92,114 @@ async def reward_model(
 
     client = client_of(
         f"the reward server {url}",
-        f"{url.rstrip('/')}/score",
+        url,
         _KEYS,
         (token_env, token_file),
         Limits(concurrency, attempts, attempt_seconds, breaker_failures, breaker_seconds),
     )
-    answer = await client.post({"prompt": prompt, "response": response})
-    if not isinstance(answer, dict) or "score" not in answer:
-        raise NoRewardError("garbage", f"the reward server {url} sent no score: {answer!r:.200}")
-    return as_number(answer["score"])
+    text = None if template is None else fill(template, {"prompt": prompt, "response": response})
+    answer = await client.post(*_request(server, prompt, response, text, pair, truncate == "left"))
+    try:
+        outputs = _outputs(server, answer)
+    except (KeyError, IndexError, TypeError, AttributeError):
+        shown = f"the reward server {url} sent no score: {answer!r:.200}"
+        raise NoRewardError("garbage", shown) from None
+    return score_of(outputs, apply, label)
+
+
+def _request(
+    server: str, prompt: str, response: str, text: str | None, pair: bool, cut: bool
+) -> tuple[str, dict[str, Any]]:
+    """Path and body."""
+    if server == "tei":
+        inputs = [prompt, response] if text is None else text
+        more = {"truncate": cut, "truncation_direction": "Left"}
+        return "/predict", {"inputs": inputs, "raw_scores": True} | more
+    if server == "sglang":
+        return "/classify", {"text": text}
+    more = {"truncate_prompt_tokens": -1, "truncation_side": "left"} if cut else {}
+    more |= {"use_activation": False}
+    if pair:
+        return "/v1/score", {"text_1": prompt, "text_2": response} | more
+    if text is not None:
+        return "/classify", {"input": text} | more
+    messages = [("user", prompt), ("assistant", response)]
+    return "/classify", {"messages": [{"role": r, "content": c} for r, c in messages]} | more
+
+
+def _outputs(server: str, answer: Any) -> dict[int | str, float]:
+    """The model's outputs by number, or by name."""
+    if server == "tei":
+        return {one["label"]: as_number(one["score"]) for one in answer}
+    if server == "sglang":
+        found = answer["embedding"]
+    else:
+        first = answer["data"][0]
+        found = first["probs"] if "probs" in first else [first["score"]]
+    return {place: as_number(value) for place, value in enumerate(found)}
+
+
+def score_of(outputs: dict[int | str, float], apply: str, label: int | str | None) -> float:
+    """The score that a model's outputs are. Raises NoRewardError: they are none."""
+    if label is None and len(outputs) != 1:
+        shown = f"the model has {len(outputs)} outputs ({', '.join(map(str, outputs))})"
+        raise NoRewardError("garbage", f"{shown}; say which one is the score: args.label")
+    if label is not None and label not in outputs:
+        raise NoRewardError(
+            "garbage", f"args.label: {label} is none of the outputs {', '.join(map(str, outputs))}"
+        )
+    if apply == "softmax" and len(outputs) == 1:
+        raise NoRewardError("garbage", "the softmax of one output is always 1; use sigmoid")
+    value = next(iter(outputs.values())) if label is None else outputs[label]
+    if apply == "sigmoid":
+        return 0.5 * (1 + math.tanh(value / 2))
+    if apply == "softmax":
+        return 1 / sum(math.exp(min(other - value, 700.0)) for other in outputs.values())
+    return value
 
 
 def check_args(args: dict[str, Any]) -> None:
     """Refuse arguments with which no call can succeed. Raises RewardError."""
-    url, model = args.get("url"), args.get("model")
+    url, model, server = args.get("url"), args.get("model"), args.get("server", "vllm")
     if (url is None) == (model is None):
         raise RewardError(
-            f"reward {NAME!r} needs args.url (a server that runs: `asyncrl reward-server --model "
-            "...`) or args.model (a folder or hub id: the run starts the server itself), one of "
-            "the two"
+            f"reward {NAME!r} needs args.url (a server that runs, such as `vllm serve MODEL`) or "
+            "args.model (a folder or hub id: the run starts the server itself), one of the two"
         )
-    given = [key for key in SERVER_ARGS if key in args]
-    if url is not None:
-        if given:
-            raise RewardError(
-                f"reward {NAME!r}: args.{given[0]} is for a server that the run starts; give it to "
-                f"`asyncrl reward-server`, which serves args.url"
-            )
-        check_url(NAME, "url", url)
-    elif args.get("token_env") or args.get("token_file"):
-        raise RewardError(f"reward {NAME!r}: a server that the run starts has no token")
-    else:
-        _check_model(str(model), args)
-    check_numbers(NAME, args, {"max_tokens": (int, 2, 1 << 20), "threads": (int, 1, 1024),
-                               "label": (int, 0, 1 << 20)})  # fmt: skip
-    read_secret(NAME, _KEYS, args.get("token_env"), args.get("token_file"))
-
-
-def _check_model(model: str, args: dict[str, Any]) -> None:
-    for key, allowed in (
-        ("apply", ("none", "sigmoid", "softmax")),
-        ("truncate", ("refuse", "left")),
-    ):
+    for key, allowed in _CHOICES.items():
         if args.get(key, allowed[0]) not in allowed:
             raise RewardError(
                 f"reward {NAME!r}: args.{key} must be {', '.join(allowed)}, got {args[key]!r}"
             )
-    reason = no_classifier(model)
-    if reason is not None:
+    given = SERVER_ARGS if model is None else ("server", "pair", "token_env", "token_file")
+    if wrong := [key for key in given if args.get(key) is not None]:
+        whose = "that the run starts" if model is None else "of args.url"
+        raise RewardError(f"reward {NAME!r}: args.{wrong[0]} is for a server {whose}")
+    if model is not None and (reason := no_classifier(str(model))) is not None:
         raise RewardError(f"reward {NAME!r}: args.model: {reason}")
+    if model is None:
+        check_url(NAME, "url", url)
+    _check_text(args, server)
+    check_numbers(NAME, args, {"max_tokens": (int, 2, 1 << 20), "threads": (int, 1, 1024)})
+    read_secret(NAME, _KEYS, args.get("token_env"), args.get("token_file"))
+
+
+def _check_text(args: dict[str, Any], server: str) -> None:
+    template = args.get("template")
+    if template is None:
+        if server == "sglang":
+            raise RewardError(
+                f"reward {NAME!r}: SGLang scores a text as it is, so it needs args.template: the "
+                "text, with {prompt} and {response} where these stand"
+            )
+    elif not isinstance(template, str) or "{response}" not in template:
+        raise RewardError(f"reward {NAME!r}: args.template must be a text with {{response}}")
+    elif args.get("pair"):
+        raise RewardError(f"reward {NAME!r}: give args.template or args.pair, not both")
+    if args.get("pair") and server != "vllm":
+        raise RewardError(f"reward {NAME!r}: args.pair is for vLLM's server")
+    if args.get("truncate") == "left" and server == "sglang":
+        raise RewardError(f"reward {NAME!r}: SGLang leaves out no beginning of a text")
 
 
 def no_classifier(model: str) -> str | None:
@@ -149,22 +228,3 @@ async def try_once(args: dict[str, Any], seconds: float) -> str | None:
 
     error = await refusal(reward_model("What is 1+1?", "2", {}, **args), seconds)
     return None if error is None else str(error)
-
-
-def health_of(url: str, seconds: float = 5.0) -> str | None:
-    """Why nothing that is healthy answers at a server's address; None if it does."""
-    import urllib.error
-    import urllib.request
-
-    request = urllib.request.Request(f"{url.rstrip('/')}/health")  # noqa: S310 - http, checked
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=seconds) as answer:
-            found = json.loads(answer.read(1 << 16))
-    except urllib.error.HTTPError as error:
-        return f"{error.code} {error.reason}"
-    except (OSError, ValueError) as error:
-        return str(getattr(error, "reason", None) or error) or type(error).__name__
-    if not isinstance(found, dict) or found.get("serves") != "asyncrl reward model":
-        return "what answers there is no `asyncrl reward-server`"
-    return None

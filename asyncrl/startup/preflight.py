@@ -19,8 +19,8 @@ from asyncrl.environments.workers.pool import EnvironmentPool
 from asyncrl.errors import UserError
 from asyncrl.launch.ray.connect import check_ray
 from asyncrl.monitoring.sinks.config import missing_credentials, missing_package
+from asyncrl.reward_server.keeping import starts_servers
 from asyncrl.rewards import judge, reward_model
-from asyncrl.rewards.addresses import starts_servers
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.functions import BUILTIN
 from asyncrl.rewards.loading import load_function
@@ -52,9 +52,8 @@ def check_machine(config: RunConfig) -> None:
         raise UserError(
             "rewards.functions: the reward model of args.model would be served on this machine's "
             f"loopback address, which generators on other machines (launcher.kind: "
-            f"{launcher.kind}) cannot reach. Start it by hand where they can: asyncrl "
-            "reward-server --model ... --host ADDRESS --token-file FILE, and give args.url and "
-            "args.token_file"
+            f"{launcher.kind}) cannot reach. Start it by hand where they can (`vllm serve MODEL "
+            "--api-key ...`), and give args.url and args.token_file"
         )
     if launcher.kind == "ray":
         check_ray()  # what the nodes have is asked when the cluster is opened
@@ -117,13 +116,7 @@ def check_rewards(config: RewardConfig) -> None:
                     f"reward {function.name!r}: a trial question has no answer, so no response "
                     f"would get a reward: {reason}"
                 )
-        if function.name == reward_model.NAME and (url := function.args.get("url")) is not None:
-            reason = reward_model.health_of(url)
-            if reason is not None:
-                raise UserError(
-                    f"reward {function.name!r}: nothing answers as it should at args.url, {url} "
-                    f"({reason}); start it first: asyncrl reward-server --model ..."
-                )
+        if function.name == reward_model.NAME and "url" in function.args:
             reason = asyncio.run(reward_model.try_once(function.args, config.timeout_seconds))
             if reason is not None:
                 raise UserError(

@@ -150,9 +150,6 @@ RUN_BY: dict[str, str] = {
         asyncrl health 5990 --ready
         asyncrl health PORT [--ready]
     """,
-    "tests/asyncrl/rewards/test_reward_server.py::test_a_server_of_a_run_hangs_dies_and_is_started_again": """
-        asyncrl reward-server --model ./my-reward-model
-    """,
     "tests/asyncrl/environments/workers/test_interpreter.py::test_rows_are_read_there_too": """
         python -m asyncrl.environments.rows --python .venv-verifiers/bin/python verifiers:my-taskset > tasks.jsonl
     """,

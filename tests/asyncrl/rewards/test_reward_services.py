@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +21,7 @@ from asyncrl.rewards import judge as judging
 from asyncrl.rewards import reward_model
 from asyncrl.rewards.loading import load_function
 from asyncrl.rewards.services import calls
-from asyncrl.rewards.services.client import (
-    Breaker,
-    Client,
-    Target,
-    backoff,
-    is_worth_repeating,
-    retry_after,
-)
+from asyncrl.rewards.services.client import Breaker, Client, close_clients
 from asyncrl.rewards.services.settings import Limits
 from asyncrl.rewards.values import NoRewardError
 
@@ -40,33 +31,31 @@ KEY = "sk-a-secret-of-the-test"
 # ------------------------------------------------------------------------------ pure parts
 
 
-@given(st.integers(1, 4), st.lists(st.sampled_from(["ok", "fail", "wait", "lost"]), max_size=40))
+@given(st.integers(1, 4), st.lists(st.sampled_from(["ok", "fail", "wait"]), max_size=40))
 def test_a_breaker_lets_one_call_through_at_a_time_while_it_is_open(
     failures: int, happens: list[str]
 ) -> None:
-    now, in_a_row = 0.0, 0
+    now, in_a_row, last = 0.0, 0, 0.0
     breaker = Breaker(failures, 10.0, lambda: now)
     for what in happens:
         if what == "wait":
             now += 6.0
             continue
-        if not breaker.admits():
-            assert in_a_row >= failures
-            continue
         probe = breaker.is_open
+        assert breaker.admits() == (in_a_row < failures or now - last >= 10.0)
+        if probe and now - last < 10.0:
+            continue
         if probe:  # no second call beside it, whatever becomes of calls from before
-            breaker.abandoned()
+            assert not breaker.admits()
             assert not breaker.failed()
             in_a_row += 1
-            assert not breaker.admits()
         if what == "ok":
             breaker.succeeded()
             in_a_row = 0
-        elif what == "fail":
-            in_a_row += 1
-            assert breaker.failed(probe=probe) == (in_a_row >= failures)
         else:
-            breaker.abandoned(probe=probe)
+            in_a_row += 1
+            last = now
+            assert breaker.failed(probe=probe) == (in_a_row >= failures)
         assert breaker.is_open == (in_a_row >= failures)
 
 
@@ -79,21 +68,6 @@ def test_calls_from_before_it_opened_do_not_keep_a_breaker_open() -> None:
     assert breaker.admits()
     breaker.succeeded()
     assert not breaker.is_open
-
-
-def test_waits_before_attempts() -> None:
-    rng = random.Random(0)
-    for attempt, whole in ((1, 0.25), (2, 0.5), (5, 4.0), (30, 8.0)):
-        waits = [backoff(attempt, rng) for _ in range(200)]
-        assert whole / 2 <= min(waits) < 0.6 * whole < 0.9 * whole < max(waits) <= whole
-    now = datetime(2026, 11, 23, 12, 0, 0, tzinfo=UTC)
-    assert retry_after("7") == 7.0
-    assert retry_after("Mon, 23 Nov 2026 12:00:30 GMT", now) == 30.0
-    assert retry_after("Mon, 23 Nov 2026 11:00:00 GMT", now) == 0.0
-    assert [retry_after(text) for text in (None, "soon", "nan", "")] == [None] * 4
-    again = [status for status in range(200, 600) if is_worth_repeating(status)]
-    assert {408, 429, 500, 502, 503, 504, 529} < set(again)
-    assert not {200, 400, 401, 404, 422, 501, 505} & set(again)
 
 
 GOOD: dict[str, dict[str, Any]] = {
@@ -128,6 +102,11 @@ GOOD: dict[str, dict[str, Any]] = {
         ("reward_model", {"url": None}, "needs args.url"),
         ("reward_model", {"model": "x"}, "one of the two"),
         ("reward_model", {"max_tokens": 5}, "args.max_tokens is for a server that the run starts"),
+        ("reward_model", {"url": None, "model": "a/b", "pair": True}, "for a server of args.url"),
+        ("reward_model", {"server": "sglang"}, "SGLang scores a text as it is"),
+        ("reward_model", {"server": "llama"}, "args.server must be vllm, sglang, tei"),
+        ("reward_model", {"template": "{prompt}"}, "must be a text with {response}"),
+        ("reward_model", {"template": "{response}", "pair": True}, "not both"),
         ("reward_model", {"url": None, "model": "/nowhere"}, "there is no folder /nowhere"),
         ("reward_model", {"url": "ftp://host"}, "args.url must be an address"),
     ],
@@ -229,7 +208,7 @@ async def _ask(client: Client, do: str, seconds: float = 60.0) -> tuple[str, str
     """The reason and the text of the failure (empty: none), and the use that was reported."""
     state = calls.begin(seconds)
     try:
-        await client.post({"do": do})
+        await client.post("/ask", {"do": do})
     except NoRewardError as error:
         return error.reason, str(error), state.uses[-1]
     return "", "", state.uses[-1]
@@ -239,18 +218,18 @@ def test_what_a_server_may_do_to_a_call() -> None:
     async def check() -> None:
         faulty = Faulty()
         async with answering(faulty) as url:
-            client = Client(Target("the server", url, KEY, limits(breaker_failures=100)))
+            client = Client("the server", url, KEY, limits(breaker_failures=100))
             assert (await _ask(client, "fine"))[0] == ""
             reason, _, used = await _ask(client, "flaky")
             assert (reason, used.requests, used.retries) == ("", 3, {"server_error": 2})
             reason, _, used = await _ask(client, "throttled")
             assert (reason, used.retries, used.seconds >= 1.0) == ("", {"throttled": 1}, True)
             for do, expected, asked, says in (
-                ("garbage", "garbage", 1, "sent no JSON: '<html>'"),
+                ("garbage", "garbage", 1, "sent no JSON: <html>"),
                 ("huge", "garbage", 1, "more than 4 MiB"),
-                ("down", "unavailable", 3, "500 Internal Server Error: out of order (attempt 3)"),
-                ("patient", "unavailable", 1, "the next would be in 3600.0 s, which is too late"),
-                ("forbidden", "denied", 1, "401 Unauthorized"),
+                ("down", "unavailable", 3, "500 Internal Server Error (attempt 3): out of order"),
+                ("patient", "unavailable", 1, "the next would be in 3600 s, which is too late"),
+                ("forbidden", "denied", 1, "the server: 401 Unauthorized"),
                 ("odd", "refused", 1, "too long ***"),
                 ("away", "denied", 1, "302"),
                 ("cut", "unavailable", 3, "(attempt 3)"),
@@ -265,12 +244,12 @@ def test_what_a_server_may_do_to_a_call() -> None:
             for _ in range(5):  # connections are kept
                 assert (await _ask(client, "fine"))[0] == ""
             assert len(faulty.peers) <= peers + 1
-            impatient = Client(Target("it", url, KEY, limits(attempt_seconds=0.1)))
+            impatient = Client("it", url, KEY, limits(attempt_seconds=0.1))
             reason, text, used = await _ask(impatient, "hang")
             assert (reason, used.retries) == ("unavailable", {"timeout": 2})
             await impatient.close()
             await client.close()
-        gone = Client(Target("it", url, None, limits()))
+        gone = Client("it", url, None, limits())
         assert (await _ask(gone, "fine"))[0] == "unavailable"
         await gone.close()
 
@@ -281,7 +260,7 @@ def test_after_failures_in_a_row_the_server_is_left_alone() -> None:
     async def check() -> None:
         faulty = Faulty()
         async with answering(faulty) as url:
-            client = Client(Target("it", url, KEY, limits(attempts=1)))
+            client = Client("it", url, KEY, limits(attempts=1))
             for opened in (False, False, True):
                 reason, _, used = await _ask(client, "down")
                 assert (reason, used.opened) == ("unavailable", opened)
@@ -291,12 +270,94 @@ def test_after_failures_in_a_row_the_server_is_left_alone() -> None:
             assert faulty.asked == Counter(down=3)
             await client.close()
             # A sample that the server refuses says nothing of the server.
-            picky = Client(Target("it", url, KEY, limits(attempts=1)))
+            picky = Client("it", url, KEY, limits(attempts=1))
             reasons = [(await _ask(picky, "odd"))[0] for _ in range(5)]
             assert reasons == ["refused"] * 5
             await picky.close()
 
     asyncio.run(check())
+
+
+SERVERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], Any]] = {
+    "chat": (
+        {"truncate": "left"},
+        "/classify",
+        {
+            "messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}],
+            "use_activation": False,
+            "truncate_prompt_tokens": -1,
+            "truncation_side": "left",
+        },
+        {"data": [{"index": 0, "probs": [-1.25]}]},
+    ),
+    "text": (
+        {"template": "{prompt}: {response}"},
+        "/classify",
+        {"input": "Q: A", "use_activation": False},
+        {"data": [{"index": 0, "probs": [-1.25]}]},
+    ),
+    "pair": (
+        {"pair": True},
+        "/v1/score",
+        {"text_1": "Q", "text_2": "A", "use_activation": False},
+        {"data": [{"index": 0, "score": -1.25}]},
+    ),
+    "sglang": (
+        {"server": "sglang", "template": "{prompt}: {response}", "label": 1},
+        "/classify",
+        {"text": "Q: A"},
+        {"embedding": [3.0, -1.25], "meta_info": {}},
+    ),
+    "tei": (
+        {"server": "tei", "label": "bad"},
+        "/predict",
+        {
+            "inputs": ["Q", "A"],
+            "raw_scores": True,
+            "truncate": False,
+            "truncation_direction": "Left",
+        },
+        [{"score": 3.0, "label": "good"}, {"score": -1.25, "label": "bad"}],
+    ),
+}
+
+
+@pytest.mark.parametrize("which", SERVERS)
+def test_a_reward_model_is_asked_as_its_server_wants_it(which: str) -> None:
+    args, path, body, answer = SERVERS[which]
+
+    async def check() -> None:
+        asked: list[Any] = []
+
+        async def serve(request: web.Request) -> web.StreamResponse:
+            asked.append((request.path, await request.json()))
+            assert "Authorization" not in request.headers
+            return web.json_response(answer)
+
+        async with answering(serve) as url:
+            try:
+                given = args | {"url": url}
+                load_function("reward_model", given)
+                assert await reward_model.reward_model("Q", "A", {}, **given) == -1.25
+                assert asked == [(path, body)]
+            finally:
+                await close_clients()
+
+    asyncio.run(check())
+
+
+def test_what_is_made_of_the_outputs_of_a_reward_model() -> None:
+    both: dict[int | str, float] = {0: 2.0, 1: -1.0}
+    assert reward_model.score_of({0: -3.0}, "none", None) == -3.0
+    assert reward_model.score_of({0: -3.0}, "sigmoid", None) == pytest.approx(0.0474258732)
+    assert reward_model.score_of(both, "softmax", 1) == pytest.approx(0.0474258732)
+    for outputs, apply, label, says in (
+        (both, "none", None, r"2 outputs \(0, 1\); say which one"),
+        (both, "none", 2, "2 is none of the outputs 0, 1"),
+        ({0: 1.0}, "softmax", None, "always 1"),
+    ):
+        with pytest.raises(NoRewardError, match=says):
+            reward_model.score_of(outputs, apply, label)
 
 
 def test_a_worker_asks_for_so_much_at_once() -> None:
@@ -312,8 +373,8 @@ def test_a_worker_asks_for_so_much_at_once() -> None:
             return web.json_response({})
 
         async with answering(answer) as url:
-            client = Client(Target("it", url, None, limits(concurrency=3)))
-            await asyncio.gather(*(client.post({}) for _ in range(12)))
+            client = Client("it", url, None, limits(concurrency=3))
+            await asyncio.gather(*(client.post("/ask", {}) for _ in range(12)))
             await client.close()
         assert most == 3
 
