@@ -30,7 +30,7 @@ from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.loading import check_name
 from asyncrl.rewards.protocol import WHOLE_SUM, Began, Call, Failed, FromWorker, Scored
 from asyncrl.rewards.values import ABSURD, BadValueError, as_float32
-from asyncrl.user_code.pool import Lane, Pool
+from asyncrl.user_code.pool import Lane, Pool, is_logged
 from asyncrl.user_code.process import Program, WorkerLost, refusal
 from asyncrl.user_code.streams import MAX_FRAME, pack
 from asyncrl.wire.records.reward_counts import RewardCounts
@@ -45,8 +45,6 @@ _MAX_LOST_BEFORE_BEGIN = 3
 """Processes that may die with a call in their input before that counts as an attempt."""
 _CANCEL_SECONDS = 1.0
 """Time for a worker of async functions to cancel a call that is overdue by itself."""
-_LOGGED_FAILURES = 10
-"""Failures of each function and reason that are logged one by one."""
 
 
 class RewardLane(Lane[RewardCall]):
@@ -295,9 +293,9 @@ class RewardPool(Pool[RewardLane]):
             raise
 
     def _log_failure(self, error: RewardFailed) -> None:
-        """Log the first failures of a kind, then the 2^n-th: each may have a long traceback."""
+        """Log some of them: each may have a long traceback."""
         count = self._failures[error.function, error.reason]
-        if count <= _LOGGED_FAILURES or count.bit_count() == 1:
+        if is_logged(count):
             log.warning("counted as 0 (rewards.on_error: zero), number %d: %s", count, error)
 
     def _note_magnitude(self, reward: Reward) -> None:

@@ -38,6 +38,13 @@ _SUSPENDED_SECONDS = 1.0
 suspended."""
 _MAX_FORGOTTEN_WAITS = 3
 """In a row: an event loop that is late again and again is busy."""
+_LOGGED = 10
+"""Events of each kind that are logged one by one."""
+
+
+def is_logged(count: int) -> bool:
+    """Whether an event is logged: the first of its kind, then the 2^n-th."""
+    return count <= _LOGGED or count.bit_count() == 1
 
 
 @dataclass(slots=True, eq=False)

@@ -136,10 +136,15 @@ class UserProcess:
         if not data:
             raise await self._how_it_ended()
         self._buffer += data
+        messages: list[Any] = []
         try:
-            return self._decode()
+            while (frame := take_frame(self._buffer)) is not None:
+                messages.append(self._decoder.decode(frame))
         except FrameRefused as error:
             raise _refused(error) from error
+        except ValueError as error:
+            raise _refused(FrameRefused(Reason.TOO_LONG, str(error))) from error
+        return messages
 
     def terminate(self) -> None:
         """Have the supervisor kill the process and everything it has started. Does not wait."""
@@ -211,19 +216,6 @@ class UserProcess:
         finally:
             os.close(status)
         self._output = asyncio.create_task(_log_output(self._process, self.program.noun))
-
-    def _decode(self) -> list[Any]:
-        """The whole frames in the buffer. Raises FrameRefused."""
-        messages: list[Any] = []
-        while (frame := self._next_frame()) is not None:
-            messages.append(self._decoder.decode(frame))
-        return messages
-
-    def _next_frame(self) -> bytes | None:
-        try:
-            return take_frame(self._buffer)
-        except ValueError as error:
-            raise FrameRefused(Reason.TOO_LONG, str(error)) from error
 
     async def _how_it_ended(self) -> WorkerLost:
         """The error of a process whose output has ended; the text follows "the process"."""

@@ -33,7 +33,7 @@ from asyncrl.environments.protocol import (
 )
 from asyncrl.environments.registry import check_name
 from asyncrl.environments.workers.interpreter import check_interpreter
-from asyncrl.environments.workers.lane import EnvironmentLane, ProcessEnd, SessionLost
+from asyncrl.environments.workers.lane import EnvironmentLane, ProcessEnd
 from asyncrl.environments.workers.messages import (
     Answer,
     Call,
@@ -46,15 +46,13 @@ from asyncrl.environments.workers.messages import (
 )
 from asyncrl.errors import RewardError, RewardFailed
 from asyncrl.rewards.config import RewardConfig
-from asyncrl.user_code.pool import Pool
+from asyncrl.user_code.pool import Pool, is_logged
 from asyncrl.wire.records.environment_counts import EnvironmentCounts
 
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
 """Time between two looks at the workers while none is ready."""
-_LOGGED = 10
-"""Events of each kind that are logged one by one."""
 
 
 class EnvironmentFailed(RewardFailed):
@@ -315,11 +313,3 @@ class EnvironmentPool(Pool[EnvironmentLane]):
                 raise EnvironmentFailed(str(self._lanes[0].error), "not_loaded")
             await asyncio.sleep(_LOOK_SECONDS)
         return min(ready, key=lambda lane: len(lane.sessions))
-
-
-def is_logged(count: int) -> bool:
-    """Whether the so-manieth event of a kind is worth a line of the log."""
-    return count <= _LOGGED or count.bit_count() == 1
-
-
-__all__ = ["EnvironmentFailed", "EnvironmentPool", "Session", "SessionLost", "is_logged"]

@@ -15,12 +15,8 @@ from local_environments import LocalPool
 
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.protocol import Action, Traits
-from asyncrl.environments.workers.pool import (
-    EnvironmentFailed,
-    EnvironmentPool,
-    Session,
-    SessionLost,
-)
+from asyncrl.environments.workers.lane import SessionLost
+from asyncrl.environments.workers.pool import EnvironmentFailed, EnvironmentPool, Session
 from asyncrl.errors import RewardError
 from asyncrl.rewards.config import RewardConfig
 
