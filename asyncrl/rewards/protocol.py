@@ -1,12 +1,9 @@
 """The messages between the pool and a worker process.
 
 Each is a frame on the worker's standard streams (`asyncrl.user_code.streams`). The pool sends one
-`Setup`, then `Call`s, which may queue up in the stream. The worker answers `Setup` with `Ready` or
-`Refused`. It answers each `Call` with a `Began` as each term starts, then `Scored` or `Failed`: in
-turn, or in any order if it is `asynchronous`.
-
-When the worker has ended, its supervisor writes one `user_code.supervisor.Ending` to a pipe of its
-own, without a length.
+`Setup`. After the answer to it come `Call`s, which may queue up in the stream. The worker answers
+each with a `Began` as each term starts, then `Scored` or `Failed`: in turn, or in any order if a
+function is async.
 """
 
 from __future__ import annotations
@@ -78,19 +75,6 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     example: dict[str, Any]
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """All functions are loaded."""
-
-    asynchronous: bool
-    """Whether one of them is async, so that several calls may run at once."""
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A function cannot be loaded; `message` says why."""
-
-    message: str
-
-
 class ServiceUse(msgspec.Struct, frozen=True):
     """What a call used of a server, attempts that failed included."""
 
@@ -139,4 +123,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = Setup | Call
-FromWorker = Ready | Refused | Began | Scored | Failed
+FromWorker = Began | Scored | Failed

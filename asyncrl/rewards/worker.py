@@ -1,56 +1,92 @@
 """A reward worker: `python -m asyncrl.rewards.worker PARENT STATUS PROCESSES`.
 
-The user's functions run here, below a supervisor (`user_code.supervisor`): one that hangs can
-be killed with all that it has started, and one that crashes takes nothing with it. Calls queue up
-in the worker's input. They are answered one after the other, or, if a function is async, run
-concurrently in one event loop. The functions' own output goes to the supervisor; the frames have
-descriptors of their own. The module is import-light (no torch, no pydantic), so a killed worker is
-replaced in a fraction of a second.
+Calls queue up in the worker's input. They are answered one after the other, or, if a function is
+async, run concurrently in one event loop: at most `rewards.concurrency` of them, which is the
+pool's to keep. One that takes longer than the timeout is then cancelled; the others continue. Its
+time begins with its first function. Built-in functions that block take turns in threads; any other
+function that blocks the loop, or that does not end when it is cancelled, is left to the pool, which
+kills the worker. Import-light: no torch, no pydantic.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import msgspec
 
-from asyncrl.errors import RewardError
 from asyncrl.rewards import protocol
-from asyncrl.rewards.scoring import LoadedTerm, finish, score
-from asyncrl.user_code.loading import search
-from asyncrl.user_code.streams import last_lines
-from asyncrl.user_code.supervisor import begin
+from asyncrl.rewards.scoring import LoadedTerm, Turns, finish, score
+from asyncrl.rewards.services import calls
+from asyncrl.user_code.streams import Ready, last_lines
+from asyncrl.user_code.worker import Channel
 
 
 def main() -> None:
     """Serve until standard input ends."""
-    streams = begin()
-    decoder = msgspec.msgpack.Decoder(protocol.ToWorker)
-
-    def read() -> protocol.ToWorker | None:
-        frame = streams.read()
-        return None if frame is None else decoder.decode(frame)
-
-    setup = read()
+    channel = Channel(protocol.ToWorker)
+    setup = channel.read()
     if not isinstance(setup, protocol.Setup):
         return
-    search(setup.search_path)
-    try:
-        terms = [LoadedTerm.load(term) for term in setup.terms]
-    except RewardError as error:
-        streams.send(protocol.Refused(str(error)))
-        return
-    except (Exception, SystemExit):  # noqa: BLE001 - process edge: reported to the pool
-        names = ", ".join(term.name for term in setup.terms)
-        streams.send(protocol.Refused(f"loading the rewards ({names}) failed:\n{last_lines()}"))
+    names = ", ".join(term.name for term in setup.terms)
+    wanted = setup.terms
+    terms = channel.load(
+        setup.search_path,
+        f"the rewards ({names})",
+        lambda: [LoadedTerm.load(term) for term in wanted],
+    )
+    if terms is None:
         return
     asynchronous = any(term.asynchronous for term in terms)
-    streams.send(protocol.Ready(asynchronous))
+    channel.send(Ready(asynchronous))
     if asynchronous:
-        from asyncrl.rewards.concurrent_calls import serve_concurrently
-
-        serve_concurrently(read, streams.send, terms, setup.timeout_seconds)
+        asyncio.run(_serve_concurrently(channel, terms, setup.timeout_seconds))
         return
-    while isinstance(message := read(), protocol.Call):
-        streams.send(finish(score(message, terms, streams.send)))
+    while isinstance(message := channel.read(), protocol.Call):
+        channel.send(finish(score(message, terms, channel.send)))
+
+
+async def _serve_concurrently(
+    channel: Channel, terms: list[LoadedTerm], timeout_seconds: float
+) -> None:
+    """Answer calls until the stream ends; then give up those that are running."""
+    running: set[asyncio.Task[None]] = set()
+    turns = Turns()
+    async for message in channel.messages():
+        task = asyncio.create_task(_answer(channel, message, terms, timeout_seconds, turns))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+async def _answer(
+    channel: Channel,
+    call: protocol.Call,
+    terms: list[LoadedTerm],
+    timeout_seconds: float,
+    turns: Turns,
+) -> None:
+    state = calls.begin(timeout_seconds)
+    limit = asyncio.timeout(None)
+    task = asyncio.current_task()
+
+    def began(message: protocol.Began) -> None:
+        if limit.when() is None:
+            limit.reschedule(asyncio.get_running_loop().time() + timeout_seconds)
+            state.cancelled_at = time.monotonic() + timeout_seconds
+        channel.send(message)
+
+    try:
+        async with limit:
+            answer = await score(call, terms, began, turns)
+    except TimeoutError:
+        answer = protocol.Failed(call.call, state.term, "timeout", "")
+    except asyncio.CancelledError:
+        if task is None or task.cancelling():  # the worker ends
+            raise
+        answer = protocol.Failed(call.call, state.term, "raised", last_lines())
+    if limit.expired():  # the function turned its cancellation into a result
+        answer = protocol.Failed(call.call, state.term, "timeout", "")
+    channel.send(msgspec.structs.replace(answer, uses=tuple(state.uses)) if state.uses else answer)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from asyncrl.user_code.exit_status import how_it_ended, read_ending
+from asyncrl.user_code.process import how_it_ended, read_ending
 from asyncrl.user_code.streams import take_frame
 
 _END_SECONDS = 30.0

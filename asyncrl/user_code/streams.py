@@ -1,9 +1,8 @@
-"""Frames on the standard streams of a process that runs user code.
+"""Frames on the standard streams of a process that runs user code, and what errors quote of it.
 
-A frame is four bytes of length (little-endian) and then MessagePack. Import-light: reward workers
-and the processes of `task.map` and of chat templates load this file.
-
-What messages quote of errors in a user's code. Import-light: worker processes load this file.
+A frame is four bytes of length (little-endian) and then MessagePack. The first that a pool's worker
+is sent is its setup, which it answers with `Ready` or `Refused`. Import-light: workers and the
+processes of `task.map` and of chat templates load this file.
 """
 
 from __future__ import annotations
@@ -48,6 +47,21 @@ def bounded(text: str) -> str:
         return text
     half = MESSAGE_CHARACTERS // 2
     return f"{text[:half]} ... {text[-half:]}"
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The user's code is loaded."""
+
+    asynchronous: bool = False
+    """Rewards: one function is async, so several calls may run at once."""
+    notes: list[str] = []
+    """What a user should know of an environment, a sentence each."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The user's code cannot be loaded; `message` says why."""
+
+    message: str
 
 
 MAX_FRAME = 64 << 20

@@ -20,7 +20,6 @@ from asyncrl.config.run_config import RunConfig
 from asyncrl.environments.protocol import (
     BadAnswerError,
     StepResult,
-    Traits,
     checked_reset,
     checked_step,
 )
@@ -126,10 +125,10 @@ class Auditor:
     ) -> Episode:
         first = checked_reset(opened.first)
         episode = Episode(0, row_prompt=np.array(sample.prompt_tokens, np.int32))
-        episode.traits = Traits(opened.replay, opened.restores, opened.tools)
+        episode.traits = opened.traits
         episode.conversation = self._translation.conversation(first, row)
-        if first is not None or opened.tools:
-            episode.prompt = self._translation.prompt(episode.conversation, opened.tools)
+        if first is not None or opened.traits.tools:
+            episode.prompt = self._translation.prompt(episode.conversation, opened.traits.tools)
             if not np.array_equal(episode.prompt, episode.row_prompt):
                 finding.mismatch = "in the prompt"
         return episode
@@ -137,20 +136,10 @@ class Auditor:
     async def _step(self, session: Session, episode: Episode, tokens: IntArray) -> Turn:
         place = len(episode.turns)
         said = self._translation.action(tokens, episode.tools_before(place), place)
-        step = Step(0, 0, said.text, said.tokens, said.message, said.tool_calls)
-        answer = await session.answer(step)
+        answer = await session.answer(Step(0, 0, said))
         if isinstance(answer, Failed) or not isinstance(answer, Stepped):
             raise _Ended
-        result: StepResult = checked_step(
-            (
-                answer.observation,
-                answer.done,
-                answer.reward,
-                {},
-                answer.new_conversation,
-                answer.tools,
-            )
-        )
+        result: StepResult = checked_step(answer.result)
         turn = Turn(tokens, said.message, result.done, result.reward)
         return answered(turn, result, episode, self._translation)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,19 +14,17 @@ import numpy as np
 
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.translation import Translation
-from asyncrl.environments.workers.lane import Answer, Call, ProcessEnd, SessionLost
-from asyncrl.environments.workers.messages import Failed, Open, Setup
+from asyncrl.environments.workers.lane import ProcessEnd, SessionLost
+from asyncrl.environments.workers.messages import Answer, Call, Failed, Open, Setup
 from asyncrl.environments.workers.pool import EnvironmentPool
 from asyncrl.environments.workers.worker import Session
 from asyncrl.generator.turns.environment_turns import Episodes
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rollout.trajectory import IntArray
 
-_NUMBERS = itertools.count()
-
 
 class LocalLane:
-    """In the place of a `Lane`; `lose` does what the end of a process does."""
+    """In the place of an `EnvironmentLane`; `lose` does what the end of a process does."""
 
     ready, error = True, None
 
@@ -46,10 +43,6 @@ class LocalLane:
     @property
     def sessions(self) -> set[int]:
         return set(self._open)
-
-    @staticmethod
-    def next_call() -> int:
-        return next(_NUMBERS)
 
     async def call(self, call: Call, seconds: float, *, alone: bool) -> Answer:
         del seconds

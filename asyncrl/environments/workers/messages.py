@@ -1,14 +1,12 @@
 """The messages between the pool and a worker process of environments.
 
-Frames on the worker's standard streams (`asyncrl.user_code.streams`). The pool sends
-one `Setup`, which is answered with `Ready` or `Refused`. Then come calls, any number at once but
-one at a time for a session, each answered by the message opposite or by `Failed`:
+Frames on the worker's standard streams (`asyncrl.user_code.streams`). The pool sends one `Setup`.
+After the answer to it come calls, any number at once but one at a time for a session, each answered
+by the message opposite or by `Failed`:
 
     Open ──► Opened        Step ──► Stepped        Restore ──► Restored        Close (no answer)
 
-`Hanging` comes unasked.
-
-Import-light: worker processes load this file.
+`Hanging` comes unasked. Import-light: worker processes load this file.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.environments.protocol import FailureReason, Message, Replay
-from asyncrl.rewards.protocol import Refused
+from asyncrl.environments.protocol import Action, FailureReason, Traits
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
@@ -44,15 +41,11 @@ class Open(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """Give a session the policy's turn; `asyncrl.environments.protocol.Action`."""
+    """Give a session the policy's turn."""
 
     call: int
     session: int
-    text: str
-    tokens: list[int]
-    message: Message
-    tool_calls: list[dict[str, Any]]
-    context_length: int = 0
+    action: Action
 
 
 class Restore(msgspec.Struct, frozen=True, tag=True):
@@ -73,38 +66,25 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     session: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The environments can be made."""
-
-    notes: list[str] = []
-    """What a user should know of them, a sentence each."""
-
-
 class Opened(msgspec.Struct, frozen=True, tag=True):
     """What `reset` returned, and the environment's traits."""
 
     call: int
     first: Any
     """Checked where it is received."""
-    replay: Replay | None
-    restores: bool
-    tools: list[dict[str, Any]]
+    traits: Traits
     max_turn_tokens: int | None = None
     """Longest next turn of the policy."""
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """What `step` returned, `info` left out."""
+    """What `step` returned."""
 
     call: int
-    observation: Any
-    """As `Observation`; checked where it is received."""
-    done: bool
-    reward: float
+    result: Any
+    """A `StepResult` with an empty `info`; checked where it is received."""
     max_turn_tokens: int | None = None
     """Longest next turn of the policy."""
-    new_conversation: bool = False
-    tools: list[dict[str, Any]] | None = None
 
 
 class Restored(msgspec.Struct, frozen=True, tag=True):
@@ -135,4 +115,3 @@ class Hanging(msgspec.Struct, frozen=True, tag=True):
 Call = Open | Step | Restore
 Answer = Opened | Stepped | Restored | Failed
 ToWorker = Setup | Call | Close
-FromWorker = Ready | Refused | Answer | Hanging

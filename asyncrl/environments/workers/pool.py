@@ -33,7 +33,7 @@ from asyncrl.environments.protocol import (
 )
 from asyncrl.environments.registry import check_name
 from asyncrl.environments.workers.interpreter import check_interpreter
-from asyncrl.environments.workers.lane import Lane, ProcessEnd, SessionLost
+from asyncrl.environments.workers.lane import EnvironmentLane, ProcessEnd
 from asyncrl.environments.workers.messages import (
     Answer,
     Call,
@@ -46,14 +46,13 @@ from asyncrl.environments.workers.messages import (
 )
 from asyncrl.errors import RewardError, RewardFailed
 from asyncrl.rewards.config import RewardConfig
+from asyncrl.user_code.pool import Pool, is_logged
 from asyncrl.wire.records.environment_counts import EnvironmentCounts
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.05
 """Time between two looks at the workers while none is ready."""
-_LOGGED = 10
-"""Events of each kind that are logged one by one."""
 
 
 class EnvironmentFailed(RewardFailed):
@@ -65,22 +64,13 @@ class EnvironmentFailed(RewardFailed):
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
-    """A caller that waits for a place."""
-
-    priority: Callable[[], int]
-    number: int
-    place: asyncio.Future[None]
-
-
-@dataclass(slots=True, eq=False)
 class Session:
     """An open environment of one sample."""
 
     number: int
     name: str
     """What errors call it: the environment and the example."""
-    lane: Lane
+    lane: EnvironmentLane
     pool: EnvironmentPool
     first: list[dict[str, Any]] | str | None = None
     """What `reset` returned."""
@@ -109,28 +99,19 @@ class Session:
                 it can go back to before this turn.
             SessionLost: its process has ended.
         """
-        call = Step(
-            self.lane.next_call(),
-            self.number,
-            action.text,
-            action.tokens,
-            action.message,
-            action.tool_calls,
-            action.context_length,
-        )
+        call = Step(self.pool.number(), self.number, action)
         answer = await self.pool.call(self, call, "step", alone=alone)
         if not isinstance(answer, Stepped):
             raise TypeError(f"a step was answered with {type(answer).__name__}")
         self.max_turn_tokens = answer.max_turn_tokens
         try:  # the user's code can write to its process's files
-            said = (answer.observation, answer.done, answer.reward)
-            return checked_step((*said, {}, answer.new_conversation, answer.tools))
+            return checked_step(answer.result)
         except BadAnswerError as error:
             raise self.pool.failure(self, error.reason, "step", str(error)) from error
 
     async def restore(self, turn: int, *, alone: bool = False) -> None:
         """Go back to before this turn (from 0). Raises as `step`."""
-        call = Restore(self.lane.next_call(), self.number, turn)
+        call = Restore(self.pool.number(), self.number, turn)
         await self.pool.call(self, call, "restore", alone=alone)
 
     def park(self) -> None:
@@ -148,7 +129,7 @@ class Session:
                 self.pool.give_place()
 
 
-class EnvironmentPool:
+class EnvironmentPool(Pool[EnvironmentLane]):
     """Opens environments in `config.workers` processes. Used from one asyncio event loop.
 
     Args:
@@ -163,13 +144,13 @@ class EnvironmentPool:
         rewards: RewardConfig,
         on_call: Callable[[str, float], None] = lambda _method, _seconds: None,
     ) -> None:
+        super().__init__([EnvironmentLane(config, rewards) for _ in range(config.workers)])
         self.config = config
         self.rewards = rewards
-        self._lanes = [Lane(config, rewards) for _ in range(config.workers)]
-        self._loops: list[asyncio.Task[None]] = []
         self._numbers = itertools.count()
         self._places = config.workers * config.sessions
-        self._waiting: list[_Waiting] = []
+        self._waiting: dict[asyncio.Future[None], Callable[[], int]] = {}
+        """Places that callers wait for, in the order in which they came, and their priority."""
         self.failures: Counter[str] = Counter()
         """Samples that failed, by `FailureReason`."""
         self.steps = 0
@@ -198,29 +179,14 @@ class EnvironmentPool:
         check_name(self.config.name or "")
         if self.config.python is not None:
             await asyncio.to_thread(check_interpreter, self.config.python)
-        results = await asyncio.gather(
-            *(lane.start() for lane in self._lanes), return_exceptions=True
-        )
-        for result in results:
-            if isinstance(result, BaseException):
-                await self.close()
-                raise result
-        for note in dict.fromkeys(note for lane in self._lanes for note in lane.notes):
+        await super().start()
+        notes = (note for lane in self._lanes for note in lane.process.loaded.notes)
+        for note in dict.fromkeys(notes):
             log.warning("%s", note)
-        self._loops = [asyncio.create_task(lane.run()) for lane in self._lanes]
 
-    async def close(self, grace_seconds: float = 0.0) -> None:
-        """Kill the workers; calls in progress fail. Idempotent.
-
-        Args:
-            grace_seconds: longest wait for the `close` of all environments before that.
-        """
-        loops, self._loops = self._loops, []
-        for task in loops:
-            task.cancel()
-        if loops:
-            await asyncio.wait(loops)
-        await asyncio.gather(*(lane.close(grace_seconds) for lane in self._lanes))
+    def number(self) -> int:
+        """A number that no other session or call of the pool has."""
+        return next(self._numbers)
 
     async def open(
         self,
@@ -251,14 +217,14 @@ class EnvironmentPool:
         session = None
         try:
             lane = await self._lane()
-            session = Session(next(self._numbers), name, lane, self)
-            call = Open(lane.next_call(), session.number, row, seed)
+            session = Session(self.number(), name, lane, self)
+            call = Open(self.number(), session.number, row, seed)
             answer = await self.call(session, call, "reset", alone=alone)
             if not isinstance(answer, Opened):
                 raise TypeError(f"an opening was answered with {type(answer).__name__}")
             session.first = checked_reset(answer.first)
-            tools = checked_tools(answer.tools)
-            session.traits = Traits(answer.replay, answer.restores, tools)
+            checked_tools(answer.traits.tools)
+            session.traits = answer.traits
             session.max_turn_tokens = answer.max_turn_tokens
         except BaseException as error:
             if session is None:
@@ -313,16 +279,15 @@ class EnvironmentPool:
     def give_place(self) -> None:
         """A session takes no place any more: the next caller may open one."""
         self._places += 1
-        waiting = [one for one in self._waiting if not one.place.done()]
+        waiting = [place for place in self._waiting if not place.done()]
         if waiting and self._places > 0:
-            first = min(waiting, key=lambda one: (one.priority(), one.number))
             self._places -= 1
-            first.place.set_result(None)
+            min(waiting, key=lambda place: self._waiting[place]()).set_result(None)
 
     @property
     def queued(self) -> int:
         """Callers that wait for a place."""
-        return sum(not one.place.done() for one in self._waiting)
+        return sum(not place.done() for place in self._waiting)
 
     async def _take_place(self, priority: Callable[[], int]) -> None:
         if not self._loops:
@@ -330,9 +295,8 @@ class EnvironmentPool:
         if self._places > 0:
             self._places -= 1
             return
-        place = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(priority, next(self._numbers), place)
-        self._waiting.append(waiting)
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[place] = priority
         try:
             await place
         except asyncio.CancelledError:
@@ -340,26 +304,12 @@ class EnvironmentPool:
                 self.give_place()
             raise
         finally:
-            self._waiting.remove(waiting)
+            del self._waiting[place]
 
-    async def _lane(self) -> Lane:
+    async def _lane(self) -> EnvironmentLane:
         """The lane with the fewest sessions whose process runs. Raises EnvironmentFailed."""
-        while True:
-            ready = [lane for lane in self._lanes if lane.ready]
-            if ready:
-                return min(ready, key=lambda lane: len(lane.sessions))
-            starting = [lane for lane in self._lanes if lane.error is None]
-            if not starting:
+        while not (ready := [lane for lane in self._lanes if lane.ready]):
+            if all(lane.error is not None for lane in self._lanes):
                 raise EnvironmentFailed(str(self._lanes[0].error), "not_loaded")
-            waits = [asyncio.create_task(lane.became_ready.wait()) for lane in starting]
-            await asyncio.wait(waits, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            for one in waits:
-                one.cancel()
-
-
-def is_logged(count: int) -> bool:
-    """Whether the so-manieth event of a kind is worth a line of the log."""
-    return count <= _LOGGED or count.bit_count() == 1
-
-
-__all__ = ["EnvironmentFailed", "EnvironmentPool", "Session", "SessionLost", "is_logged"]
+            await asyncio.sleep(_LOOK_SECONDS)
+        return min(ready, key=lambda lane: len(lane.sessions))

@@ -46,11 +46,11 @@ LEFT_BEHIND = LeftBehind()
 class SessionThread:
     """Runs a session's calls one after the other, always in the same thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "asyncrl-environment") -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.busy = False
         """Whether it is in the user's code."""
-        self._thread = threading.Thread(target=self._serve, name="asyncrl-environment", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     async def run(self, method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -61,11 +61,11 @@ class SessionThread:
         self._calls.put((method, args, loop, future))
         return await future
 
-    def end(self) -> None:
+    def end(self, *, waited: bool = True) -> None:
         """Let the thread end after its call; it is left behind if it is in one."""
         self._calls.put(None)
         if self.busy:
-            LEFT_BEHIND.add(self._thread, waited=True)
+            LEFT_BEHIND.add(self._thread, waited=waited)
 
     def _serve(self) -> None:
         process = os.getpid()
@@ -88,28 +88,20 @@ async def in_thread(work: Callable[[], Any]) -> Any:
 
     If the caller is cancelled, the thread is left behind.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
 
-    def run() -> None:
-        result: Any = None
-        error: BaseException | None = None
+    def run() -> Any:
         try:
-            result = work()
-        except Exception as raised:  # noqa: BLE001 - handed to the caller
-            error = raised
-        except BaseException as raised:  # noqa: BLE001 - would end the loop if it were a task's
-            error = RuntimeError(f"it raised {type(raised).__name__}: {raised}")
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
-            loop.call_soon_threadsafe(_settle, future, result, error)
+            return work()
+        except Exception:
+            raise
+        except BaseException as raised:  # would end the loop if it were a task's
+            raise RuntimeError(f"it raised {type(raised).__name__}: {raised}") from raised
 
-    thread = threading.Thread(target=run, name="asyncrl-agent", daemon=True)
-    thread.start()
+    thread = SessionThread("asyncrl-agent")
     try:
-        return await future
-    except asyncio.CancelledError:
-        LEFT_BEHIND.add(thread, waited=False)
-        raise
+        return await thread.run(run, ())
+    finally:
+        thread.end(waited=False)
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -5,13 +5,6 @@ The user's environments run here, many in one process, below a supervisor
 session has to itself, so that an environment is always called from the same thread. A method that
 takes too long is cancelled, or its thread is left behind and the pool told so: it replaces the
 process once several hang. Import-light: no torch, no pydantic.
-
-The states that an environment can go back to, and whether they are still what they were.
-
-A `snapshot` that returns the environment's own list, or a copy that shares parts with it, changes
-with the next `step`. To go back to such a state is to go back nowhere: what follows would be the
-answers of a game that was never played, and nothing would fail. So each state is compared, when it
-is needed, with what it was. Import-light: worker processes load this file.
 """
 
 from __future__ import annotations
@@ -21,14 +14,13 @@ import contextlib
 import hashlib
 import inspect
 import pickle
-import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from asyncrl.environments.protocol import (
-    Action,
     BadAnswerError,
     FailureReason,
     Traits,
@@ -47,7 +39,6 @@ from asyncrl.environments.workers.messages import (
     Hanging,
     Open,
     Opened,
-    Ready,
     Restore,
     Restored,
     Setup,
@@ -56,19 +47,21 @@ from asyncrl.environments.workers.messages import (
     ToWorker,
 )
 from asyncrl.environments.workers.user_threads import LEFT_BEHIND, SessionThread
-from asyncrl.errors import RewardError
-from asyncrl.rewards.protocol import Refused
 from asyncrl.rewards.values import argument_for, is_unavailable
-from asyncrl.user_code.loading import search
-from asyncrl.user_code.streams import MAX_FRAME, Streams, bounded, last_lines, pack
-from asyncrl.user_code.supervisor import begin
+from asyncrl.user_code.streams import MAX_FRAME, Ready, bounded, last_lines, pack
+from asyncrl.user_code.worker import Channel
 
 _MOST_BYTES = 1 << 20
 """Of a state that is compared. A larger one would cost milliseconds a turn."""
 
 
 class Snapshots:
-    """The states before each turn of a session."""
+    """The states before each turn of a session.
+
+    A `snapshot` that returns the environment's own list, or a copy that shares parts with it,
+    changes with the next `step`. What follows a return to it would be the answers of a game that
+    was never played, and nothing would fail. So each state is compared with what it was.
+    """
 
     def __init__(self) -> None:
         self._kept: list[tuple[Any, bytes | None]] = []
@@ -234,29 +227,14 @@ class Session:
         first = checked_reset(await self._next(environment.reset, row, message.seed))
         traits = self._traits = traits_of(environment)
         limit = max_turn_tokens_of(environment, traits)
-        return Opened(message.call, first, traits.replay, traits.restores, traits.tools, limit)
+        return Opened(message.call, first, traits, limit)
 
     async def _step(self, message: Step) -> Stepped:
         if self._traits.restores:
             await self._next(self._snapshots.add, await self._next(self._environment.snapshot))
-        action = Action(
-            message.text,
-            message.tokens,
-            message.message,
-            message.tool_calls,
-            message.context_length,
-        )
-        step = checked_step(await self._next(self._environment.step, action))
+        step = checked_step(await self._next(self._environment.step, message.action))
         limit = max_turn_tokens_of(self._environment, self._traits)
-        return Stepped(
-            message.call,
-            step.observation,
-            step.done,
-            step.reward,
-            limit,
-            step.new_conversation,
-            step.tools,
-        )
+        return Stepped(message.call, replace(step, info={}), limit)
 
     async def _restore(self, message: Restore) -> Restored:
         if message.turn < len(self._snapshots):
@@ -292,34 +270,23 @@ _ENDING_SECONDS = 30.0
 
 def main() -> None:
     """Serve until standard input ends."""
-    streams = begin()
-    decoder = msgspec.msgpack.Decoder(ToWorker)
-
-    def read() -> ToWorker | None:
-        frame = streams.read()
-        return None if frame is None else decoder.decode(frame)
-
-    setup = read()
+    channel = Channel(ToWorker)
+    setup = channel.read()
     if not isinstance(setup, Setup):
         return
-    search(setup.search_path)
-    try:
-        factory = load_factory(setup.name, setup.args)
-    except RewardError as error:
-        streams.send(Refused(str(error)))
-        return
-    except (Exception, SystemExit):  # noqa: BLE001 - process edge: reported to the pool
-        streams.send(Refused(f"loading the environment {setup.name} failed:\n{last_lines()}"))
-        return
-    streams.send(Ready(getattr(factory, "notes", [])))
-    asyncio.run(_Worker(streams, factory, setup).serve(read))
+    name, args = setup.name, setup.args
+    what = f"the environment {name}"
+    factory = channel.load(setup.search_path, what, lambda: load_factory(name, args))
+    if factory is not None:
+        channel.send(Ready(notes=getattr(factory, "notes", [])))
+        asyncio.run(_Worker(channel, factory, setup).serve())
 
 
 class _Worker:
     """Serves the sessions of one process."""
 
-    def __init__(self, streams: Streams, factory: Factory, setup: Setup) -> None:
-        self._streams = streams
+    def __init__(self, channel: Channel, factory: Factory, setup: Setup) -> None:
+        self._channel = channel
         self._factory = factory
         self._setup = setup
         self._sessions: dict[int, Session] = {}
@@ -328,21 +295,10 @@ class _Worker:
         self._hanging = 0
         """As the pool was told."""
 
-    async def serve(self, read: Callable[[], ToWorker | None]) -> None:
+    async def serve(self) -> None:
         """Answer calls until the stream ends."""
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[ToWorker | None] = asyncio.Queue()
-
-        def receive() -> None:
-            while True:
-                message = read()
-                loop.call_soon_threadsafe(arrived.put_nowait, message)
-                if message is None:
-                    return
-
-        threading.Thread(target=receive, name="asyncrl-calls", daemon=True).start()
         self._start(self._watch_threads())
-        while (message := await arrived.get()) is not None:
+        async for message in self._channel.messages():
             self._begin(message)
         for session in self._sessions.values():
             self._close(session)
@@ -380,7 +336,7 @@ class _Worker:
                 self._close(session)
             self._hanging = self._left_behind()
             answer = msgspec.structs.replace(answer, hanging=self._hanging)
-        self._streams.send(answer)
+        self._channel.send(answer)
 
     def _left_behind(self) -> int:
         """Threads that hang. An agent's has some time to end after its sample."""
@@ -392,7 +348,7 @@ class _Worker:
             await asyncio.sleep(_LOOK_SECONDS)
             if (count := self._left_behind()) != self._hanging:
                 self._hanging = count
-                self._streams.send(Hanging(count))
+                self._channel.send(Hanging(count))
 
 
 if __name__ == "__main__":

@@ -37,15 +37,11 @@ import numpy as np
 from asyncrl.environments.chat_messages import mean_the_same
 from asyncrl.environments.protocol import BadAnswerError, Message, Observation, StepResult
 from asyncrl.environments.translation import Observed, Tools, Translation, is_ids
-from asyncrl.environments.workers.pool import (
-    EnvironmentFailed,
-    EnvironmentPool,
-    Session,
-    SessionLost,
-    is_logged,
-)
+from asyncrl.environments.workers.lane import SessionLost
+from asyncrl.environments.workers.pool import EnvironmentFailed, EnvironmentPool, Session
 from asyncrl.generator.turns.conversation import Episode, Turn, common
 from asyncrl.rollout.trajectory import FinishReason, IntArray
+from asyncrl.user_code.pool import is_logged
 from asyncrl.wire.messages.frames import decode_tokens
 from asyncrl.wire.records.environment_counts import EnvironmentCounts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,8 @@ from local_environments import LocalPool
 
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.protocol import Action, Traits
-from asyncrl.environments.workers.pool import (
-    EnvironmentFailed,
-    EnvironmentPool,
-    Session,
-    SessionLost,
-)
+from asyncrl.environments.workers.lane import SessionLost
+from asyncrl.environments.workers.pool import EnvironmentFailed, EnvironmentPool, Session
 from asyncrl.errors import RewardError
 from asyncrl.rewards.config import RewardConfig
 
@@ -348,7 +345,8 @@ def test_what_a_worker_says_of_tools_is_checked_again(monkeypatch: pytest.Monkey
 
         async def lying(call: Any, seconds: float, *, alone: bool) -> Any:
             opened = await honest(call, seconds, alone=alone)
-            return msgspec.structs.replace(opened, tools=[{"function": None}])
+            traits = replace(opened.traits, tools=[{"function": None}])
+            return msgspec.structs.replace(opened, traits=traits)
 
         monkeypatch.setattr(pool.local, "call", lying)
         error = await failure_of(opened(pool))

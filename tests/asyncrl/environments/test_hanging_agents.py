@@ -10,12 +10,8 @@ import pytest
 
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.protocol import Action
-from asyncrl.environments.workers.pool import (
-    EnvironmentFailed,
-    EnvironmentPool,
-    Session,
-    SessionLost,
-)
+from asyncrl.environments.workers.lane import SessionLost
+from asyncrl.environments.workers.pool import EnvironmentFailed, EnvironmentPool, Session
 from asyncrl.rewards.config import RewardConfig
 
 AGENT = """

@@ -12,7 +12,8 @@ import pytest
 
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.protocol import Action
-from asyncrl.environments.workers.lane import Turnstile
+from asyncrl.environments.workers.lane import EnvironmentLane, SessionLost
+from asyncrl.environments.workers.messages import Answer, Restore, Restored
 from asyncrl.environments.workers.pool import EnvironmentFailed, EnvironmentPool, Session
 from asyncrl.rewards.config import RewardConfig
 
@@ -139,7 +140,7 @@ def test_calls_that_are_read_together_with_their_close_are_answered_and_closed_o
         (tmp_path / "go").touch()
         assert (await blocking).observation == "block"
         lane = blocker.lane
-        await reached(lambda: not lane._pending)
+        await reached(lambda: not lane.sent)
         await reached(lambda: noted(tmp_path)["late closed"] and noted(tmp_path)["b closed"])
         waiting = asyncio.create_task(third.step(turn("wait")))
         await reached(lambda: noted(tmp_path)["c waits"])
@@ -184,25 +185,40 @@ def test_what_restores_goes_back_to_before_a_step_that_has_failed(tmp_path: Path
     play(tmp_path, "InThreads", scenario, step_timeout_seconds=5.0)
 
 
-def test_who_leaves_a_turnstile_has_told_the_next_one_even_if_cancelled() -> None:
+def test_a_call_that_must_be_alone_is_and_those_behind_it_follow_even_if_it_is_cancelled() -> None:
     async def scenario() -> None:
-        stile, order = Turnstile(), list[str]()
+        lane = EnvironmentLane(EnvironmentConfig(name="guessing"), RewardConfig())
+        lane.ready = True  # its process, which does not run, reads nothing
 
-        async def inside(name: str, *, alone: bool) -> None:
-            async with stile.enter(alone=alone):
-                order.append(name)
-                await asyncio.Event().wait()
+        def call(number: int, *, alone: bool = False) -> asyncio.Task[Answer]:
+            lane.sessions.add(number)
+            return asyncio.create_task(lane.call(Restore(number, number, 0), 60.0, alone=alone))
 
-        first = [asyncio.create_task(inside(name, alone=False)) for name in "ab"]
-        await sent()
-        alone = [asyncio.create_task(inside(name, alone=True)) for name in "cd"]
-        await sent()
-        later = asyncio.create_task(inside("e", alone=False))
-        for task in (*first, *alone):
+        async def answered(number: int) -> list[int]:
+            lane._take_in(Restored(number))
+            lane.feed()
             await sent()
-            task.cancel()
+            return list(lane.sent)
+
+        calls = [call(0), call(1), call(2, alone=True), call(3, alone=True), call(4), call(5)]
         await sent()
-        later.cancel()
-        assert order == list("abcde")
+        assert list(lane.sent) == [0, 1]
+        assert await answered(0) == [1]
+        calls[2].cancel()
+        assert await answered(1) == [3]
+        calls[3].cancel()
+        await sent()
+        assert list(lane.sent) == [3]  # it still runs
+        assert await answered(3) == [4, 5]
+        calls += [call(6, alone=True), call(7)]
+        await sent()
+        assert list(lane.sent) == [4, 5]
+        calls[6].cancel()
+        await sent()
+        assert list(lane.sent) == [4, 5, 7]
+        await lane.close()
+        for lost in await asyncio.gather(*calls[4:6], calls[7], return_exceptions=True):
+            assert isinstance(lost, SessionLost)
+            assert lost.suspects == 3
 
     asyncio.run(scenario())

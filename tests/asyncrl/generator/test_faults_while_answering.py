@@ -97,7 +97,7 @@ def test_a_rewind_killed_workers_and_a_discard_while_an_environment_answers(tmp_
         world.release()
         await until(lambda: [one for one in world.notes("closed") if one["pid"] == third])
         assert not harness.finished()
-        await until(lambda: not any(lane.sessions or lane._pending for lane in pool._lanes))
+        await until(lambda: not any(lane.sessions or lane.sent for lane in pool._lanes))
         counts = harness.generator.environment
         assert (counts.replayed, counts.started_over, counts.replaced_workers) == (3, 0, 2)
         await pool.close(grace_seconds=30)

@@ -15,7 +15,7 @@ import pytest
 from reward_pools import alive, parent_of, running, until_gone
 
 from asyncrl.errors import RewardFailed, RewardTimeout
-from asyncrl.rewards.process import _END_SECONDS
+from asyncrl.user_code.process import _END_SECONDS
 from asyncrl.user_code.supervisor import BURST_BYTES, SWITCH
 
 SOURCE = '''

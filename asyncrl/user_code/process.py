@@ -1,8 +1,4 @@
-"""A process that runs a user's code, from the pool's side: started, sent calls, read, killed.
-
-`UserProcess` is shared by the pools of rewards and environments; `WorkerProcess` is a reward
-worker.
-"""
+"""A process that runs user code, from the pool's side: started, sent calls, read, killed."""
 
 from __future__ import annotations
 
@@ -11,25 +7,20 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any
+
+import msgspec
 
 from asyncrl.errors import RewardError
 from asyncrl.monitoring.terminal.formatting import without_controls
-from asyncrl.rewards import protocol
-from asyncrl.rewards.config import RewardConfig
-from asyncrl.rewards.protocol import FromWorker
-from asyncrl.user_code.exit_status import how_it_ended, how_it_exited, read_ending
-from asyncrl.user_code.streams import MAX_FRAME, pack, take_frame
-from asyncrl.user_code.supervisor import KILL_SECONDS, ControlGroup
+from asyncrl.user_code.streams import MAX_FRAME, Ready, Refused, take_frame
+from asyncrl.user_code.supervisor import KILL_SECONDS, ControlGroup, Ending
 from asyncrl.wire.transport.decoding import FrameDecoder, FrameRefused, Reason
 
 log = logging.getLogger(__name__)
 
-_DECODER: FrameDecoder[FromWorker] = FrameDecoder(FromWorker, max_bytes=MAX_FRAME)
 _LINE_CHARACTERS = 2000
 """Longest line of a worker's output that is logged."""
 _END_SECONDS = 2 * KILL_SECONDS + 5.0
@@ -37,6 +28,8 @@ _END_SECONDS = 2 * KILL_SECONDS + 5.0
 _OUTPUT_SECONDS = 1.0
 """Longest wait for the rest of the output of a process that has ended."""
 _CHUNK = 1 << 16
+_OUTPUT_LINES = 20
+"""Last lines of its output that an error message quotes."""
 
 
 class WorkerLost(RewardError):  # noqa: N818 - says what happened
@@ -48,77 +41,78 @@ class WorkerLost(RewardError):  # noqa: N818 - says what happened
         """Whether it was killed because it had started too many processes."""
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, slots=True)
 class Program:
     """What a process runs, and how messages speak of it."""
 
     command: tuple[str, ...]
-    """An interpreter and a main module, which calls `user_code.worker_start.begin` first."""
-    noun: str
-    """What it is a worker of, for logs: `reward`."""
+    """An interpreter and a main module, which makes a `user_code.worker.Channel` first."""
+    title: str
+    """What logs call the process, with an article: `a reward worker`."""
     contents: str
-    """What it loads: `the rewards (a, b)`."""
-    verb: str
-    """`was` or `were`, after `contents`."""
+    """What it loads, and a verb: `the rewards (a, b) were`."""
     setup: bytes
     """The first frame that it is sent."""
     startup_seconds: float
     max_processes: int
+    max_attempts: int
+    """How often it is started if it dies while it loads."""
+
+    @property
+    def noun(self) -> str:
+        """The title without its article."""
+        return self.title.partition(" ")[2]
 
 
-class UserProcess(Generic[T]):
+class UserProcess:
     """A process below a supervisor, which can be started again after its end.
 
     Args:
         program: what it runs.
-        decoder: of what it sends.
+        answers: union of the messages that it sends after the answer to its setup.
     """
 
-    def __init__(self, program: Program, decoder: FrameDecoder[T]) -> None:
-        self._program = program
-        self._decoder = decoder
+    def __init__(self, program: Program, answers: Any) -> None:
+        self.program = program
+        self.loaded = Ready()
+        """Its answer to the setup."""
+        self._decoder: FrameDecoder[Any] = FrameDecoder(
+            Ready | Refused | answers, max_bytes=MAX_FRAME
+        )
         self._process: asyncio.subprocess.Process | None = None
         self._status = -1
         self._output: asyncio.Task[None] | None = None
         self._buffer = bytearray()
 
-    def check_answer(self, answer: T) -> None:
-        """Take in the answer to the setup. Raises RewardError if it is a refusal.
-
-        Raises:
-            WorkerLost: it is no answer to the setup.
-        """
-        raise NotImplementedError
-
     async def start(self) -> None:
         """Start a new process and load what it runs.
 
         Raises:
-            WorkerLost: the process ended meanwhile.
+            WorkerLost: the process ended while it loaded.
             RewardError: something cannot be loaded, or not within the startup's time.
         """
         await self.kill()
         await self._spawn()
-        program, ready = self._program, False
+        program, ready = self.program, False
         try:
             async with asyncio.timeout(program.startup_seconds):
                 self.send([program.setup])
-                messages: list[T] = []
+                messages: list[Any] = []
                 while not messages:
                     messages = await self.receive()
-            self.check_answer(messages[0])
-            ready = True
+            if isinstance(messages[0], Refused):
+                raise RewardError(messages[0].message)
+            if not isinstance(messages[0], Ready):
+                raise WorkerLost(f"sent {type(messages[0]).__name__} before it was ready")
+            self.loaded, ready = messages[0], True
         except TimeoutError as error:
             raise RewardError(
-                f"{program.contents} {program.verb} not loaded within "
-                f"{program.startup_seconds:g} s; check what their module does when it is "
-                "imported, or raise rewards.startup_seconds"
+                f"{program.contents} not loaded within {program.startup_seconds:g} s; check what "
+                "their module does when it is imported, or raise rewards.startup_seconds"
             ) from error
         except WorkerLost as error:
-            raise WorkerLost(f"the process that loads {program.contents} {error}") from error
+            what = program.contents.rpartition(" ")[0]
+            raise WorkerLost(f"the process that loads {what} {error}") from error
         finally:
             if not ready:
                 await self.kill()
@@ -128,7 +122,7 @@ class UserProcess(Generic[T]):
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(b"".join(frames))
 
-    async def receive(self) -> list[T]:
+    async def receive(self) -> list[Any]:
         """Wait for answers; may be cancelled without losing any. Empty if only a part has come.
 
         Raises:
@@ -142,10 +136,15 @@ class UserProcess(Generic[T]):
         if not data:
             raise await self._how_it_ended()
         self._buffer += data
+        messages: list[Any] = []
         try:
-            return self._decode()
+            while (frame := take_frame(self._buffer)) is not None:
+                messages.append(self._decoder.decode(frame))
         except FrameRefused as error:
-            raise refused(error) from error
+            raise _refused(error) from error
+        except ValueError as error:
+            raise _refused(FrameRefused(Reason.TOO_LONG, str(error))) from error
+        return messages
 
     def terminate(self) -> None:
         """Have the supervisor kill the process and everything it has started. Does not wait."""
@@ -175,9 +174,7 @@ class UserProcess(Generic[T]):
                 async with asyncio.timeout(_END_SECONDS):
                     await process.wait()
             except TimeoutError:
-                log.warning(
-                    "the supervisor of %s worker %d did not end", self._program.noun, process.pid
-                )
+                log.warning("the supervisor of %s %d did not end", self.program.title, process.pid)
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
@@ -202,10 +199,10 @@ class UserProcess(Generic[T]):
         os.set_blocking(self._status, False)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *self._program.command,
+                *self.program.command,
                 str(os.getpid()),
                 str(status),
-                str(self._program.max_processes),
+                str(self.program.max_processes),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -218,20 +215,7 @@ class UserProcess(Generic[T]):
             raise WorkerLost(f"could not be started: {error}") from error
         finally:
             os.close(status)
-        self._output = asyncio.create_task(_log_output(self._process, self._program.noun))
-
-    def _decode(self) -> list[T]:
-        """The whole frames in the buffer. Raises FrameRefused."""
-        messages: list[T] = []
-        while (frame := self._next_frame()) is not None:
-            messages.append(self._decoder.decode(frame))
-        return messages
-
-    def _next_frame(self) -> bytes | None:
-        try:
-            return take_frame(self._buffer)
-        except ValueError as error:
-            raise FrameRefused(Reason.TOO_LONG, str(error)) from error
+        self._output = asyncio.create_task(_log_output(self._process, self.program.noun))
 
     async def _how_it_ended(self) -> WorkerLost:
         """The error of a process whose output has ended; the text follows "the process"."""
@@ -251,52 +235,18 @@ class UserProcess(Generic[T]):
         if ending.too_many:
             return WorkerLost(
                 f"was killed because it had started {ending.too_many} processes; "
-                f"rewards.max_processes is {self._program.max_processes}",
+                f"rewards.max_processes is {self.program.max_processes}",
                 too_many=True,
             )
         return WorkerLost(how_it_ended(ending))
 
 
-class WorkerProcess(UserProcess[FromWorker]):
-    """A reward worker.
-
-    Args:
-        config: of the rewards.
-    """
-
-    def __init__(self, config: RewardConfig) -> None:
-        setup = protocol.Setup(
-            tuple(protocol.Term(f.name, f.weight, f.args) for f in config.functions),
-            str(Path.cwd()),
-            config.timeout_seconds,
-        )
-        names = ", ".join(function.name for function in config.functions)
-        super().__init__(
-            Program(
-                (sys.executable, "-P", "-m", "asyncrl.rewards.worker"),
-                "reward",
-                f"the rewards ({names})",
-                "were",
-                pack(setup),
-                config.startup_seconds,
-                config.max_processes,
-            ),
-            _DECODER,
-        )
-        self.asynchronous = False
-        """Whether it runs several calls at once; known once it is started."""
-
-    def check_answer(self, answer: FromWorker) -> None:
-        """See the base class."""
-        if isinstance(answer, protocol.Refused):
-            raise RewardError(answer.message)
-        if not isinstance(answer, protocol.Ready):
-            raise WorkerLost(f"sent {type(answer).__name__} before it was ready")
-        self.asynchronous = answer.asynchronous
+def refusal(text: str) -> WorkerLost:
+    """The error of a process that sent a message which no worker sends."""
+    return _refused(FrameRefused(Reason.UNEXPECTED, text))
 
 
-def refused(error: FrameRefused) -> WorkerLost:
-    """The error of a process that sent a frame that is not accepted."""
+def _refused(error: FrameRefused) -> WorkerLost:
     return WorkerLost(f"wrote a frame that is no answer ({error.reason}: {error}) and was killed")
 
 
@@ -318,4 +268,32 @@ def _log_lines(noun: str, pid: int, lines: list[bytes]) -> None:
         text = without_controls(line.decode(errors="replace")).rstrip()
         if text:
             cut = text if len(text) <= _LINE_CHARACTERS else f"{text[:_LINE_CHARACTERS]} ..."
-            log.info("%s worker %d: %s", noun, pid, cut)
+            log.info("%s %d: %s", noun, pid, cut)
+
+
+def read_ending(status: int) -> Ending | None:
+    """What the supervisor has written to this pipe, which must not block; None if it was lost."""
+    try:
+        return msgspec.msgpack.decode(os.read(status, _CHUNK), type=Ending)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def how_it_ended(ending: Ending) -> str:
+    """How it exited, what it had started, and the end of its output, after "the process"."""
+    how = how_it_exited(ending.exit_code)
+    if ending.exit_code == -signal.SIGKILL and ending.out_of_memory:
+        how += ", by the kernel because the machine's or the container's memory was full"
+    if ending.leftover:
+        how += f", and {ending.leftover} processes that it had started were killed"
+    lines = without_controls(ending.output).strip().splitlines()[-_OUTPUT_LINES:]
+    return f"{how}. Its last lines:\n" + "\n".join(lines) if lines else how
+
+
+def how_it_exited(exit_code: int) -> str:
+    """An exit code, negative for a signal."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
+    return f"was killed by signal {-exit_code}"

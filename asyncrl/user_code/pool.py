@@ -1,0 +1,304 @@
+"""A pool of processes that run user code: calls with deadlines, and lanes that send them.
+
+    caller ──► Call ──► Lane ──► UserProcess ══► supervisor ──► worker: the user's code
+
+run         consumes: calls of the queue, the worker's answers. produces: answers, failures,
+            calls that are put back. waits for: calls, then the worker.
+            bounded by: the time limit of each call, `startup_seconds` per start.
+
+A lane serves one process and replaces it when it ends. Its subclass says which calls it may send
+and what becomes of those that the process leaves without an answer: a reward's call is repeated
+(`rewards.pool`), an environment's session is lost (`environments.workers.lane`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from asyncrl.errors import RewardError
+from asyncrl.user_code.process import Program, UserProcess, WorkerLost
+
+log = logging.getLogger(__name__)
+
+_LATE_SECONDS = 0.05
+"""A last look at the worker's answers before a call is overdue: the event loop may have been busy
+while they came."""
+_RETRY_SECONDS = 1.0
+"""Time between two starts of a process that could not be started."""
+_SUSPENDED_SECONDS = 1.0
+"""A wait that ends this much too late means that this process, and perhaps the worker, was
+suspended."""
+_MAX_FORGOTTEN_WAITS = 3
+"""In a row: an event loop that is late again and again is busy."""
+_LOGGED = 10
+"""Events of each kind that are logged one by one."""
+
+
+def is_logged(count: int) -> bool:
+    """Whether an event is logged: the first of its kind, then the 2^n-th."""
+    return count <= _LOGGED or count.bit_count() == 1
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call and the future that receives its answer."""
+
+    number: int
+    """Unique within a pool; the worker's answers carry it."""
+    frame: bytes
+    """The call as it is sent."""
+    seconds: float
+    """Longest time from its beginning to its answer."""
+    answer: asyncio.Future[Any]
+    """Done also if the caller was cancelled."""
+    alone: bool = False
+    """No other call may be sent to its process before it is answered."""
+
+    def settle(self, result: object) -> None:
+        """Give the caller its result. A call that was cancelled has no caller any more."""
+        with contextlib.suppress(asyncio.InvalidStateError):
+            if isinstance(result, Exception):
+                self.answer.set_exception(result)
+            else:
+                self.answer.set_result(result)
+
+
+C = TypeVar("C", bound=Call)
+
+
+class Lane(Generic[C]):
+    """Serves one worker process. Used from one event loop.
+
+    Args:
+        program: what the process runs.
+        answers: union of the messages that it sends.
+        queue: calls that were not sent; lanes may share it.
+    """
+
+    def __init__(self, program: Program, answers: Any, queue: deque[C]) -> None:
+        self.process = UserProcess(program, answers)
+        self.queue = queue
+        self.sent: dict[int, C] = {}
+        """Calls that the process has and has not answered, by number."""
+        self.due: dict[int, float] = {}
+        """Of those that have begun: when they are overdue."""
+        self.ready = False
+        """Whether the process runs."""
+        self.error: RewardError | None = None
+        """Why no process can be started."""
+        self.replaced = 0
+        """Processes that have ended, or were ended, and were replaced."""
+        self._heard = 0.0
+        self._forgotten_waits = 0
+        self._patience: asyncio.Timeout | None = None
+
+    def _room(self) -> int:
+        """How many calls may be sent now."""
+        raise NotImplementedError
+
+    def _note_sent(self, call: C) -> None:
+        """A call is sent now."""
+
+    def _take_in(self, message: Any) -> None:
+        """Take in an answer. Raises WorkerLost if it answers nothing that was sent."""
+        raise NotImplementedError
+
+    def _give_up_overdue(self) -> None:
+        """A call is overdue: settle or put back every call; the process is replaced."""
+        raise NotImplementedError
+
+    def _lose(self, lost: WorkerLost) -> None:
+        """The process has ended: settle or put back every call."""
+        raise NotImplementedError
+
+    def _is_worn_out(self) -> bool:
+        """Whether the process is to be replaced; then every call has been settled."""
+        return False
+
+    async def _wait_to_start(self, error: RewardError) -> None:
+        """Wait after a start that has failed."""
+        del error
+        await asyncio.sleep(_RETRY_SECONDS)
+
+    async def start(self) -> None:
+        """Start the worker; again if its process dies while it loads.
+
+        Raises:
+            RewardError: the user's code cannot be loaded, or the process died at every attempt.
+        """
+        program = self.process.program
+        for attempt in range(1, program.max_attempts + 1):
+            try:
+                await self.process.start()
+            except WorkerLost as error:
+                if attempt == program.max_attempts:
+                    raise
+                log.warning("%s is started again: %s", program.title, error)
+            else:
+                self.ready, self.error = True, None
+                return
+
+    def feed(self) -> None:
+        """Send waiting calls if the worker has room for them."""
+        calls = self.take(self._room()) if self.ready else []
+        if not calls:
+            return
+        if not self.sent:
+            self._heard = time.monotonic()
+        for call in calls:
+            self.sent[call.number] = call
+            self._note_sent(call)
+        self.process.send(call.frame for call in calls)
+        self._look_after(self._seconds_left())
+
+    def take(self, most: int) -> list[C]:
+        """Take calls from the front of the queue; one that must be alone waits until it is."""
+        taken: list[C] = []
+        if self.sent and next(iter(self.sent.values())).alone:
+            return taken
+        while self.queue and len(taken) < most:
+            call = self.queue[0]
+            if call.alone and (taken or self.sent) and not call.answer.done():
+                break
+            self.queue.popleft()
+            if not call.answer.done():
+                taken.append(call)
+                if call.alone:
+                    break
+        return taken
+
+    def _look_after(self, seconds: float) -> None:
+        """Have `run` look at its calls again after so many seconds, if not earlier."""
+        patience = self._patience
+        if patience is not None and not patience.expired():
+            when = asyncio.get_running_loop().time() + seconds
+            if when < (patience.when() or math.inf):
+                patience.reschedule(when)
+
+    def forget(self, number: int) -> None:
+        """The process does not have this call any more."""
+        self.sent.pop(number, None)
+        self.due.pop(number, None)
+
+    async def run(self) -> None:
+        """Serve until cancelled. The worker has been started."""
+        while True:
+            try:
+                await self._serve()
+            except WorkerLost as lost:
+                self._lose(lost)
+            self.ready = False
+            self.replaced += 1
+            await self.process.kill()
+            while not self.ready:
+                try:
+                    await self.start()
+                except RewardError as error:
+                    if str(error) != str(self.error):  # once: this is tried again and again
+                        title = self.process.program.title
+                        log.error("%s cannot be started again: %s", title, error)
+                    self.error = error
+                    await self._wait_to_start(error)
+
+    async def close(self, grace_seconds: float = 0.0) -> None:
+        """End the worker. `run` has been cancelled; calls are left as they are.
+
+        Args:
+            grace_seconds: longest time for it to end by itself.
+        """
+        if grace_seconds:
+            await self.process.finish(grace_seconds)
+        else:
+            await self.process.kill()
+        self.ready = False
+
+    async def _serve(self) -> None:
+        """Feed the worker and take in its answers until it is to be replaced. Raises WorkerLost."""
+        while not self._is_worn_out():
+            self.feed()
+            messages = await self._messages(self._seconds_left())
+            if not messages and self._is_overdue():
+                messages = await self._messages(_LATE_SECONDS)
+                if not messages and self._is_overdue():
+                    self._give_up_overdue()
+                    return
+            for message in messages:
+                self._take_in(message)
+
+    async def _messages(self, seconds: float) -> list[Any]:
+        """What the worker sends next; nothing if it sends nothing in time. Raises WorkerLost."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        patience = self._patience = asyncio.timeout(None if seconds == math.inf else seconds)
+        try:
+            async with patience:
+                messages = await self.process.receive()
+        except TimeoutError:
+            now = loop.time()
+            late = now - (patience.when() or now)
+            if late > _SUSPENDED_SECONDS and self._forgotten_waits < _MAX_FORGOTTEN_WAITS:
+                # Every call gets the time of this wait again: nobody knows when the worker ran.
+                self._forgotten_waits += 1
+                self._heard += now - began
+                self.due = {number: due + now - began for number, due in self.due.items()}
+            return []
+        finally:
+            self._patience = None
+        self._heard, self._forgotten_waits = time.monotonic(), 0
+        return messages
+
+    def _seconds_left(self) -> float:
+        """Until the first call is overdue; before one has begun, it counts from the last sign."""
+        if self.due:
+            return min(self.due.values()) - time.monotonic()
+        if not self.sent:
+            return math.inf
+        return self._heard + next(iter(self.sent.values())).seconds - time.monotonic()
+
+    def _is_overdue(self) -> bool:
+        return self._seconds_left() <= 0
+
+
+L = TypeVar("L", bound=Lane[Any])
+
+
+class Pool(Generic[L]):
+    """Some lanes that are started and closed together.
+
+    Args:
+        lanes: of one kind.
+    """
+
+    def __init__(self, lanes: Sequence[L]) -> None:
+        self._lanes = lanes
+        self._loops: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Start every worker. Raises RewardError if one cannot be started."""
+        starts = (lane.start() for lane in self._lanes)
+        for result in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(result, BaseException):
+                await self.close()
+                raise result
+        self._loops = [asyncio.create_task(lane.run()) for lane in self._lanes]
+
+    async def close(self, grace_seconds: float = 0.0) -> None:
+        """End the workers; calls in progress fail. Idempotent.
+
+        Args:
+            grace_seconds: longest wait for them to end by themselves.
+        """
+        loops, self._loops = self._loops, []
+        for task in loops:
+            task.cancel()
+        if loops:
+            await asyncio.wait(loops)
+        await asyncio.gather(*(lane.close(grace_seconds) for lane in self._lanes))
