@@ -37,8 +37,6 @@ VOCABULARY, GROUP_SIZE = 4096, 4
 
 @dataclass(frozen=True)
 class Effort:
-    """How large, and how often."""
-
     hidden: int
     layers: int
     repetitions: int
@@ -53,8 +51,6 @@ SMOKE = Effort(128, 1, 1, 16)
 
 @dataclass(frozen=True)
 class Found:
-    """Medians."""
-
     state_bytes: int
     synchronous_seconds: float
     copy_seconds: float
@@ -72,7 +68,6 @@ class Found:
 
 
 def measure(effort: Effort, folder: Path) -> Found:
-    """All figures of one model."""
     model = folder / "model"
     _random_model(effort).save_pretrained(model)
     config = TrainerConfig(device="cpu", keep_checkpoints=1, learning_rate=1e-5)
@@ -195,7 +190,6 @@ def _random_model(effort: Effort) -> torch.nn.Module:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print a table and write JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a model of 30M parameters")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: /tmp")

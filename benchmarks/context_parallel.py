@@ -56,7 +56,6 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def swap(parts: Tensor) -> Tensor:
-        """The exchange itself."""
         out = torch.empty_like(parts := parts.contiguous())
         dist.all_to_all_single(out, parts)
         _Exchange.sent += parts.nbytes * (len(parts) - 1) // len(parts)
@@ -76,8 +75,6 @@ def to_slice(x: Tensor, ranks: int) -> Tensor:
 
 
 def attention_over(ranks: int) -> Any:
-    """An attention function for transformers."""
-
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
     ) -> tuple[Tensor, None]:
@@ -165,7 +162,6 @@ def _in_a_process(folder: Path, rank: int, size: int, options: argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure one process, then several."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096)

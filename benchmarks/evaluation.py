@@ -51,11 +51,9 @@ class Evaluated(Paced):
 
     @property
     def name(self) -> str:
-        """Of the run and its folder."""
         return f"{super().name}-e{self.every or 0}"
 
     def settings(self, model: Path, folder: Path) -> tuple[str, ...]:
-        """The `--set` values of the run."""
         added = () if self.every is None else (f"evaluation.every={self.every}",)
         prompts = (f"evaluation.prompts={self.prompts if self.every else 1}",)
         return (*super().settings(model, folder), *added, *prompts)
@@ -88,7 +86,6 @@ def compare(plain: Evaluated, folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print the table, write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two modes, one run of each")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")

@@ -51,12 +51,10 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """For instance 8x80."""
         return f"{self.count}x{self.gb}"
 
     @property
     def gpus(self) -> list[Gpu]:
-        """As nvidia-smi would give them."""
         mib = {24: 24_564, 80: 81_559, 141: 143_771}[self.gb]
         return [Gpu(str(n), f"GPU-{n}", f"{self.gb} GB", mib, n) for n in range(self.count)]
 
@@ -85,8 +83,6 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """A configuration on a machine."""
-
     machine: str
     fits: bool
     text: str
@@ -95,8 +91,6 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """A shipped configuration."""
-
     name: str
     written_for: str
     step_gib: float
@@ -134,11 +128,7 @@ def _of_compose() -> Iterator[tuple[str, RunConfig]]:
 
 
 def _of_chart(name: str, values: Mapping[str, Any]) -> RunConfig:
-    """The chart's configuration, with its pods as processes of one machine.
-
-    Raises:
-        ValueError: a generator's pod has other GPUs than its engine takes.
-    """
+    """The chart's configuration, with its pods as processes of one machine."""
     run, trainer, generators = dict(values["config"]), values["trainer"], values["generators"]
     launcher = {"generators": generators["replicas"], "colocate": name in SHARED}
     run["launcher"] = run.get("launcher", {}) | launcher
@@ -192,7 +182,6 @@ def _own_gpus(config: RunConfig, machine: Machine, shape: ModelShape) -> Verdict
 
 
 def rows() -> list[Row]:
-    """All shipped configurations, judged."""
     found = []
     for name, config in shipped():
         own = WRITTEN_FOR.get(name, Machine(1, 24))
@@ -222,7 +211,6 @@ def table_of(found: Sequence[Row]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the same")
     parser.add_argument("--json", help="file for the result")

@@ -219,7 +219,6 @@ def _in_words(answers: Sequence[tuple[str, str]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve, ask, print. Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="changes nothing")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")

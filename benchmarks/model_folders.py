@@ -97,7 +97,6 @@ class Verdict:
 
     @property
     def faults(self) -> str:
-        """All that is wrong."""
         found = (self.tracebacks, self.silent, self.unnamed, self.not_trained, self.late)
         return "; ".join(filter(None, found))
 
@@ -106,14 +105,6 @@ KINDS = ("tracebacks", "silent", "unnamed", "not_trained", "late")
 
 
 def judge(damage: Damage, folder: Path, answer: Answer, sound: float | None) -> Verdict:
-    """What is wrong with an answer.
-
-    Args:
-        damage: of the folder.
-        folder: as the command was given it.
-        answer: of the command.
-        sound: the entropy of the sound folder; None where nothing is trained.
-    """
     said = [line for line in answer.output.splitlines() if line.startswith("error:")]
     sentence = said[-1] if said else ""
     verdict = partial(Verdict, damage.name, sentence, cpu_seconds=answer.cpu_seconds)
@@ -299,7 +290,6 @@ def _table(verdicts: Sequence[Verdict], ratios: Mapping[str, float]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Damage, judge, print, write the file. Returns 1 if a folder was not dealt with rightly."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="train one folder, refuse in forks")
     parser.add_argument("--only", metavar="NAME,NAME", help="only these damages")

@@ -47,7 +47,6 @@ async def serve(root: Path, key: RunKey) -> None:
 
 
 async def copy(run: Path, key: RunKey, ready: from_relay.FilesReady) -> float:
-    """Copy everything; the seconds."""
     server = files.Server("relay-1", ready.address, key.line(files_hub("relay-1"), "relay-0"))
     puller = pull.Puller(run)
     began = time.perf_counter()
@@ -98,7 +97,6 @@ def measure(megabytes: int) -> dict[str, float]:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a quarter of the bytes")
     parser.add_argument("--json", type=Path)

@@ -45,7 +45,6 @@ def models(folder: Path, *, smoke: bool) -> dict[str, Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every case, print a table and write JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
     parser.add_argument("--quick", action="store_true", help="a quarter of the responses")

@@ -111,11 +111,7 @@ class Policies:
 
 
 def ensure_policies(recipe: Recipe | None = None, cache_dir: Path | None = None) -> Policies:
-    """The versions of a recipe; they are made first if any is missing.
-
-    Raises:
-        RuntimeError: the training run failed; the message ends with its last output.
-    """
+    """The versions of a recipe; they are made first if any is missing."""
     recipe = recipe or Recipe()
     place = (cache_dir or default_cache_dir()) / f"policies-{recipe.digest()}"
     paths = {step: place / f"step-{step}" for step in recipe.keep}
@@ -233,7 +229,6 @@ def total_variation(p: torch.Tensor, q: torch.Tensor) -> float:
 
 
 def drift_table(policies: Policies) -> Table:
-    """The printed table."""
     before, after = policies.accuracy["before"], policies.accuracy["after"]
     table = Table(
         title=f"policy versions, trained here: accuracy {before:.2f} before, {after:.2f} after "
@@ -260,7 +255,6 @@ SMOKE = Recipe(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train what is missing, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="changes nothing")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")

@@ -72,7 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _mode(folder: Path, args: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """All ranks of one mode."""
     hidden, layers = (128, 1) if args.smoke else (512, 8) if args.quick else (768, 10)
     plan = {
         "folder": str(folder),
@@ -102,7 +101,6 @@ def _mode(folder: Path, args: argparse.Namespace, mode: str) -> dict[str, Any]:
 
 
 def _ranks(plan: dict[str, Any], environment: dict[str, str]) -> list[dict[str, Any]]:
-    """What each rank measured."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     ranks = plan["settings"]["ranks"]
     children = [
@@ -134,7 +132,6 @@ def _model(folder: Path, hidden: int, layers: int) -> str:
 
 
 def _rank(plan: dict[str, Any]) -> None:
-    """One rank: prints what it measured."""
     from asyncrl.trainer.base.config import TrainerConfig
     from asyncrl.trainer.learner import Learner
     from asyncrl.trainer.model.memory_estimate import ModelShape, Samples, step_memory

@@ -43,15 +43,7 @@ def write_json(
     *,
     smoke: bool = False,
 ) -> dict[str, Any]:
-    """Write `{name, date, machine, versions, raw, ratios}` and return it.
-
-    Args:
-        path: file to write; its directory is created if it is missing.
-        name: the benchmark's module name, for instance "scheduler".
-        raw: all numbers as measured, with units in the keys.
-        ratios: one number per name.
-        smoke: the numbers are no measurement; the file then says `"smoke": true`.
-    """
+    """Write `{name, date, machine, versions, raw, ratios}` and return it."""
     result = {
         "name": name,
         **({"smoke": True} if smoke else {}),

@@ -74,7 +74,6 @@ def computed(policy: Policy, batch: PackedBatch) -> tuple[Tensor, Tensor]:
 
 
 def of_sglang(path: str, texts: NDArray[np.int32], dtype: str) -> tuple[Tensor, Tensor]:
-    """As `computed`, by a running SGLang."""
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "tokens.npy", Path(folder) / "out.npz"
         np.save(asked, texts)
@@ -152,7 +151,6 @@ def _mean(values: Tensor) -> float | None:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
     parser.add_argument("--model", help="a model directory or hub id; default: a random mixture")

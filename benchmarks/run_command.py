@@ -13,11 +13,6 @@ def run_command(config: Path | str, settings: Iterable[str], *more: str) -> list
 
     Start it in the main thread: the run ends when the thread that has started it ends, however that
     happens.
-
-    Args:
-        config: a YAML file.
-        settings: as after `--set`.
-        more: further arguments.
     """
     overrides = [part for setting in settings for part in ("--set", setting)]
     parent = ("--end-with", str(os.getpid()))

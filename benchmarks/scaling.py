@@ -125,7 +125,6 @@ class Point:
 
     @property
     def first(self) -> str:
-        """The part that saturates first."""
         return max(self.shares, key=lambda part: self.shares[part])
 
     @property
@@ -216,7 +215,6 @@ def variants(capacity: Capacity) -> list[Point]:
 
 
 def table(points: list[Point], title: str) -> Table:
-    """One line for each point."""
     shown = Table(title=title)
     columns = (
         "model,GPUs,generate+train,mode,s/step,gen. idle,train idle,samples/s,messages/s,"

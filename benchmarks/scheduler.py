@@ -39,8 +39,6 @@ from benchmarks.report import add_smoke, write_json
 
 @dataclass
 class Result:
-    """Measurements of one size and mode."""
-
     generators: int
     slots: int
     mode: str
@@ -148,7 +146,6 @@ class FakeCluster:
             self.finished = command.outcome
 
     def decode(self, name: str) -> None:
-        """Put waiting samples into free slots."""
         waiting = self.waiting[name]
         while waiting and self.free[name]:
             self.free[name] -= 1
@@ -171,7 +168,6 @@ class FakeCluster:
                 self.after(seconds, event)
 
     def after(self, seconds: float, event: events.Event) -> None:
-        """Schedule an event."""
         self.count += 1
         heapq.heappush(self.due, (self.now + seconds, self.count, event))
 

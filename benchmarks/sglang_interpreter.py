@@ -11,11 +11,7 @@ VARIABLE = "ASYNCRL_SGLANG_PYTHON"
 
 
 def sglang_python() -> str:
-    """That of the environment variable, or else what a run would take by default.
-
-    Raises:
-        EngineStartError: there is none, or it lacks something.
-    """
+    """That of the environment variable, or else what a run would take by default."""
     config = SglangConfig(python=os.environ.get(VARIABLE) or None)
     check_interpreter(config)
     return path_of(config)

@@ -45,7 +45,6 @@ def cluster(gpus: int, latency: float, **changes: Any) -> Cluster:
 
 
 def one(gpus: int, latency: float, mode: str, **changes: Any) -> dict[str, Any]:
-    """One row."""
     found = asdict(cluster(gpus, latency, **changes).simulate(mode))
     row = {"gpus": gpus, "latency": latency, "mode": mode, **found}
     print(
@@ -59,7 +58,6 @@ def one(gpus: int, latency: float, mode: str, **changes: Any) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the tables, and write what they are made of."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, action="append")
     parser.add_argument("--latency", type=float, action="append")

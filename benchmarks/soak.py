@@ -63,8 +63,6 @@ _PAUSE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Extent:
-    """How long the run is."""
-
     minutes: float
     steps: int
 
@@ -74,8 +72,6 @@ FULL, QUICK, SMOKE = Extent(60.0, 10_000), Extent(5.0, 500), Extent(0.0, 20)
 
 @dataclass(frozen=True)
 class Sample:
-    """A process at one moment."""
-
     step: int
     own_bytes: int
     descriptors: int
@@ -83,8 +79,6 @@ class Sample:
 
 @dataclass
 class Grown:
-    """The samples of each process."""
-
     names: dict[ProcessIdentity, str] = field(default_factory=dict)
     samples: dict[ProcessIdentity, list[Sample]] = field(default_factory=dict)
 
@@ -130,8 +124,6 @@ def _median(samples: Sequence[Sample], what: str) -> float:
 
 @dataclass
 class Outcome:
-    """What came of the run."""
-
     steps: int
     minutes: float
     orders: dict[str, int]
@@ -143,7 +135,6 @@ class Outcome:
     series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     def ratios(self) -> dict[str, float]:
-        """One number per name."""
         return {
             "steps": self.steps,
             "minutes": self.minutes,
@@ -170,11 +161,7 @@ def holds(ratios: Mapping[str, float]) -> bool:
 
 
 class Soak:
-    """The run, the orders that it gets, and what is known of its processes.
-
-    Args:
-        run: started.
-    """
+    """The run, the orders that it gets, and what is known of its processes."""
 
     def __init__(self, run: LiveRun) -> None:
         self._run = run
@@ -318,7 +305,6 @@ def _raw(outcome: Outcome, extent: Extent, load: float) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print, write the file. Returns 1 if something that must hold does not."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="5 minutes and 500 steps")
     parser.add_argument("--minutes", type=float, help="at least so many, instead of 60 or 5")

@@ -13,14 +13,7 @@ def targets_table(
     floors: Collection[str],
     reached: Callable[[str, float], bool],
 ) -> Table:
-    """One line for each target: green if reached, red if not or if its ratio is missing.
-
-    Args:
-        ratios: what was measured, by name.
-        targets: what was wanted, by name.
-        floors: names of targets that are to be exceeded; the others are upper limits.
-        reached: whether a ratio reaches its target.
-    """
+    """One line for each target: green if reached, red if not or if its ratio is missing."""
     table = Table(title="targets", min_width=60)
     table.add_column("ratio")
     for title in ("target", "reached"):

@@ -15,12 +15,7 @@ SMOKE_START = MINIATURE
 
 
 def smoke_settings(folder: Path, task: Literal["arithmetic", "agent"] = "arithmetic") -> list[str]:
-    """Of a run whose steps take a moment, with the built-in model in miniature.
-
-    Args:
-        folder: where the model goes.
-        task: that the model is for.
-    """
+    """Of a run whose steps take a moment, with the built-in model in miniature."""
     made = ensure_builtin_model(folder / "smoke-model", None, replace(SMOKE_START, task=task))
     few = ("scheduler.groups_per_step=4", "scheduler.group_size=4", "engine.slots=16")
     return [f"model.path={made}", *few]
@@ -34,15 +29,7 @@ def random_qwen3(
     embedding_scale: float = 0.3,
     weight_scale: float = 0.4,
 ) -> Any:
-    """A random Qwen3 whose next-token distributions are neither flat nor certain.
-
-    Args:
-        seed: of the weights.
-        vocabulary: number of token ids; none of them is special.
-        max_length: longest sequence, prompt included.
-        embedding_scale: standard deviation of the (tied) embeddings.
-        weight_scale: standard deviation of the other matrices.
-    """
+    """A random Qwen3 whose next-token distributions are neither flat nor certain."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)

@@ -57,8 +57,6 @@ class Clock:
         self.seconds = 0.0
 
     def timed(self, function: Callable[P, R]) -> Callable[P, R]:
-        """The function, with its time counted."""
-
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             began = time.thread_time()
             try:
@@ -139,7 +137,6 @@ def measure(core: DecodeCore, round_: int, rows: int, tokens: int) -> dict[str, 
 
 
 def run(rounds: int, rows: int, tokens: int) -> dict[str, Any]:
-    """All numbers of the benchmark."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = smallest_model(Path(folder), rows)
@@ -152,7 +149,6 @@ def run(rounds: int, rows: int, tokens: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print a table and write JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.torch_host")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", type=Path, help="where the numbers are written")

@@ -115,14 +115,6 @@ def engine_of(kind: str, path: str) -> Engine:
 
 
 class Response:
-    """One response of many turns.
-
-    Args:
-        engine: that generates it.
-        number: of the response.
-        prompt: tokens of its prompt.
-    """
-
     def __init__(self, engine: Engine, number: int, prompt: int = PROMPT) -> None:
         self._engine = engine
         self._number = number
@@ -185,7 +177,6 @@ async def alternate(engine: Engine, rounds: int, late_turn: int) -> dict[str, fl
 
 
 async def measure(kind: str, path: str, rounds: int, late: int) -> dict[str, float]:
-    """The numbers of one engine."""
     engine = engine_of(kind, path)
     await engine.start()
     try:
@@ -231,7 +222,6 @@ def _decoding(found: dict[str, float], turn: str | int) -> float:
 
 
 def table_of_engines(results: dict[str, dict[str, float]], ratios: dict[str, float]) -> Table:
-    """What was found of engines."""
     table = Table(title="A turn of 16 tokens and its answer of 16, milliseconds")
     measured = {
         "8th turn": "turn_8_ms",
@@ -257,7 +247,6 @@ def table_of_engines(results: dict[str, dict[str, float]], ratios: dict[str, flo
 
 
 def table_outside(found: dict[str, float], growth: float) -> Table:
-    """What was found outside the engine."""
     table = Table(title="Outside the engine, milliseconds a turn")
     for name in ("", "8 turns", "128 turns"):
         table.add_column(name, justify="right")
@@ -274,7 +263,6 @@ def table_outside(found: dict[str, float], growth: float) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print tables and write JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.turns")
     parser.add_argument("--quick", action="store_true", help="fewer responses")
     parser.add_argument(

@@ -43,11 +43,7 @@ _MAX_TOKENS = 1 << 16
 
 
 class ReadyEngine:
-    """Has all tokens of a turn at once, and accepts all that it is to verify.
-
-    Args:
-        turn: `[T]` the tokens of every turn.
-    """
+    """Has all tokens of a turn at once, and accepts all that it is to verify."""
 
     def __init__(self, turn: list[int]) -> None:
         self._turn = np.array(turn, np.int32)
@@ -95,8 +91,6 @@ class _NoRewards:
 
 
 class Played(NamedTuple):
-    """Seconds that a sample took."""
-
     turns: list[tuple[float, float]]
     """CPU and wall seconds of each turn but the last."""
     verification: float
@@ -106,13 +100,7 @@ class Played(NamedTuple):
 
 
 async def measure_outside(early: int, late: int, samples: int) -> dict[str, float]:
-    """Milliseconds of turns around an early and a late one; a turn's share of what follows them.
-
-    Args:
-        early: number of a turn, and turns of the samples whose verification is the early one.
-        late: the same; samples whose turns are measured have eight more.
-        samples: of each kind.
-    """
+    """Milliseconds of turns around an early and a late one; a turn's share of what follows them."""
     environment = EnvironmentConfig(name="guessing", args={"guesses": 1 << 20})
     pool = EnvironmentPool(environment, RewardConfig(functions=()))
     await pool.start()
@@ -172,7 +160,6 @@ async def _play(pool: EnvironmentPool, turns: int, number: int) -> Played:
 
 
 def _verification(held: HeldSample, prompt: PromptPayload, number: int) -> SampleGeneration:
-    """As `Samples.verify` begins it."""
     return SampleGeneration(
         held.trajectory.id,
         prompt,

@@ -50,7 +50,6 @@ ERRORS = 4.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Both runs. Returns 1 if something that must hold does not."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="20 steps")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")

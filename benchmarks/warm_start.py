@@ -22,7 +22,6 @@ from benchmarks.tiny_models import SMOKE_START
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train and measure; 0 if the accuracy at the recipe's seed is in the expected range."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.warm_start", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="how many models")

@@ -48,8 +48,6 @@ FIRST_PANEL_BYTES = 2000
 
 @dataclass(frozen=True)
 class Period:
-    """What was measured in one period."""
-
     watchers: int
     steps: int
     step_seconds: float
@@ -62,8 +60,6 @@ class Period:
 
 @dataclass(frozen=True)
 class Command:
-    """One `asyncrl watch` in a terminal."""
-
     cpu: float
     """Share of a core, once it shows the run."""
     start_cpu_seconds: float
@@ -73,7 +69,6 @@ class Command:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--watchers", type=int, default=100)

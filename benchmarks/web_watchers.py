@@ -41,8 +41,6 @@ from benchmarks.watched_run import (
 
 @dataclass(frozen=True)
 class Period:
-    """What was measured in one period."""
-
     watchers: int
     seconds: float
     steps: int
@@ -56,7 +54,6 @@ class Period:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--watchers", type=int, default=100)
@@ -140,13 +137,11 @@ class Audience:
             raise SystemExit(f"the watchers did not begin: {ready!r}")
 
     def received(self) -> int:
-        """Bytes that came so far."""
         self._process.send_signal(signal.SIGUSR1)
         assert self._process.stdout is not None
         return int(self._process.stdout.readline())
 
     def leave(self) -> None:
-        """Close all pages."""
         self._process.kill()
         self._process.communicate()
 
@@ -183,7 +178,6 @@ class _Page:
         self.received = 0
 
     async def follow(self) -> None:
-        """Read the stream until it ends."""
         reader, writer = await self._ask("/api/events")
         try:
             while line := await reader.readline():

@@ -62,8 +62,6 @@ _FEWEST_STEPS = 3
 
 @dataclass(frozen=True)
 class Effort:
-    """How large, and how often."""
-
     repeats: int
     """Versions of each kind."""
     chain_repeats: int
@@ -130,7 +128,6 @@ class Decoding:
             time.sleep(0)  # the lock is not fair
 
     def wait(self) -> None:
-        """Return after a few more steps."""
         wanted = len(self.steps) + _FEWEST_STEPS
         while len(self.steps) < wanted:
             time.sleep(0.005)
@@ -301,7 +298,6 @@ def ratios_of(raw: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def remote_ratios(kind: str, raw: dict[str, Any]) -> dict[str, float]:
-    """Of what `measure_remote` gives."""
     times = raw["milliseconds"]
     floor = times["floor"]["memcpy"]
     ratios = {
@@ -391,7 +387,6 @@ def _layers(gb: float, hidden: int) -> int:
 def _measure_engines(
     kinds: Sequence[str], effort: Effort, raw: dict[str, Any], ratios: dict[str, float]
 ) -> None:
-    """Add what these engines need."""
     with TemporaryDirectory() as folder:
         path = make_model(Path(folder), hidden=effort.hidden, layers=effort.layers)
         if "torch" in kinds:

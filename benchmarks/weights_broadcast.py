@@ -54,7 +54,6 @@ class Receivers:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        """End them."""
         for process in self._processes:
             process.kill()
             process.communicate()
@@ -91,13 +90,6 @@ def measure_receivers(count: int, nbytes: int, repeats: int) -> dict[str, Any]:
 
 
 def measure(nbytes: int, repeats: int, *, four: bool = True) -> dict[str, Any]:
-    """All numbers, in seconds.
-
-    Args:
-        nbytes: of the weights.
-        repeats: that count.
-        four: False: those of one receiver stand for those of four.
-    """
     one = measure_receivers(1, nbytes, repeats)
     return {
         "nbytes": nbytes,
@@ -108,7 +100,6 @@ def measure(nbytes: int, repeats: int, *, four: bool = True) -> dict[str, Any]:
 
 
 def ratios_of(raw: dict[str, Any]) -> dict[str, float]:
-    """Of what `measure` gives."""
     return {
         "broadcast_vs_memcpy": raw["one"]["broadcast"] / raw["memcpy_seconds"],
         "broadcast4_vs_one": raw["four"]["broadcast"] / raw["one"]["broadcast"],

@@ -45,7 +45,6 @@ def versions(nbytes: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def memcpy_seconds(nbytes: int, repeats: int) -> float:
-    """Of one copy in memory; median."""
     source, target = (np.ones(nbytes, np.uint8) for _ in range(2))
     seconds = []
     for _ in range(repeats):

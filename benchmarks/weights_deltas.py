@@ -77,7 +77,6 @@ class _Run:
         return manifest
 
     def step(self, reward: Reward) -> float:
-        """Draw, reward, train. The gradient's norm."""
         version = self.learner.policy_version
         builders: dict[str, TrajectoryBuilder] = {}
         for group in range(_GROUPS):

@@ -35,7 +35,6 @@ class CopyLoader:
         self.model: torch.nn.Module = load_causal_lm(path, _DTYPE)
 
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy by name."""
         held = dict(model.named_parameters())
         for name, tensor in tensors:
             held[name].data.copy_(tensor)
@@ -54,12 +53,7 @@ class CopyLoader:
 
 
 def measure(path: str, kind: str) -> dict[str, Any]:
-    """Seconds of the proof, and the bytes of the weights.
-
-    Args:
-        path: of the model.
-        kind: "vllm", or "torch" for the loader that copies.
-    """
+    """Seconds of the proof, and the bytes of the weights."""
     if kind == "vllm":
         return asyncio.run(_on_vllm(path))
     loader = CopyLoader(path)
@@ -87,7 +81,6 @@ async def _on_vllm(path: str) -> dict[str, Any]:
 
 
 def ratios_of(raw: dict[str, Any]) -> dict[str, float]:
-    """Of what `measure` gives."""
     return {"proof_gb_per_second": raw["bytes"] / raw["seconds"] / 1e9}
 
 

@@ -39,14 +39,7 @@ _Found = dict[str, dict[str, list[float]]]
 
 
 def measure_remote(kind: str, path: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
-    """Milliseconds by way and part, in turns; medians. And the bytes of the weights.
-
-    Args:
-        kind: "vllm" or "sglang".
-        path: of the model.
-        dtype: of the engine.
-        repeats: versions of each way.
-    """
+    """Milliseconds by way and part, in turns; medians. And the bytes of the weights."""
     trainer = load_model(
         path, slots=1, max_len=64, device=torch.device("cpu"), dtype=torch.float32
     ).module
@@ -160,7 +153,6 @@ _GENERATING = {"vllm": _vllm, "sglang": _sglang}
 
 
 async def _row(engine: RemoteEngine, row: int) -> None:
-    """One response after the other."""
     count = 0
     while True:
         count += 1
@@ -171,7 +163,6 @@ async def _row(engine: RemoteEngine, row: int) -> None:
 
 
 async def _install(engine: RemoteEngine, version: int) -> float:
-    """Seconds in which nothing was generated."""
     pausing = engine._running().pausing  # noqa: SLF001
     times: list[float] = []
     stop, resume = pausing._stop, pausing._resume  # noqa: SLF001

@@ -13,8 +13,6 @@ from asyncrl.engine.vllm.worker.weights import VllmLoader, load
 
 
 class ReloadingExtension(WorkerExtension):
-    """Ours, with the way before."""
-
     def timed_proof(self) -> tuple[float, int]:
         """Seconds of proving how weights are installed, and their bytes; before any is."""
         loader = VllmLoader(self)

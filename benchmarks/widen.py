@@ -16,11 +16,7 @@ from transformers.initialization import no_init_weights
 
 
 def widen(source: str, target: Path, intermediate_size: int, seed: int = 0) -> int:
-    """Write the widened copy of a gated-MLP model (Qwen, Llama) and return its parameter count.
-
-    Raises:
-        ValueError: the model is already as wide.
-    """
+    """Write the widened copy of a gated-MLP model (Qwen, Llama) and return its parameter count."""
     small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     old = int(small.config.intermediate_size)
     if intermediate_size <= old:

@@ -43,7 +43,6 @@ class Fault:
 
 
 def kill_controller(run: LiveRun, _disk: Path) -> None:
-    """SIGKILL; its children end with it."""
     run.kill()
 
 
@@ -55,7 +54,6 @@ def kill_generators(run: LiveRun, _disk: Path) -> None:
 
 
 def fill(_run: LiveRun, disk: Path) -> None:
-    """Leave no byte free."""
     with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(b"x" * 4096):
             pass
@@ -80,7 +78,6 @@ def knock(run: LiveRun, _disk: Path) -> None:
 
 @contextlib.contextmanager
 def mounted(path: Path) -> Iterator[Path]:
-    """A small file system."""
     path.mkdir()
     subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "asyncrl-alerts", str(path)], check=True

@@ -59,8 +59,6 @@ _POLL_SECONDS = 0.5
 
 @dataclass
 class Finding:
-    """What came of one fault."""
-
     fault: str
     expected: frozenset[str]
     follow: frozenset[str] = frozenset()
@@ -72,12 +70,10 @@ class Finding:
 
     @property
     def missing(self) -> set[str]:
-        """Alerts that should have fired."""
         return set(self.expected) - set(self.fired)
 
     @property
     def wrong(self) -> set[str]:
-        """Alerts that should not have fired."""
         return self.before | (set(self.fired) - self.expected - self.follow)
 
     @property
@@ -93,7 +89,6 @@ class SwitchedRun(LiveRun):
 
     @property
     def switch(self) -> Path:
-        """The file with the present fault."""
         return self.scratch / "fault"
 
     @property
@@ -200,7 +195,6 @@ def _strike(
 
 
 def table(findings: list[Finding]) -> list[str]:
-    """The findings as lines of Markdown."""
     lines = ["| fault | alert | fired after |", "|---|---|---|"]
     for one in findings:
         for alert in sorted(one.expected):
@@ -232,7 +226,6 @@ def untested(findings: list[Finding]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the faults that were asked for; 0 if all and only the right alerts fired."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.alerts",
         description=__doc__,

@@ -44,7 +44,6 @@ class NaiveDrafter:
         return self.next
 
     def close(self, row: int) -> None:
-        """Drop the row; its counts stay."""
         del self.rows[row]
 
     def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
@@ -75,12 +74,7 @@ class NaiveDrafter:
 
 
 class ArcticDrafter:
-    """ArcticInference's cache as a `Drafter`, for `replay`; the timed loops call it directly.
-
-    Args:
-        make: `SuffixDecodingCache`.
-        depth: `max_tree_depth`.
-    """
+    """ArcticInference's cache as a `Drafter`, for `replay`; the timed loops call it directly."""
 
     def __init__(self, make: Callable[..., Any], depth: int) -> None:
         self.cache = make(max_tree_depth=depth, max_cached_requests=MAX_REQUESTS)
@@ -101,7 +95,6 @@ class ArcticDrafter:
         del self.past[row]
 
     def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
-        """Row by row, as vLLM does."""
         for at, row in enumerate(rows.tolist()):
             new = tokens[offsets[at] : offsets[at + 1]].tolist()
             self.cache.add_active_response(row, new)

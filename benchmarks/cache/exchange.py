@@ -18,12 +18,7 @@ RING = 4 << 20
 
 
 def measure(samples: list[IntArray]) -> dict[str, float]:
-    """One member finishes rollouts, another inserts them; both in this process, in turns.
-
-    Returns:
-        Microseconds per response token to publish and to receive (insertion included), the same
-        for an ordinary insertion, microseconds for a poll that finds nothing, bytes per token.
-    """
+    """One member finishes rollouts, another inserts them; both in this process, in turns."""
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
     with tempfile.TemporaryDirectory(dir=place) as directory:
         one, other = (

@@ -46,8 +46,6 @@ MISSING = (
 
 @dataclass(frozen=True)
 class Plan:
-    """The amount of work."""
-
     prompts: int
     """Prompts, each with eight rollouts per epoch."""
     length: int

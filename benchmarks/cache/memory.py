@@ -23,7 +23,6 @@ from benchmarks.cache.work import GROUP, PROMPT, rollouts
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -26,8 +26,6 @@ MAX_SECONDS_BETWEEN = 2.0
 
 @dataclass(frozen=True)
 class Kill:
-    """One process killed."""
-
     victim: str
     step: int
     """Steps trained before it."""
@@ -69,7 +67,6 @@ class Outcome:
         return max((step.staleness.max for step in self.steps), default=0)
 
     def slowest(self) -> float | None:
-        """Largest `seconds_to_next_step`."""
         return max((kill.seconds_to_next_step for kill in self.kills), default=None)
 
     def slowest_end(self) -> float | None:
@@ -77,7 +74,6 @@ class Outcome:
         return max((one.end_seconds for one in self.kills if one.end_seconds), default=None)
 
     def median(self) -> float | None:
-        """Median `seconds_to_next_step`."""
         seconds = [kill.seconds_to_next_step for kill in self.kills]
         return statistics.median(seconds) if seconds else None
 
@@ -90,15 +86,7 @@ def kill_one_after_the_other(
     seed: int,
     make: Callable[[Setup, str, int], LiveRun] = LiveRun,
 ) -> Outcome:
-    """Carry out a run in which these processes are killed in this order.
-
-    Args:
-        setup: of the run.
-        name: of the run.
-        victims: the type of each process to kill.
-        seed: of the moments, and of the choice where there are several of a type.
-        make: the run, of setup, name and number of steps.
-    """
+    """Carry out a run in which these processes are killed in this order."""
     # Enough steps that the run is still training after the last kill.
     run = make(setup, name, 400 * (len(victims) + 1))
     outcome = Outcome(name, victims[0].about if len(set(victims)) == 1 else "", len(victims))

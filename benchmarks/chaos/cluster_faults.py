@@ -37,7 +37,6 @@ class ClusterFault:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Of the run."""
         return () if self.ranks == 1 else (*RANKS_APART, *_ONE_GENERATOR)
 
     def is_possible(self, run: LiveRun) -> bool:
@@ -98,7 +97,6 @@ def _child(role: str) -> Callable[[ClusterRun, random.Random], Sequence[Child]]:
 
 
 def _rank(run: ClusterRun, moments: random.Random) -> Sequence[Child]:
-    """Any of them; all end."""
     ranks = run.on("trainer")
     _kill(moments.choice(ranks).pid)
     return ranks
@@ -157,7 +155,6 @@ END_SECONDS = 120.0
 
 
 def _cut_for_a_moment(run: ClusterRun, moments: random.Random) -> None:
-    """Nothing may be replaced in consequence."""
     before = {one.name for one in run.on()}
     machine = moments.choice(_elsewhere(run)).machine
     machine.cut()

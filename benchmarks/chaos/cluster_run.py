@@ -51,13 +51,11 @@ class ClusterRun(LiveRun):
 
     @property
     def nodes(self) -> RayMachines:
-        """The cluster."""
         assert self.cluster is not None
         return self.cluster
 
     @property
     def here(self) -> Machine:
-        """The controller's machine."""
         return self.nodes.machines[self.controller_machine]
 
     def _begin(

@@ -42,8 +42,6 @@ def compare(outcome: Outcome, alone: Sequence[StepMetrics]) -> Comparison | None
 
 @dataclass
 class Findings:
-    """All runs of the benchmark."""
-
     wanted: int
     """Kills of each type that were to be made."""
     outcomes: dict[str, Outcome]
@@ -75,7 +73,6 @@ class Findings:
         }
 
     def raw(self) -> dict[str, Any]:
-        """All numbers, by type of process."""
         return {
             "wanted_kills_by_type": self.wanted,
             "steps_after_a_kill": STEPS_AFTER,

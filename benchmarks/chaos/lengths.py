@@ -27,9 +27,6 @@ def p_value(one: Counter[int], other: Counter[int]) -> float:
 
     With D the largest distance of the two distribution functions and n, m samples, it is
     2 * sum over k of (-1)^(k-1) exp(-2 k^2 D^2 n m / (n + m)).
-
-    Raises:
-        ValueError: there is no sample in one of them.
     """
     n, m = one.total(), other.total()
     if not n or not m:

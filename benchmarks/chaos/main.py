@@ -86,15 +86,7 @@ SMOKE_STEPS_ALONE = 4
 def measure(
     setup: Setup, runs: Mapping[str, Sequence[Victim]], wanted: int, seed: int, alone_steps: int
 ) -> Findings:
-    """All runs with kills, then one left alone. Raises ChaosError if that one fails.
-
-    Args:
-        setup: of all runs.
-        runs: whom to kill, by the name of the run.
-        wanted: kills of each run.
-        seed: of the moments.
-        alone_steps: most of the run left alone.
-    """
+    """All runs with kills, then one left alone. Raises ChaosError if that one fails."""
     outcomes = {}
     for number, (name, victims) in enumerate(runs.items()):
         more = f"engine.kind={victims[0].engine}", f"trainer.ranks={victims[0].ranks}"
@@ -112,7 +104,6 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print the table, write the file. Returns 1 if something that must hold does not."""
     options = _options(arguments)
     console = Console(width=None if sys.stdout.isatty() else PRINTED_WIDTH)
     load = os.getloadavg()[0]

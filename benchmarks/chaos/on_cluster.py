@@ -27,17 +27,7 @@ SETTINGS = (
 def measure_cluster(
     setup: Setup, faults: Mapping[str, int], wanted: int, seed: int
 ) -> Iterator[Findings]:
-    """A run left alone, on this machine without Ray; then a run for each fault.
-
-    Args:
-        setup: of the runs.
-        faults: how often each of `FAULTS` happens.
-        wanted: how often unless said otherwise; for the table's title.
-        seed: of the moments, and of the choice among several processes or machines.
-
-    Yields:
-        What is known after each run.
-    """
+    """A run left alone, on this machine without Ray; then a run for each fault."""
     alone = carry_out(setup, "left-alone", STEPS_ALONE).records()
     findings = Findings(wanted, {}, alone)
     own = dataclasses.replace(setup, settings=(*setup.settings, *SETTINGS))

@@ -67,11 +67,7 @@ _CHUNK = 1 << 16
 
 
 class Proxy:
-    """Stands between those who connect to the sockets of a folder and the sockets.
-
-    Args:
-        folder: in which the run makes its folder of sockets.
-    """
+    """Stands between those who connect to the sockets of a folder and the sockets."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -90,11 +86,7 @@ class Proxy:
         self.let_go()
 
     def hold(self, name: str, moments: random.Random) -> None:
-        """Hold one of the connections of this socket; all that come of that of users.
-
-        Raises:
-            ChaosError: there is none.
-        """
+        """Hold one of the connections of this socket; all that come of that of users."""
         with self._changed:
             if name == _USER:
                 self._held_users = True
@@ -105,7 +97,6 @@ class Proxy:
             self._held.add((name, moments.choice(numbers)))
 
     def let_go(self) -> None:
-        """Hold none."""
         with self._changed:
             self._held.clear()
             self._held_users = False
@@ -169,8 +160,6 @@ class Proxy:
 
 @dataclass(frozen=True)
 class Stall:
-    """One of them."""
-
     kind: str
     seconds: float
     step: int
@@ -183,15 +172,12 @@ class Stall:
 
 @dataclass
 class Stalled:
-    """What came of the runs."""
-
     wanted: int = 0
     stalls: list[Stall] = field(default_factory=list)
     accounts: list[GroupAccount] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     def ratios(self) -> dict[str, float]:
-        """One number per name."""
         return {
             "stalls": len(self.stalls),
             "not_survived": self.wanted - len(self.stalls),
@@ -213,11 +199,9 @@ class Stalled:
         return any(ratios[name] for name in (*zeros, "runs_failed"))
 
     def raw(self) -> dict[str, Any]:
-        """All of it."""
         return {"stalls": [asdict(one) for one in self.stalls], "failures": self.failures}
 
     def table(self) -> Table:
-        """A line for each kind."""
         table = Table(title="processes stopped and connections held for some seconds")
         for column in ("stalled", "stalls", "killed", "next step, s, max"):
             table.add_column(column, justify="left" if column == "stalled" else "right")
@@ -236,15 +220,7 @@ def measure_stalls(
     lengths: Sequence[float],
     seed: int,
 ) -> Stalled:
-    """Carry out the runs, each with all its stalls in a random order.
-
-    Args:
-        setup: of the runs; its configuration is an example next to those of `RUNS`.
-        kinds: what is stalled in each run of `RUNS`.
-        times: stalls of each kind and length.
-        lengths: in seconds.
-        seed: of the order, the moments, and the choice of connections.
-    """
+    """Carry out the runs, each with all its stalls in a random order."""
     found = Stalled()
     for name, of_run in kinds.items():
         moments = random.Random(seed)

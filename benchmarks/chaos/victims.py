@@ -21,17 +21,11 @@ from benchmarks.chaos.live_run import LiveRun
 
 
 class Fault(Protocol):
-    """Something that happens to a run."""
+    @property
+    def name(self) -> str: ...
 
     @property
-    def name(self) -> str:
-        """For the command line."""
-        ...
-
-    @property
-    def about(self) -> str:
-        """For the table."""
-        ...
+    def about(self) -> str: ...
 
     @property
     def engine(self) -> str:
@@ -48,13 +42,9 @@ class Fault(Protocol):
         """What the ended run has to say; None: it was killed and says nothing."""
         ...
 
-    def is_possible(self, run: LiveRun) -> bool:
-        """Whether it can happen now."""
-        ...
+    def is_possible(self, run: LiveRun) -> bool: ...
 
-    def strike(self, run: LiveRun, moments: random.Random) -> None:
-        """Have it happen."""
-        ...
+    def strike(self, run: LiveRun, moments: random.Random) -> None: ...
 
     def repair(self, run: LiveRun) -> None:
         """Put right what no run can: before it is resumed, or after it has recovered."""
@@ -78,11 +68,9 @@ class Victim:
         return self.name == "controller"
 
     def is_possible(self, run: LiveRun) -> bool:
-        """Whether there is one."""
         return find(run, self) is not None
 
     def strike(self, run: LiveRun, moments: random.Random) -> None:
-        """Kill the newest one."""
         del moments
         process = find(run, self)
         if process is None:

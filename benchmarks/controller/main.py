@@ -46,8 +46,6 @@ Measured = tuple[list[Table], list[Cost], dict[str, float]]
 
 
 class Effort(NamedTuple):
-    """How much is measured."""
-
     samples: tuple[int, int]
     """Steps and repeats of this part."""
     relays: tuple[int, int]

@@ -48,29 +48,23 @@ class Process:
     lost_with_machine = False
 
     def cause(self) -> str:
-        """Empty: its exit code says it."""
         return ""
 
     def exit_code(self) -> int | None:
-        """It never ends."""
         return None
 
     def end(self, *, by_force: bool) -> None:
         """Nothing happens."""
 
     def log_tail(self, lines: int = 12) -> str:  # noqa: ARG002 - as the protocol has it
-        """It has no log."""
         return ""
 
 
 class Launcher:
-    """Starts nothing."""
-
     threads = 1
     uses_relays = False
 
     def start(self, spec: ChildSpec, _keys: Any) -> Process:
-        """A process that is started already."""
         return Process(spec)
 
 
@@ -140,7 +134,6 @@ class Cost:
         return self.events / self.cpu_seconds
 
     def record(self) -> dict[str, Any]:
-        """For the JSON."""
         numbers = {name: value for name, value in asdict(self).items() if name != "load"}
         return asdict(self.load) | numbers | {
             "us_per_sample": self.us_per_sample, "us_per_event": self.us_per_event,

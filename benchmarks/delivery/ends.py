@@ -51,7 +51,6 @@ def sample_of(index: int) -> SampleId:
 
 
 def delivery_of(trajectory: Trajectory) -> TrajectoryDelivery:
-    """Its message to the trainer."""
     return encode_trajectory(trajectory, reward=1.0, step=0, terms=(1.0,))
 
 

@@ -46,8 +46,6 @@ NEEDED_PER_S = 12_800
 
 
 class Effort(NamedTuple):
-    """How much is measured."""
-
     rounds: int
     megabytes: float
     """That each path delivers in each round, but at most 400 trajectories."""
@@ -87,7 +85,6 @@ class Result:
 
 
 def measure(tokens: int, effort: Effort) -> Result:
-    """All measurements of one length."""
     rounds = effort.rounds
     trajectory = trajectory_of(tokens)
     size = len(msgspec.msgpack.encode(delivery_of(trajectory)))
@@ -192,7 +189,6 @@ def intake(effort: Effort) -> tuple[Table, list[dict[str, float | str]], dict[st
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write; the command line by default."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")

@@ -26,14 +26,6 @@ PATHS = ("bare", "digest", "checks", "ipc", "curve", "whole")
 
 
 class Paths:
-    """The six paths of one trajectory.
-
-    Args:
-        trajectory: is delivered again and again.
-        folder: for the sockets.
-        closing: closes them.
-    """
-
     def __init__(
         self, trajectory: Trajectory, folder: RuntimeDirectory, closing: ExitStack
     ) -> None:
@@ -95,11 +87,7 @@ class Paths:
 async def compare_paths(
     trajectory: Trajectory, *, repeats: int, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Run the paths in turns; another one begins each round.
-
-    Returns:
-        By path, for each round: microseconds of wall time, and of CPU time of all threads.
-    """
+    """Run the paths in turns; another one begins each round."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in PATHS}
     with ExitStack() as closing:
         folder = RuntimeDirectory()
@@ -130,7 +118,6 @@ def timed(call: Callable[[], object], repeats: int, rounds: int) -> float:
 
 
 def stages(trajectory: Trajectory, repeats: int, rounds: int) -> dict[str, float]:
-    """Microseconds of each stage without sockets."""
     delivery = delivery_of(trajectory)
     body = msgspec.msgpack.encode(delivery)
     decoder = msgspec.msgpack.Decoder(TrajectoryDelivery)
@@ -148,12 +135,7 @@ def stages(trajectory: Trajectory, repeats: int, rounds: int) -> dict[str, float
 
 
 def floor(size: int, repeats: int, rounds: int) -> dict[str, float]:
-    """Microseconds of the work on this many bytes that the whole path cannot avoid.
-
-    Returns:
-        `copy`, `digest`, and `curve` if pyzmq's libsodium is found: each once. The whole path needs
-        each twice.
-    """
+    """Microseconds of the work on this many bytes that the whole path cannot avoid."""
     data = np.random.default_rng(0).bytes(size)
     target = bytearray(size)
 

@@ -29,8 +29,6 @@ _SECONDS = 300
 
 @dataclass(frozen=True)
 class Way:
-    """How trajectories come."""
-
     tcp: bool = False
     """Over loopback TCP; otherwise over ipc."""
     curve: bool = True

@@ -43,7 +43,6 @@ Found = dict[str, dict[str, dict[str, float]]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write."""
     import torch
     from rich.console import Console
 

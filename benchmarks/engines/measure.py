@@ -31,8 +31,6 @@ _VOCABULARY = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
-
     rows: int = 16
     """Requests at a time."""
     length: int = 96
@@ -61,20 +59,7 @@ def config_of(kind: str, sizes: Sizes) -> EngineConfig:
 
 
 async def measure(kind: str, path: str, tensors: dict[str, Any], sizes: Sizes) -> dict[str, float]:
-    """Start an engine, measure everything, and close it.
-
-    Args:
-        kind: of the engine.
-        path: of the model.
-        tensors: its weights, published again as new versions.
-        sizes: how much.
-
-    Returns:
-        Numbers by name; the unit is the end of the name.
-
-    Raises:
-        EngineError: it cannot be started.
-    """
+    """Start an engine, measure everything, and close it."""
     engine = create_engine(config_of(kind, sizes), path, cache_config=CacheConfig(), seed=1)
     began = time.perf_counter()
     try:

@@ -100,11 +100,7 @@ class Bench(ABC):
         """Release everything."""
 
     def waves(self, mode: str, samples: int) -> Iterator[Wave]:
-        """`samples` cells in waves, with the numbers of tokens drafted and accepted.
-
-        Raises:
-            UnavailableError: hardly any tokens were drafted or kept.
-        """
+        """`samples` cells in waves, with the numbers of tokens drafted and accepted."""
         self.prepare(mode)
         wave = self._verified if mode.endswith("verify") else self._drafted
         drafted = accepted = 0.0
@@ -193,7 +189,6 @@ class TorchBench(Bench):
         return list(found.values())
 
     def stats(self) -> EngineStats:
-        """The core's counters."""
         return self._core.stats()
 
     def close(self) -> None:
@@ -231,7 +226,6 @@ class EngineBench(Bench):
         return found
 
     def stats(self) -> EngineStats:
-        """The engine's counters."""
         return self._engine.stats()
 
     def close(self) -> None:

@@ -43,7 +43,6 @@ class Shares:
     """SPEC-RL with lenience 1: min(1, p/q) of the drawn token, without lists. Biased."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)
 
 
@@ -81,7 +80,6 @@ def measure(noise: float, length: int, top_k: int, rows: int, seed: int = 0) -> 
 
 
 def table(*, quick: bool) -> list[Shares]:
-    """Measure all settings that are printed."""
     tokens = 20_000 if quick else 200_000
     grid = [(noise, length, 8) for noise in (0.01, 0.03, 0.1) for length in (64, 256, 1024)]
     grid += [(0.03, 256, top_k) for top_k in (4, 16, 64)]

@@ -31,8 +31,6 @@ def modes_of(engine: str | None) -> list[str]:
 
 @dataclass
 class Finding:
-    """One mode's result."""
-
     mode: str
     exact: bool
     """Whether the mode must be exact; otherwise its bias must be detected."""
@@ -47,7 +45,6 @@ class Finding:
         return (self.distance.p_value >= ALARM) == self.exact
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "exact": self.exact,
             "fine": self.as_expected,
@@ -117,7 +114,6 @@ def _waves(samples: int) -> Iterator[int]:
 
 
 def table(findings: Sequence[Finding], missing: dict[str, str]) -> Table:
-    """The printed table of all modes."""
     out = Table(title="total variation from the enumerated distribution")
     for name in ("mode", "must be", "samples", "TV", "95% of the sampler's TV", "exact by chance"):
         out.add_column(name, justify="left" if name in ("mode", "must be") else "right")

@@ -65,11 +65,7 @@ def kept_of(chunks: Sequence[TokenChunk], cut: int) -> KeptTokens:
 
 
 def cells_of(responses: Sequence[Sequence[TokenChunk]]) -> Codes:
-    """`[n]` cell of each response, padded with STOP.
-
-    Raises:
-        AssertionError: a response is too long, ends early, or continues after its stop token.
-    """
+    """`[n]` cell of each response, padded with STOP."""
     texts: NDArray[np.int64] = np.full((len(responses), LENGTH), STOP, np.int64)
     for row, chunks in enumerate(responses):
         tokens = np.concatenate([chunk.tokens for chunk in chunks])

@@ -47,11 +47,6 @@ def compare(
 ) -> Verdict:
     """Compare (stratum, outcome) pairs with the distribution of each stratum.
 
-    Args:
-        drawn: the samples.
-        distributions: probability of every outcome, by stratum.
-        pool: the pool that a rare outcome belongs to; None: all rare outcomes share one pool.
-
     Pools of a stratum that stay rare are pooled in turn. A stratum with a single cell contributes
     nothing. An outcome of probability 0 gives the p-value 0.
     """

@@ -26,8 +26,6 @@ Doubles = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ResponseSpace:
-    """Which responses are possible."""
-
     max_tokens: int
     stop: int
     """The stop token."""
@@ -45,13 +43,7 @@ class ResponseSpace:
 
 
 class ResponseDistributions:
-    """Distributions of two policies that take turns, for some prompts. Tables are computed once.
-
-    Args:
-        policies: two Hugging Face causal language models.
-        prompts: token ids.
-        space: the possible responses.
-    """
+    """Distributions of two policies that take turns, for some prompts. Tables are computed once."""
 
     def __init__(
         self, policies: Sequence[Any], prompts: Sequence[Sequence[int]], space: ResponseSpace
@@ -91,7 +83,6 @@ class ResponseDistributions:
         return self._on_old_kv[key]
 
     def responses(self, policy: int, prompt: int) -> dict[Text, float]:
-        """Probability of every response."""
         key = (policy, prompt)
         if key not in self._responses:
             self._responses[key] = self._enumerate(policy, prompt)

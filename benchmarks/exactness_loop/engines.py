@@ -119,15 +119,7 @@ async def run_on(
     directory: Path,
     outcome: Outcome | None = None,
 ) -> Outcome:
-    """Run the loop on started engines that have the first policy's weights as version 0.
-
-    Args:
-        engines: started, by the name of their generator.
-        policies: see `Harness`.
-        settings: how the loop is run.
-        directory: for its files.
-        outcome: of the run that this one resumes; None if it is the first.
-    """
+    """Run the loop on started engines that have the first policy's weights as version 0."""
     weights = [policy.state_dict() for policy in policies]
     return await Harness(engines, weights, PROMPTS, settings, directory, outcome).run()
 
@@ -169,15 +161,6 @@ async def run_once(
     A fleet begins with all of its engines. After a kill one of them is missing, and after the next
     one all are there again. So what the missing one had written ahead is certainly verified and
     continued by others.
-
-    Args:
-        kinds: of the generators' engines, in their order.
-        remote: started engines, by kind; "torch" is made here, with steps as short as theirs.
-        mode: how the loop is run.
-        settings: of the mode.
-        policies: see `Harness`.
-        path: the model of version 0, and the run's folder.
-        outcome: of the runs before this one.
     """
     if "torch" not in kinds:
         settings = replace(settings, slots=mode.remote_slots)

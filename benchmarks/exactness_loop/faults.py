@@ -6,13 +6,7 @@ from benchmarks.exactness_loop.outcome import LoopSettings
 
 
 class Faults:
-    """Chooses versions after which a trainer trains other policies than the next one will.
-
-    Args:
-        settings: how often.
-        first_step: of this run, which is not chosen again if the run is a resumed one.
-        resumed: whether it is.
-    """
+    """Chooses versions after which a trainer trains other policies than the next one will."""
 
     def __init__(self, settings: LoopSettings, first_step: int, *, resumed: bool) -> None:
         self.kills_run = settings.kill_run_every > 0

@@ -25,12 +25,7 @@ from benchmarks.exactness_loop.outcome import reward_of
 
 
 class EngineClock:
-    """Time in steps of some engines, summed.
-
-    Args:
-        engines: count their steps.
-        poll_seconds: between two looks at their counters.
-    """
+    """Time in steps of some engines, summed."""
 
     def __init__(self, engines: Sequence[Engine], poll_seconds: float) -> None:
         self._engines = engines
@@ -38,7 +33,6 @@ class EngineClock:
 
     @property
     def now(self) -> int:
-        """Steps that the engines have made."""
         return sum(engine.stats().steps for engine in self._engines)
 
     async def until(self, step: int) -> None:
@@ -81,7 +75,6 @@ class SlowRewards:
     async def score(
         self, _prompt: str, text: str, _example: Any, *, example_id: str = ""
     ) -> Reward:
-        """Compute `reward_of` a text."""
         del example_id
         for _ in range(4):
             await asyncio.sleep(0)
@@ -95,7 +88,6 @@ class DeliveredLists:
         self._held: dict[SampleId, VerifiableTrajectory] = {}
 
     def consider(self, held: HeldSample, *, reward: float, step: int) -> None:
-        """A sample is being delivered."""
         del reward, step
         self._held[held.trajectory.id] = held.trajectory
 

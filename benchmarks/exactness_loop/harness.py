@@ -52,16 +52,7 @@ DEADLINE_SECONDS = 600.0
 
 
 class Harness:
-    """Runs the loop. Use once: `await Harness(...).run()`.
-
-    Args:
-        engines: started, with the weights of version 0 (`policies[0]`), by generator.
-        policies: state dicts that take turns: version v has `policies[v % len(policies)]`.
-        prompts: visited in the order of a run, each once in every epoch.
-        settings: how the loop is run.
-        directory: for published weights and saved run-ahead.
-        outcome: of the run that this one resumes; None if it is the first.
-    """
+    """Runs the loop. Use once: `await Harness(...).run()`."""
 
     def __init__(
         self,
@@ -113,9 +104,6 @@ class Harness:
 
     async def run(self) -> Outcome:
         """Run until the scheduler ends the run, or until it is killed.
-
-        Returns:
-            The outcome so far. The run is complete if it has every step (`Outcome.next_step`).
 
         Raises the error of a part, or TimeoutError.
         """

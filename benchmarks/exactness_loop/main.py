@@ -40,7 +40,6 @@ SMOKE_SAMPLES = 60
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the modes, print and write what was found."""
     import torch
     from rich.console import Console
 

@@ -27,15 +27,7 @@ class Loop(Protocol):
 
 
 class Member:
-    """A generator and its lines to the scheduler and the trainer.
-
-    Args:
-        name: of the generator.
-        engine: started.
-        settings: how the loop is run.
-        rng: draws the delays of messages.
-        loop: receives.
-    """
+    """A generator and its lines to the scheduler and the trainer."""
 
     def __init__(
         self,
@@ -63,12 +55,10 @@ class Member:
         )
 
     def successor(self, name: str) -> Member:
-        """Another generator on the same engine."""
         return Member(name, self._engine, self._settings, self._rng, self._loop)
 
     @property
     def running(self) -> int:
-        """Requests that the engine generates now."""
         return self._engine.stats().running
 
     @property
@@ -78,11 +68,9 @@ class Member:
         return self._generator.tokens + TokenCounts(accepted=accepted)
 
     def send(self, message: tg.ToGenerator) -> None:
-        """A command of the scheduler."""
         self._control.inbox.put_nowait(message)
 
     def acknowledge(self, message: data.Received) -> None:
-        """The trainer has a trajectory."""
         self._trainer.inbox.put_nowait(message)
 
     async def serve(self) -> None:

@@ -19,16 +19,6 @@ _POLL_SECONDS = 0.001
 
 
 class RunAhead:
-    """The real `UnfinishedWork` of a run.
-
-    Args:
-        generators: names of those that do not leave.
-        scheduler: the run's settings.
-        directory: the run's folder.
-        requests: of the run.
-        send: sends to a generator.
-    """
-
     def __init__(
         self,
         generators: Callable[[], Sequence[str]],
@@ -65,10 +55,8 @@ class RunAhead:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def restore(self, version: int) -> None:
-        """The run continues from this checkpoint."""
         await self._work.restore(version)
 
 
 async def _bring(_paths: Iterable[str]) -> list[str]:
-    """All generators see the run's folder."""
     return []

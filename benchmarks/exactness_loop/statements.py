@@ -23,8 +23,6 @@ _BINS = 10
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one mode."""
-
     verdicts: dict[str, Verdict]
     """By statement."""
     worst_logprob: float
@@ -34,7 +32,6 @@ class Finding:
 
     @property
     def p_value(self) -> float:
-        """The smallest of all statements."""
         return min(verdict.p_value for verdict in self.verdicts.values())
 
 
@@ -129,15 +126,6 @@ def check_tokens(
     After an update a response continues on the KV that it has or, if it had to give its slot back,
     on new KV. So the policy's distribution given the text is one of two. The reported top K of the
     first position after the update tells which, independently of the token that was drawn there.
-
-    Args:
-        delivered: trajectories of at most two versions each.
-        distributions: of the tokens.
-        kv_rebuilt: KV of older weights is never used, whatever the top K say.
-
-    Returns:
-        The greatest difference between a recorded and the enumerated log-probability, in nats, and
-        the verdict of each test.
     """
     rng = np.random.default_rng(0)
     worst, contexts, expected, ranks = 0.0, [], {}, []

@@ -25,14 +25,6 @@ class Turnover:
     """Orders generators to leave, as `asyncrl scale` does; the real `Moves` of a run.
 
     When one leaves, and where its samples go, does not depend on text that is not drawn yet.
-
-    Args:
-        settings: how often.
-        directory: the run's folder.
-        requests: of the run.
-        clock: of the loop.
-        rng: draws who leaves, and when.
-        tell: tells the scheduler.
     """
 
     def __init__(
@@ -67,7 +59,6 @@ class Turnover:
         return self._moves.request(command, 0)
 
     async def take(self, generator: str, answer: fg.Released) -> None:
-        """Its samples can be started elsewhere."""
         assert not answer.reason, answer.reason
         await self._moves.take(generator, answer)
         self._tell(events.SamplesReleased(generator))

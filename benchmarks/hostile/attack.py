@@ -49,8 +49,6 @@ _GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3"
 
 @dataclass(frozen=True)
 class Target:
-    """One hub of the run."""
-
     hub: str
     process: str
     """That the hub belongs to."""
@@ -90,12 +88,7 @@ class Pace:
 
 
 class Attack:
-    """Sends frames to all sockets of a live run.
-
-    Args:
-        run: with at least one step done.
-        seed: of the frames.
-    """
+    """Sends frames to all sockets of a live run."""
 
     def __init__(self, run: Run, seed: int) -> None:
         self._run = run

@@ -54,8 +54,6 @@ SETTINGS = (
 
 @dataclass
 class Findings:
-    """What the attack did."""
-
     frames: int = 0
     warm: int = WARM
     processes_ended: int = 0
@@ -89,17 +87,6 @@ class Findings:
 
 
 def measure(frames: int, folder: Path, *, warm: int = WARM, alone: Sequence[str] = ()) -> Findings:
-    """Both runs.
-
-    Args:
-        frames: to send.
-        folder: for the model and the runs.
-        warm: steps before the attack begins.
-        alone: more settings of the run that is left alone, which must not change what it trains on.
-
-    Raises:
-        RunError: a run failed or did not get on.
-    """
     model = folder / "model"
     runpy.run_path(str(CONFIG.parent / "make_model.py"))["make"](model)
     settings = [*SETTINGS, f"model.path={model}"]
@@ -161,7 +148,6 @@ def _alone(found: Findings, folder: Path, settings: Sequence[str]) -> Path:
 
 
 def show(found: Findings) -> None:
-    """Print the numbers."""
     print(f"{'frames':<20}{found.frames:>12,}   in {found.seconds:.0f} s")
     print(f"{'processes ended':<20}{found.processes_ended:>12}   (0)")
     print(f"{'memory growth, MB':<20}{found.memory_growth_mb:>12.1f}   (at most 20)")
@@ -172,7 +158,6 @@ def show(found: Findings) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Attack a run; 0 if everything that docs/reliability.md promises held."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--quick", action="store_true", help="10^6 frames instead of 10^7")

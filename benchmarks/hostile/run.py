@@ -39,15 +39,7 @@ class RunError(Exception):
 
 
 class Run:
-    """`asyncrl run` as a child process; killed at the end if it is still there.
-
-    Args:
-        config: file of the run's configuration.
-        folder: where the run's folder is made, as `folder/name`.
-        name: of the run.
-        settings: as after `--set`.
-        garbage: frames of nonsense that the controller adds to each of its messages.
-    """
+    """`asyncrl run` as a child process; killed at the end if it is still there."""
 
     def __init__(
         self, config: Path, folder: Path, name: str, settings: Sequence[str], *, garbage: int = 0
@@ -84,7 +76,6 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps recorded so far."""
         return len(read_metrics(self.folder / "metrics.jsonl"))
 
     def address(self, hub: str) -> str:
@@ -95,7 +86,6 @@ class Run:
         return state.control_address.rpartition("/")[0] + f"/{hub}"
 
     def ports(self) -> dict[str, int]:
-        """The metrics port of each process."""
         try:
             listed = json.loads(targets_file(self.folder).read_text())
         except FileNotFoundError as error:
@@ -129,7 +119,6 @@ class Run:
         return found
 
     def answers(self) -> bool:
-        """Whether the controller answers `asyncrl status`."""
         return isinstance(ask(self.folder, control.StatusRequest()), control.StatusReply)
 
     def stop(self, seconds: float) -> None:
@@ -161,7 +150,6 @@ class Run:
         self.wait_for(lambda: self.steps >= steps, seconds=START_SECONDS, what=f"{steps} steps")
 
     def output(self) -> str:
-        """What it has printed."""
         return self._log.read_text(errors="replace")
 
 

@@ -36,8 +36,6 @@ class NotAuditableError(ValueError):
 
 @dataclass(frozen=True)
 class Report:
-    """What was found."""
-
     run: str
     samples: int
     tokens: int
@@ -50,28 +48,23 @@ class Report:
 
     @property
     def limit(self) -> float:
-        """Below this p-value a statement fails."""
         return FALSE_ALARM / max(1, len(self.statements))
 
     @property
     def failed(self) -> list[Statement]:
-        """Statements below the limit, worst first."""
         found = [one for one in self.statements if one.p_value < self.limit]
         return sorted(found, key=lambda one: one.p_value)
 
     @property
     def p_value(self) -> float:
-        """Of all statements together, by Bonferroni."""
         least = min((one.p_value for one in self.statements), default=1.0)
         return min(1.0, least * len(self.statements))
 
     @property
     def is_fine(self) -> bool:
-        """Whether nothing was found."""
         return not self.failed and not self.faults
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         own = asdict(self)
         worst = sorted(own["statements"], key=lambda one: one["p_value"])[:SHOWN]
         more = {"statements": len(self.statements), "worst": worst, "p_value": self.p_value}
@@ -92,17 +85,11 @@ class Material:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Tokens that end a turn."""
         return tuple(self.task.stop_tokens)
 
 
 def read(run: Path, scratch: Path) -> Material:
-    """Read a run and compute the distributions of its tokens.
-
-    Args:
-        run: its folder, with every version's checkpoint.
-        scratch: for its versions in Hugging Face's form.
-    """
+    """Read a run and compute the distributions of its tokens."""
     config = load_config(run / "config.yaml")
     if (why := refusal(config)) is not None:
         raise NotAuditableError(f"{run}: {why}")
@@ -153,7 +140,6 @@ def audit(run: Path, *, seed: int = 0, plain: bool = True) -> Report:
 
 
 def judge(one: Material, *, seed: int = 0, plain: bool = True) -> Report:
-    """All statements about it."""
     tokens, records, config = one.tokens, one.records, one.config
     n = config.scheduler.groups_per_step
     found = statements.sums(tokens, one.stops, {})

@@ -41,7 +41,6 @@ RECORDS = "records"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out the runs, audit them, print and write what was found."""
     import torch
     from transformers.utils import logging
 
@@ -159,7 +158,6 @@ def _spoils(folder: Path, options: Any) -> dict[str, Any]:
 
 
 def _print(report: Any, *, is_right: bool, about: str = "") -> None:
-    """What was found, worst first."""
     from rich.console import Console
     from rich.table import Table
 

@@ -26,8 +26,6 @@ _OBSERVED = str(int(Provenance.OBSERVED))
 
 
 class Hint(NamedTuple):
-    """An answer between two turns."""
-
     lies: bool
     turn: int
     verified: bool

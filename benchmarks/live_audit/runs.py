@@ -38,8 +38,6 @@ _GUESSING = ("sampling.temperature=1.2", "task.evaluation_size=64", *_LEARNING)
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run."""
-
     about: str
     config: str = "examples/arithmetic.yaml"
     settings: tuple[str, ...] = ()
@@ -98,7 +96,6 @@ SCENARIOS = {
 
 
 def settings_of(name: str, engine: str, seed: int) -> tuple[str, ...]:
-    """The overrides of a run."""
     own = SCENARIOS[name].settings
     return (*_COMMON, *own, f"engine.kind={engine}", f"run.seed={seed}")
 
@@ -145,7 +142,6 @@ def carry_out(
 
 
 def _trained(run: LiveRun) -> int:
-    """Steps that its records have."""
     try:
         return len(run.records())
     except OSError:

@@ -126,5 +126,4 @@ def label(setting: Paced) -> str:
 
 
 def reached(name: str, value: float) -> bool:
-    """Whether a ratio meets its target."""
     return value >= TARGETS[name] if name in FLOORS else value <= TARGETS[name]

@@ -69,7 +69,6 @@ def measure(runs: Sequence[Paced], folder: Path, console: Console) -> Findings:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print the tables, write the file. Returns 1 if a run failed."""
     options = _options(arguments)
     console = Console(width=None if sys.stdout.isatty() else PRINTED_WIDTH)
     planned = smoke() if options.smoke else quick() if options.quick else full()

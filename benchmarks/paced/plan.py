@@ -20,7 +20,6 @@ def quick() -> list[Paced]:
 
 
 def smoke() -> list[Paced]:
-    """One short run of few tokens."""
     scale = Scale(250.0, 2.0, 1.0)
     return [Paced(VERIFY, scale=scale, slots=8, fills=2, steps=6, first=2, last=1)]
 

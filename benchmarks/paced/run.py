@@ -63,16 +63,11 @@ class Numbers:
 
     @property
     def seconds_per_token(self) -> float:
-        """Wall time per token trained on."""
         return self.step_seconds / self.tokens_per_step
 
 
 def carry_out(paced: Paced, model: Path, folder: Path) -> Numbers:
-    """Train with the command line, on paced devices.
-
-    Raises:
-        RunError: the run failed or took too long; the message quotes the end of its output.
-    """
+    """Train with the command line, on paced devices."""
     overrides = [part for value in paced.settings(model, folder) for part in ("--set", value)]
     command = [sys.executable, "-m", "benchmarks.paced.command", "run", str(CONFIG)]
     command += ["--end-with", str(os.getpid()), *overrides]
@@ -96,11 +91,7 @@ def carry_out(paced: Paced, model: Path, folder: Path) -> Numbers:
 
 
 def read_run(run: Path, window: tuple[int, int]) -> Numbers:
-    """The numbers of the steps of `window`.
-
-    Raises:
-        RunError: the run has too few steps, or files are missing.
-    """
+    """The numbers of the steps of `window`."""
     steps = read_metrics(run / "metrics.jsonl")
     first, end = window
     if not 1 <= first < end <= len(steps):

@@ -33,27 +33,21 @@ MODES: Mapping[str, tuple[str, int]] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What the run is paced like."""
-
     device: str = "h200"
     model: str = "7b"
 
     @property
     def parts(self) -> tuple[Model, Device]:
-        """The numbers of both."""
         return MODELS[self.model], DEVICES[self.device]
 
     @property
     def name(self) -> str:
-        """For titles."""
         model, device = self.parts
         return f"{device.name}, {model.name}"
 
 
 @dataclass(frozen=True)
 class Paced:
-    """One paced run."""
-
     mode: str = VERIFY
     generators: int = 1
     training: float = 1.0
@@ -72,12 +66,10 @@ class Paced:
 
     @property
     def lengths(self) -> Lengths:
-        """Of the responses."""
         return Lengths(self.scale.lengths)
 
     @property
     def groups_per_step(self) -> int:
-        """Groups of an optimizer step."""
         return self.generators * self.slots * self.fills // GROUP_SIZE
 
     @property
@@ -87,7 +79,6 @@ class Paced:
 
     @property
     def name(self) -> str:
-        """Of the run and its folder."""
         mode = "".join(c if c.isalnum() else "-" for c in self.mode).strip("-")
         return (
             f"{mode}-{self.generators}g-{self.training:g}t-{self.machine.device}-"

@@ -52,14 +52,7 @@ def fitted_drift(paced: Paced, numbers: Numbers) -> float:
 
 
 def simulate_device(generators: int, drift: float, machine: Machine) -> dict[str, Outcome]:
-    """Simulate all modes with whole answers, on whole generators of the device.
-
-    Args:
-        generators: devices that generate.
-        drift: of the paced run. With the rule by blocks, an answer that is n times as long survives
-            alike with 1 / sqrt(n) of the drift per token.
-        machine: device and model.
-    """
+    """Simulate all modes with whole answers, on whole generators of the device."""
     scaled = Paced()
     whole = replace(
         scaled,
@@ -104,6 +97,5 @@ def _setting(paced: Paced, numbers: Numbers | None) -> Setting:
 
 
 def _repeated(setting: Setting, paced: Paced) -> Outcome:
-    """The mean over some seeds."""
     outcomes = [World(replace(setting, seed=seed)).run(*paced.window) for seed in range(_SEEDS)]
     return mean(outcomes)

@@ -26,8 +26,6 @@ ESSENTIAL = (TRL, SYNC, VERIFY)
 
 @dataclass(frozen=True)
 class Training:
-    """One training to be started."""
-
     command: list[str]
     environment: dict[str, str]
     read: Callable[[], list[Step]]
@@ -36,8 +34,6 @@ class Training:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to train."""
-
     name: str
     threads: int
     """Of each of its processes that computes. One process has both cores, two have one each."""

@@ -34,8 +34,6 @@ def step_of_accuracy(rewards: Sequence[float], accuracy: float) -> int | None:
 
 @dataclass(frozen=True)
 class Run:
-    """One training of one contestant."""
-
     workload: str
     contestant: str
     seed: int
@@ -45,7 +43,6 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Of all steps."""
         return self.steps[-1].seconds
 
     @property
@@ -56,7 +53,6 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Response tokens trained on per second."""
         return sum(step.tokens for step in self.steps) / self.seconds
 
     @property
@@ -71,8 +67,6 @@ class Run:
 
 @dataclass
 class Findings:
-    """All runs of all workloads."""
-
     workloads: Sequence[Workload]
     runs: list[Run] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
@@ -153,7 +147,6 @@ class Findings:
         return {suffix: statistics.median(found) for suffix, found in values.items() if found}
 
     def raw(self) -> dict[str, Any]:
-        """Everything as measured."""
         return {
             "workloads": [asdict(workload) for workload in self.workloads],
             "runs": [
@@ -182,7 +175,6 @@ class Findings:
         return None if at is None else run.steps[at].seconds
 
     def workload(self, name: str) -> Workload:
-        """The workload of this name."""
         return next(workload for workload in self.workloads if workload.name == name)
 
 

@@ -86,12 +86,6 @@ def measure(
 
 
 def train(workload: Workload, contestant: Contestant, model: Path, seed: int, folder: Path) -> Run:
-    """One training of one contestant.
-
-    Raises:
-        RunError: it failed, took too long or has too few steps.
-        TrlMissingError: it needs TRL, which cannot be installed.
-    """
     training = contestant.start(workload.config(model, seed), folder, contestant.threads)
     usage = run_measured(training.command, training.environment, RUN_SECONDS)
     steps = training.read()
@@ -101,7 +95,6 @@ def train(workload: Workload, contestant: Contestant, model: Path, seed: int, fo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print the tables, write the file. Returns 1 if TRL or verify is missing."""
     options = _options(arguments)
     console = Console(width=None if sys.stdout.isatty() else PRINTED_WIDTH)
     load = os.getloadavg()[0]

@@ -23,16 +23,7 @@ class NotComparableError(Exception):
 
 
 def grpo_arguments(config: RunConfig, *, micro_batch: int, vllm: bool = False) -> dict[str, Any]:
-    """Keyword arguments of `trl.GRPOConfig`, without the output folder.
-
-    Args:
-        config: of the run that TRL is compared with.
-        micro_batch: samples of one forward and backward pass. It divides the samples of a step.
-        vllm: generate with vLLM inside TRL's process ("colocate") instead of transformers.
-
-    Raises:
-        NotComparableError: another algorithm, a learning rate schedule, or stop strings.
-    """
+    """Keyword arguments of `trl.GRPOConfig`, without the output folder."""
     trainer, sampling = config.trainer, config.sampling
     samples = config.scheduler.groups_per_step * config.scheduler.group_size
     if trainer.algorithm != "grpo":

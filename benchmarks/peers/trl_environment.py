@@ -28,11 +28,7 @@ class TrlMissingError(Exception):
 
 
 def ensure_trl(cache_dir: Path | None = None, packages: Sequence[str] = PACKAGES) -> Path:
-    """The Python of an environment with TRL. It is made if it is missing (under a minute).
-
-    Raises:
-        TrlMissingError: it cannot be made; nothing is left behind.
-    """
+    """The Python of an environment with TRL. It is made if it is missing (under a minute)."""
     shared = sysconfig.get_paths()["purelib"]
     content = "\n".join((*packages, shared, sys.version))
     digest = hashlib.sha256(content.encode()).hexdigest()[:12]

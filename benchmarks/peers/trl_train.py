@@ -22,7 +22,6 @@ from benchmarks.peers.trl_arguments import grpo_arguments
 
 
 def main() -> None:
-    """Train to the last step."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("log", type=Path)
@@ -34,7 +33,6 @@ def main() -> None:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train as the command line says."""
     if not options.vllm:
         sys.modules["vllm"] = None  # type: ignore[assignment]  # TRL would import it: memory
     from datasets import Dataset

@@ -21,7 +21,6 @@ from typing import Any
 
 
 async def train(options: argparse.Namespace) -> None:
-    """Train to the last step."""
     from asyncrl.config.run_config import load_config
     from asyncrl.engine.factory import create_engine
     from asyncrl.trainer.learner import Learner
@@ -101,7 +100,6 @@ async def _generate(
 
 
 def main() -> None:
-    """Train as the command line says."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("log", type=Path)

@@ -26,14 +26,12 @@ class Workload:
     """Steps and further settings under --quick, if they differ."""
 
     def shortened(self) -> Workload:
-        """As --quick measures it."""
         if self.quick is None:
             return self
         steps, settings = self.quick
         return replace(self, steps=steps, settings=(*self.settings, *settings), quick=None)
 
     def config(self, model: Path, seed: int, steps: int | None = None) -> tuple[str, ...]:
-        """All `--set` values of a run."""
         own = (f"model.path={model}", f"run.seed={seed}", f"run.steps={steps or self.steps}")
         return (*COMMON, *self.settings, *own)
 

@@ -39,14 +39,11 @@ class Difference:
 
     @property
     def within_noise(self) -> bool:
-        """Whether the interval contains 0."""
         return self.low <= 0 <= self.high
 
 
 @dataclass
 class Findings:
-    """All measurements."""
-
     effort: Effort
     costs: Costs
     parameters: int
@@ -71,7 +68,6 @@ class Findings:
         return statistics.fmean(value(run) for run in self.of(mode))
 
     def step_seconds(self, mode: str) -> float:
-        """Mean wall time per step."""
         return self.mean(mode, lambda run: run.step_seconds)
 
     def tokens_per_second(self, mode: str) -> float:
@@ -164,5 +160,4 @@ def _difference(pairs: Sequence[tuple[float, float]], evaluated: int) -> Differe
 
 
 def reached(name: str, value: float) -> bool:
-    """Whether a ratio meets its target."""
     return value >= TARGETS[name] if name in FLOORS else value <= TARGETS[name]

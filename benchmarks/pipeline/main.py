@@ -99,11 +99,7 @@ def run_and_evaluate(
 
 
 def held_out_accuracy(model: Path, effort: Effort) -> float:
-    """Held-out accuracy as `asyncrl eval` measures it: many rows, all cores, a fixed seed.
-
-    Raises:
-        RunError: too many samples are unscored.
-    """
+    """Held-out accuracy as `asyncrl eval` measures it: many rows, all cores, a fixed seed."""
     from asyncrl.config.run_config import load_config
     from asyncrl.evaluation.command import evaluate_model
 
@@ -124,7 +120,6 @@ def held_out_accuracy(model: Path, effort: Effort) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print the tables, write the files. Returns 1 if a run failed."""
     options = _options(arguments)
     console = Console(width=None if sys.stdout.isatty() else PRINTED_WIDTH)
     effort = SMOKE if options.smoke else QUICK if options.quick else FULL

@@ -58,8 +58,6 @@ def modes() -> tuple[Mode, ...]:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured."""
-
     steps: int
     seeds: tuple[int, ...]
     intermediate_size: int

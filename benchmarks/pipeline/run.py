@@ -60,7 +60,6 @@ class RunNumbers:
 
     @property
     def regenerated_share(self) -> float:
-        """Regenerated tokens over tokens trained on."""
         return self.rejected / self.tokens_per_step
 
     @property
@@ -79,11 +78,7 @@ class RunNumbers:
 
 
 def carry_out(mode: Mode, seed: int, *, model: Path, effort: Effort, folder: Path) -> Path:
-    """Train with the command line, as a user does. Returns the run's folder.
-
-    Raises:
-        RunError: the run failed or took too long; the message quotes the end of its output.
-    """
+    """Train with the command line, as a user does. Returns the run's folder."""
     name = f"{mode.slug}-seed{seed}"
     settings = (
         *(f"run.name={name}", f"run.directory={folder}", f"run.steps={effort.steps}"),
@@ -105,11 +100,7 @@ def carry_out(mode: Mode, seed: int, *, model: Path, effort: Effort, folder: Pat
 
 
 def read_run(run: Path, mode: str, seed: int, window: tuple[int, int]) -> RunNumbers:
-    """The numbers of the steps of `window`, from a finished run's metrics and time lines.
-
-    Raises:
-        RunError: the run has too few steps, or the time line of a process is missing.
-    """
+    """The numbers of the steps of `window`, from a finished run's metrics and time lines."""
     steps = read_metrics(run / "metrics.jsonl")
     first, end = window
     if not 1 <= first < end <= len(steps):

@@ -52,8 +52,6 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Case:
-    """One run."""
-
     example: str
     environment: str
     max_tokens: int
@@ -72,8 +70,6 @@ CASES = (
 
 @dataclass
 class Audit:
-    """What was found in a run."""
-
     case: str
     samples: int = 0
     turns_verified: int = 0
@@ -135,7 +131,6 @@ def _described(case: str, sample: TrainedSample, finding: Finding) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, recompute, print. Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two cases, 8 steps")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")

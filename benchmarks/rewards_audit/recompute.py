@@ -61,13 +61,6 @@ class Finding:
 
 
 class Auditor:
-    """Recomputes the samples of a run.
-
-    Args:
-        config: of the run, with an environment and no reward function.
-        task: its prompts.
-    """
-
     def __init__(self, config: RunConfig, task: Task) -> None:
         if config.environment.name is None or config.rewards.functions or config.sampling.stop:
             raise ValueError("an environment's rewards are recomputed, without stop texts")
@@ -92,7 +85,6 @@ class Auditor:
         return [(one, finding) for one, finding in found if not finding.is_of(one)]
 
     async def examine(self, sample: TrainedSample) -> Finding:
-        """Play the turns of a sample."""
         setup = Setup("", {}, "", _TIMEOUT, _TIMEOUT)
         session, finding = Session(self._factory, setup), Finding()
         try:

@@ -39,8 +39,6 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Contestant:
-    """One engine and its own processes."""
-
     name: str
     engine: Engine | NgramEngine
     remembers: bool
@@ -64,14 +62,7 @@ class Contestant:
 def contestants(
     kind: str, model: str, later: Path, config: EngineConfig
 ) -> tuple[list[Contestant], dict[str, str]]:
-    """The contestants that can run here, and the reasons why others cannot.
-
-    Args:
-        kind: "torch", "vllm" or "sglang".
-        model: an HF directory.
-        later: an HF directory of the weights that are installed later.
-        config: slots, lengths, device.
-    """
+    """The contestants that can run here, and the reasons why others cannot."""
     missing: dict[str, str] = {}
     off = CacheConfig(enabled=False)
     found = [Contestant(PLAIN, create_engine(config, model, cache_config=off, seed=0), False)]

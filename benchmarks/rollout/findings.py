@@ -50,7 +50,6 @@ class Pass:
 
     @property
     def rate(self) -> float:
-        """Response tokens per second."""
         return self.tokens / self.seconds
 
     @property
@@ -217,5 +216,4 @@ class Findings:
 
 
 def reached(name: str, value: float) -> bool:
-    """Whether a ratio meets its target."""
     return value < TARGETS[name] if name in CEILINGS else value >= TARGETS[name]

@@ -27,14 +27,7 @@ _ROWS = (1, 2, 8, 16, 32, 64, 128)
 def measure(
     hidden: int, intermediate: int, layers: int, *, least: bool = False
 ) -> dict[str, float]:
-    """Bandwidth, arithmetic and T(n) of a gated MLP, on the CPU in float32.
-
-    Args:
-        hidden: size of the MLP's input.
-        intermediate: size between its matrices.
-        layers: how many there are.
-        least: small tensors, which say nothing.
-    """
+    """Bandwidth, arithmetic and T(n) of a gated MLP, on the CPU in float32."""
     numbers, side, rows = (1 << 10, 16, (1, 2)) if least else (_STREAM, _SQUARE, _ROWS)
     weights = 3 * hidden * intermediate * layers
     found = {"weights": float(weights), "bytes_per_step": 4.0 * weights}

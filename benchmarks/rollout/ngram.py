@@ -53,13 +53,7 @@ def refusal(config: EngineConfig) -> str | None:
 
 
 def command_of(config: EngineConfig, model: str, draft_tokens: int) -> list[str]:
-    """The command that serves a model with NGRAM.
-
-    Args:
-        config: slots and lengths.
-        model: an HF directory.
-        draft_tokens: most draft tokens of a row in a step; SGLang also counts the row's last token.
-    """
+    """The command that serves a model with NGRAM."""
     arguments = {
         "model_path": model,
         "dtype": "bfloat16" if config.dtype == "auto" else config.dtype,
@@ -74,13 +68,7 @@ def command_of(config: EngineConfig, model: str, draft_tokens: int) -> list[str]
 
 
 class NgramEngine:
-    """The part of `asyncrl.engine.protocol.Engine` that `benchmarks.rollout.passes` uses.
-
-    Args:
-        command: starts a server (`benchmarks.rollout.ngram_server`).
-        later: HF directory whose weights `install_weights` loads.
-        draft_tokens: most draft tokens of a row in a step; it always drafts so many.
-    """
+    """The part of `asyncrl.engine.protocol.Engine` that `benchmarks.rollout.passes` uses."""
 
     def __init__(self, command: Sequence[str], later: Path, draft_tokens: int) -> None:
         self._command = list(command)
@@ -93,7 +81,6 @@ class NgramEngine:
         self._stats = EngineStats()
 
     async def start(self) -> None:
-        """Raises EngineStartError."""
         root = str(Path(__file__).parents[2])
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
@@ -158,7 +145,6 @@ class NgramEngine:
         return self._stats
 
     async def close(self) -> None:
-        """End the process. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return

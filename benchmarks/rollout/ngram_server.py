@@ -61,7 +61,6 @@ async def serve(engine: Any, lines: asyncio.StreamReader, answers: TextIO) -> No
 
 
 def main() -> None:
-    """Serve with the arguments of the command line until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what SGLang prints
     import sglang

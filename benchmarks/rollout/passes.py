@@ -49,8 +49,6 @@ neither a prompt nor the end of a response (the shortest response has 42 tokens)
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
-
     rows: tuple[int, ...]
     """Requests at a time."""
     repeats: int
@@ -69,8 +67,6 @@ class Plan:
 
 @dataclass(frozen=True)
 class Workload:
-    """The task and the weights."""
-
     task: Task
     max_tokens: int
     """Most tokens of a response."""
@@ -94,11 +90,7 @@ class Bench:
         self._began = time.monotonic()
 
     async def run(self) -> Kind:
-        """Start everything, fill the caches, update the weights, measure.
-
-        Raises:
-            EngineError: an engine did not start, failed, or took too long.
-        """
+        """Start everything, fill the caches, update the weights, measure."""
         try:
             for contestant in self._contestants:
                 self._log(f"starting {contestant.name}")
@@ -208,7 +200,6 @@ class Bench:
     def _request(
         self, number: int, index: int, prompt: Prompt, seed: int, fixed: int | None
     ) -> GenerateRequest:
-        """Sample `index` of pass `number`."""
         sampling = SamplingParams(
             max_tokens=fixed or self._work.max_tokens,
             stop_tokens=() if fixed else self._work.task.stop_tokens,
@@ -227,16 +218,7 @@ class Bench:
         fixed: int | None = None,
         samples: int | None = None,
     ) -> Pass:
-        """Generate GROUP samples of each prompt, `rows` at a time.
-
-        Args:
-            contestant: the engine that is timed.
-            prompts: served in this order.
-            rows: requests at a time.
-            seed: sample i draws with seed + i.
-            fixed: number of tokens of every sample; None: a sample ends by itself.
-            samples: number of samples; None: GROUP per prompt.
-        """
+        """Generate GROUP samples of each prompt, `rows` at a time."""
         await asyncio.sleep(SETTLE_SECONDS)
         engine, free_rows = contestant.engine, asyncio.Semaphore(rows)
         number = next(self._numbers)

@@ -29,8 +29,6 @@ KINDS = ("vllm", "torch", "sglang")
 
 @dataclass(frozen=True)
 class Effort:
-    """How much one run measures."""
-
     plans: dict[str, Plan]
     """Kind of engine to the plan of its passes."""
     tree_repeats: int
@@ -60,7 +58,6 @@ class Effort:
 
 
 def _sparse(rows: tuple[int, ...], repeats: int) -> Plan:
-    """A plan that measures rates only."""
     return Plan(rows, repeats, step_rows=(), overhead_repeats=0)
 
 

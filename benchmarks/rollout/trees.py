@@ -30,9 +30,6 @@ def tree_and_chain(
     """Accepted drafts per forward pass of chain and tree, with `budget` nodes per row.
 
     The engines are created and closed here.
-
-    Raises:
-        EngineError: as `Bench.run`.
     """
     cache = CacheConfig(max_draft_tokens=budget, min_probability=0.0)
     both = [

@@ -39,7 +39,6 @@ _SECONDS = 900.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the audit; 1 if a quantity is beyond its tolerance."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_audit")
     parser.add_argument("--quick", action="store_true", help="what most people run, and no more")
     parser.add_argument("--json", metavar="FILE")
@@ -91,7 +90,6 @@ def _run(parent: Path, name: str, case: Case, more: Sequence[str] = ()) -> Path:
 
 
 def _audit(path: Path) -> dict[str, float]:
-    """Largest relative difference by quantity."""
     source = yaml.safe_load((path / "config.yaml").read_text())["model"]["path"]
     folder = Folder(path, Path(resolve_model(ModelConfig(path=source), None)))
     worst: dict[str, float] = {}

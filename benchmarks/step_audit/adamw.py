@@ -12,7 +12,6 @@ Tensors = dict[str, Tensor]
 
 
 def norm_of(gradients: Mapping[str, Tensor]) -> float:
-    """Of all of them together."""
     return math.sqrt(sum(float(one.square().sum()) for one in gradients.values()))
 
 
@@ -20,11 +19,6 @@ class AdamW:
     """Weights and moments by parameter, as a checkpoint has them.
 
     Attribute: `start`, the first weights.
-
-    Args:
-        weights: float64, by name.
-        moments: `NAME/exp_avg`, `NAME/exp_avg_sq` and `NAME/step`; empty before the first step.
-        settings: the section `trainer:`.
     """
 
     def __init__(

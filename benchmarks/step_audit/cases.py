@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """One run."""
-
     example: str
     """In `examples/`, without its ending."""
     settings: tuple[str, ...] = ()

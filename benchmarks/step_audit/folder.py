@@ -80,12 +80,7 @@ class Sample:
 
 
 class Folder:
-    """A finished run's. Attributes: `config`, `metrics` by step, `samples`, `initial`.
-
-    Args:
-        path: of the folder.
-        initial: directory of the model that the run began with.
-    """
+    """A finished run's. Attributes: `config`, `metrics` by step, `samples`, `initial`."""
 
     def __init__(self, path: Path, initial: Path) -> None:
         self._path, self.initial = path, initial

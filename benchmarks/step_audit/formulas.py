@@ -32,8 +32,6 @@ class Tokens:
 
 @dataclass(slots=True)
 class Judged:
-    """Of a sample, all `[N]`."""
-
     losses: Tensor
     """The policy's, without KL."""
     weight: Tensor
@@ -61,7 +59,6 @@ def group_advantages(c: Settings, rewards: np.ndarray) -> np.ndarray:
 
 
 def overlong(c: Settings, length: int, longest: int) -> float:
-    """DAPO, equation 13."""
     buffer = c["overlong_buffer"]
     if not buffer or length <= longest - buffer:
         return 0.0
@@ -140,7 +137,6 @@ def judged(c: Settings, t: Tokens) -> Judged:
 
 
 def kl(c: Settings, current: Tensor, reference: Tensor) -> Tensor:
-    """`[N]` estimates of KL(current || reference)."""
     log_ratio, bound = current - reference, c["kl_clamp"]
     if c["kl_estimator"] == "k1":
         return log_ratio if bound is None else log_ratio.clamp(-bound, bound)

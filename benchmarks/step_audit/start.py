@@ -34,15 +34,7 @@ class Fixed:
 
 
 class Start:
-    """Attributes: `groups`, by number; `silent`, groups without signal; `raw`, advantages.
-
-    Args:
-        folder: of the run.
-        model: of its policy.
-        weights: by version.
-        step: that begins.
-        critic: at this version; None: the algorithm has none.
-    """
+    """Attributes: `groups`, by number; `silent`, groups without signal; `raw`, advantages."""
 
     @torch.no_grad()
     def __init__(

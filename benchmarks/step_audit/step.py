@@ -48,7 +48,6 @@ class Step:
         self.sums = Sums()
 
     def take(self) -> None:
-        """All optimizer steps."""
         c = self._trainer
         for _ in range(c["ppo_epochs"]):
             for share in self._shares(c["minibatches"]):

@@ -17,11 +17,7 @@ def part_of(state: Mapping[str, Tensor], prefix: str) -> Tensors:
 
 
 class Weights:
-    """Of a run's policies, critics and references, by version; those of 0 are the initial model.
-
-    Args:
-        folder: of the run.
-    """
+    """Of a run's policies, critics and references, by version; those of 0 are the initial model."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder

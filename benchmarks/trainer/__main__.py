@@ -215,7 +215,6 @@ def of_targets(ratios: dict[str, float]) -> dict[str, float]:
 
 
 def reached(name: str, value: float) -> bool:
-    """Whether a ratio reaches its target."""
     return value >= TARGETS[name] if name in FLOORS else value <= TARGETS[name]
 
 

@@ -103,7 +103,6 @@ class Costs:
 
 
 def costs_of(workload: Workload, groups: Sequence[dict[str, Any]]) -> Costs:
-    """Of a step of these groups."""
     hidden, size = workload.hidden, 64
     kv = max(1, workload.heads // 3)
     layer = hidden * size * (2 * workload.heads + 2 * kv) + 3 * hidden * workload.intermediate

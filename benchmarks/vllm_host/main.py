@@ -61,8 +61,6 @@ from benchmarks.vllm_host.sides import PROMPT, Ours, Plain, Side, Spent, config_
 
 
 class Effort(NamedTuple):
-    """How much is measured."""
-
     rounds: int
     topk_tokens: int
     host_tokens: int
@@ -154,7 +152,6 @@ def in_core(costs: dict[str, float]) -> float:
 
 
 def topk_table(rounds: dict[str, list[Spent]], k: int) -> Table:
-    """Speeds of the sides."""
     table = Table("side", "tokens/s (median)", "ours / it", title=f"{k} log-probabilities a token")
     for name, label in (("ours", f"ours, K = {k}"), ("none", "ours, K = 0"), ("plain", "plain")):
         speed = statistics.median(s.row_steps / s.wall for s in rounds[name])
@@ -181,7 +178,6 @@ def host_table(costs: dict[str, float], rounds: dict[str, list[Spent]]) -> Table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run both parts, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="some minutes")
     parser.add_argument("--json", metavar="FILE", help="write the result")

@@ -34,8 +34,6 @@ PROMPTS = 32
 
 @dataclass(frozen=True)
 class Spent:
-    """One round of a side."""
-
     row_steps: int
     """Tokens of all responses."""
     wall: float
@@ -48,8 +46,6 @@ class Spent:
 
 
 class Side(Protocol):
-    """One side of a comparison."""
-
     async def generate(self, rows: int, length: int, top_k: int) -> None:
         """Generate `rows` responses of `length` tokens, all at once."""
 
@@ -82,7 +78,6 @@ def _cpu_of(pid: int) -> float:
 def config_of(
     rows: int, length: int, top_k: int, max_prefill_tokens: int | None = None
 ) -> EngineConfig:
-    """Of both sides."""
     return EngineConfig(
         kind="vllm",
         slots=rows,
@@ -99,11 +94,7 @@ def prompt_of(index: int) -> list[int]:
 
 
 class Ours:
-    """The generator's engine and `SampleGenerator`, down to finished trajectories.
-
-    Args:
-        engine: started, with OURS as its worker extension.
-    """
+    """The generator's engine and `SampleGenerator`, down to finished trajectories."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
@@ -134,7 +125,6 @@ class Ours:
         await self._llm.collective_rpc("host_attach")
 
     async def generate(self, rows: int, length: int, top_k: int) -> None:
-        """`Side`"""
         self._round += 1
         rewards: Any = _NoRewards()
         sampling = SamplingParams(length, top_k_logprobs=top_k)
@@ -153,11 +143,9 @@ class Ours:
         assert all(len(one.trajectory.tokens) == length for one in held)
 
     def core_pid(self) -> int:
-        """`Side`"""
         return _pid(self._llm)
 
     async def hooks(self) -> dict[str, float]:
-        """`Side`"""
         (spent,) = await self._llm.collective_rpc("host_seconds")
         return dict(spent)
 
@@ -170,11 +158,7 @@ class _NoRewards:
 
 
 class Plain:
-    """VLLM without any of our code and without log-probabilities; its outputs are thrown away.
-
-    Args:
-        llm: started.
-    """
+    """VLLM without any of our code and without log-probabilities; its outputs are thrown away."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -193,7 +177,6 @@ class Plain:
             await shut_down(llm)
 
     async def generate(self, rows: int, length: int, top_k: int) -> None:
-        """`Side`"""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs.engine import tokens_input
 
@@ -209,11 +192,9 @@ class Plain:
         self._count += rows
 
     def core_pid(self) -> int:
-        """`Side`"""
         return _pid(self._llm)
 
     async def hooks(self) -> dict[str, float]:
-        """`Side`"""
         (spent,) = await self._llm.collective_rpc("host_seconds")
         return dict(spent)
 

@@ -54,11 +54,7 @@ class CorpusShape:
 
 
 def read_corpus(shape: CorpusShape) -> list[str]:
-    """Documents of paragraphs, one paragraph a line.
-
-    Raises:
-        RuntimeError: this machine has too little text.
-    """
+    """Documents of paragraphs, one paragraph a line."""
     seen: set[bytes] = set()
     documents: list[str] = []
     sources: tuple[tuple[Callable[[], Iterator[Iterable[str]]], int], ...] = (

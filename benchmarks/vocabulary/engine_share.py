@@ -20,8 +20,6 @@ from asyncrl.wire.weights.writer import published
 
 @dataclass(frozen=True)
 class Job:
-    """Texts and how they are drawn."""
-
     texts: int
     length: int
     """Tokens of each text; no token ends one."""
@@ -47,14 +45,7 @@ class EngineShare:
 
 
 async def measure(earlier: Path, later: Path, prompts: Sequence[IntArray], job: Job) -> EngineShare:
-    """Generate under one policy, install the next, verify.
-
-    Args:
-        earlier: HF directory of the policy that draws.
-        later: HF directory of the policy that verifies.
-        prompts: taken in turn.
-        job: see there.
-    """
+    """Generate under one policy, install the next, verify."""
     longest = max(map(len, prompts)) + job.length + 1
     config = EngineConfig(slots=64, max_model_len=longest, top_k_logprobs=job.k)
     engine = create_engine(config, str(earlier), cache_config=CacheConfig(enabled=False), seed=0)

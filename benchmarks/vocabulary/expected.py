@@ -45,16 +45,7 @@ def expected(
     lengths: Sequence[int],
     temperature: float = 1.0,
 ) -> Expected:
-    """Judge texts that were drawn from the old policy.
-
-    Args:
-        old: a causal language model of transformers.
-        new: the policy that verifies.
-        texts: prompt and response tokens of each; all responses have the same length.
-        ks: sizes of the list A, increasing.
-        lengths: at most that of the responses.
-        temperature: of both policies.
-    """
+    """Judge texts that were drawn from the old policy."""
     drift, entropy, columns = 0.0, 0.0, []
     for prompt, response in texts:
         q, p = (_distributions(model, prompt, response, temperature) for model in (old, new))

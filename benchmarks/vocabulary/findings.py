@@ -32,8 +32,6 @@ class Pair:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that a run has measured."""
-
     model: dict[str, Any]
     """How the language model was made, and its perplexity."""
     rewards: dict[str, float]

@@ -58,11 +58,7 @@ class LanguageModel:
 
 
 def ensure_language_model(recipe: LanguageModel, cache_dir: Path | None = None) -> Path:
-    """The model's directory. If it is not cached it is made first, whole or not at all.
-
-    Raises:
-        RuntimeError: this machine has too little text.
-    """
+    """The model's directory. If it is not cached it is made first, whole or not at all."""
     folder = cache_dir or default_cache_dir()
     place = folder / f"language-model-{recipe.digest()}"
     if not (place / _RECORD).is_file():
@@ -81,7 +77,6 @@ def model_record(place: Path) -> dict[str, Any]:
 
 
 def train_tokenizer(documents: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of the documents."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

@@ -56,8 +56,6 @@ FLAT_TEXTS, FLAT_LENGTH = 103, 304
 
 
 class Effort(NamedTuple):
-    """How much is measured."""
-
     texts: int
     """Of the language model, 256 tokens each."""
     chain_texts: int
@@ -132,7 +130,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find(effort: Effort, language: PolicyVersions, flat: PolicyVersions) -> Findings:
-    """All parts."""
     first, second, *others = effort.language.keep
     last = others[-1] if others else second
     earlier, later = effort.flat.keep
@@ -190,7 +187,6 @@ def measure_pair(
 
 
 def prompts_of(made: PolicyVersions) -> list[IntArray]:
-    """The tokens of the held-out prompts."""
     tokenizer = AutoTokenizer.from_pretrained(made.paths[0])
     lines = made.prompts.read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["prompt"] for line in lines]

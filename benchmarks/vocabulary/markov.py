@@ -18,8 +18,6 @@ from benchmarks.vocabulary.rules import Doubles, TextRatios
 
 @dataclass(frozen=True)
 class Chain:
-    """A case of the simulation."""
-
     vocabulary: int
     length: int
     k: int

@@ -66,8 +66,6 @@ FLAT = Steps(
 
 @dataclass(frozen=True)
 class PolicyVersions:
-    """Weights on disk."""
-
     paths: dict[int, Path]
     """Policy version to its HF directory."""
     prompts: Path
@@ -77,12 +75,7 @@ class PolicyVersions:
 
 
 def ensure_versions(steps: Steps, cache_dir: Path | None = None) -> PolicyVersions:
-    """The versions of a recipe; what is missing is made first.
-
-    Raises:
-        RuntimeError: the run failed (the message ends with its last output), or this machine has
-            too little text.
-    """
+    """The versions of a recipe; what is missing is made first."""
     folder = cache_dir or default_cache_dir()
     model = ensure_language_model(steps.model, folder)
     place = folder / f"vocabulary-policies-{steps.digest()}"

@@ -39,7 +39,6 @@ class TextRatios:
     1 where the noise is known); read where `in_tail`."""
 
     def first(self, length: int) -> TextRatios:
-        """The first tokens of every text."""
         return TextRatios(
             self.token[:, :length],
             self.tail[:, :length],

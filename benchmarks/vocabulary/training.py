@@ -61,7 +61,6 @@ def train(recipe: TrainingRecipe, sequences: Tensor, vocabulary: int) -> LlamaFo
 
 @torch.no_grad()
 def perplexity(model: LlamaForCausalLM, sequences: Tensor) -> float:
-    """Perplexity of `[n, sequence]` tokens."""
     parts = torch.split(sequences, 8)
     losses = [float(model(input_ids=part, labels=part).loss) for part in parts]
     return math.exp(sum(losses) / len(losses))
