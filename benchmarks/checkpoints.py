@@ -10,7 +10,6 @@ the time until training may continue, and what the next optimizer step waits for
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import threading
@@ -30,7 +29,7 @@ from asyncrl.trainer.checkpoint.checkpoint import Pending
 from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.trainer.learner import Learner
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 
 VOCABULARY, GROUP_SIZE = 4096, 4
 
@@ -190,11 +189,8 @@ def _random_model(effort: Effort) -> torch.nn.Module:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a model of 30M parameters")
+    parser = parser_of(__doc__, "a model of 30M parameters")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: /tmp")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
     args = parser.parse_args(arguments)
     effort = SMOKE if args.smoke else QUICK if args.quick else FULL
     with tempfile.TemporaryDirectory(prefix="asyncrl-checkpoints-", dir=args.folder) as folder:

@@ -13,7 +13,6 @@ samples (`held`, mean of the longest wait of each round).
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -27,11 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.monitoring.records.metrics_log import read_evaluations
+from benchmarks.harness import parser_of, write_json
 from benchmarks.paced.model import make_model
-from benchmarks.paced.plan import smoke
 from benchmarks.paced.run import carry_out
-from benchmarks.paced.setting import KEEP_1, KEEP_4, SYNC, VERIFY, Paced
-from benchmarks.report import add_smoke, write_json
+from benchmarks.paced.setting import KEEP_1, KEEP_4, SYNC, VERIFY, Paced, smoke
 
 EVERY = 5
 STEPS = 23
@@ -86,10 +84,7 @@ def compare(plain: Evaluated, folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two modes, one run of each")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
+    parser = parser_of(__doc__, "two modes, one run of each")
     options = parser.parse_args(arguments)
     modes = (VERIFY, KEEP_4) if options.quick else (VERIFY, SYNC, KEEP_1, KEEP_4)
     seeds = range(1 if options.quick else 3)

@@ -14,7 +14,6 @@ local run with the same processes, where those of `SHARED` have the only GPU in 
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,7 +32,7 @@ from asyncrl.startup.devices import needs_of
 from asyncrl.startup.memory import device_of, memory_of, refuse_too_large
 from asyncrl.startup.prepare import USABLE, EngineNeeds, drafts_of, with_shared_gpu
 from asyncrl.trainer.model.memory_estimate import GIB, ModelShape
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = "asyncrl/initialise/templates/run.yaml"
@@ -211,10 +210,7 @@ def table_of(found: Sequence[Row]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the same")
-    parser.add_argument("--json", help="file for the result")
-    add_smoke(parser)
+    parser = parser_of(__doc__, "the same")
     options = parser.parse_args(argv)
     found, console = rows(), Console(width=120)
     console.print(table_of(found))

@@ -12,7 +12,6 @@ line names what was done, what should come of it and what did. Exit code 1 if th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
@@ -34,7 +33,7 @@ from rich.table import Table
 from asyncrl.errors import RewardFailed
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.pool import RewardPool
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 
 _KEY, _WRONG = "ASYNCRL_JUDGE_KEY", "ASYNCRL_JUDGE_WRONG_KEY"
 _POSITIONS = 512
@@ -219,10 +218,7 @@ def _in_words(answers: Sequence[tuple[str, str]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="changes nothing")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
+    parser = parser_of(__doc__, "changes nothing")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="judge-") as folder, _keys():
         save_model(Path(folder))

@@ -47,8 +47,7 @@ from rich.table import Table
 
 from asyncrl.monitoring.records.metrics_log import read_metrics
 from benchmarks.damaged_models import DAMAGES, Damage
-from benchmarks.report import add_smoke, write_json
-from benchmarks.run_command import run_command
+from benchmarks.harness import parser_of, run_command, write_json
 
 OWN = Path(__file__).parents[1] / "examples" / "your_own"
 SECONDS = 300.0
@@ -290,11 +289,8 @@ def _table(verdicts: Sequence[Verdict], ratios: Mapping[str, float]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="train one folder, refuse in forks")
+    parser = parser_of(__doc__, "train one folder, refuse in forks")
     parser.add_argument("--only", metavar="NAME,NAME", help="only these damages")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="model-folders-") as place:
         cache = os.environ.get("XDG_CACHE_HOME")

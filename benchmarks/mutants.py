@@ -44,7 +44,7 @@ from typing import Self
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import write_json
+from benchmarks.harness import write_json
 
 LIST = Path(__file__).with_suffix(".toml")
 _COPIES = 2

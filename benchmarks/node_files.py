@@ -26,7 +26,7 @@ from asyncrl.relay import pull
 from asyncrl.relay.files import RelayFiles
 from asyncrl.wire import RunKey
 from asyncrl.wire.messages import files, from_relay, to_relay
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 
 LOG = "logs/generator-0.log"
 MEGABYTES = 256
@@ -97,11 +97,8 @@ def measure(megabytes: int) -> dict[str, float]:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the bytes")
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__, "a quarter of the bytes")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    add_smoke(parser)
     arguments = parser.parse_args(given)
     if arguments.serve is not None:
         key = RunKey(bytes.fromhex(sys.stdin.buffer.readline().decode()))

@@ -11,7 +11,6 @@ the difference of the log-probabilities alone (docs/simulation.md).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.table import Table
 
 from asyncrl.gpu_check.generating import Case, measure
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 from benchmarks.tiny_models import SMOKE_START, random_qwen3
 
 VOCABULARY = 5000
@@ -45,11 +44,8 @@ def models(folder: Path, *, smoke: bool) -> dict[str, Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, "a quarter of the responses")
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
-    parser.add_argument("--quick", action="store_true", help="a quarter of the responses")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
     args = parser.parse_args(arguments)
     responses, length = (4, 8) if args.smoke else (48 if args.quick else 192, 128)
     table = Table(title=f"tokens that {args.engine} rejects under unchanged weights")

@@ -17,7 +17,6 @@ whole distributions, on texts that the earlier version has just generated.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import itertools
@@ -29,18 +28,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.rollout.trajectory import IntArray
+from asyncrl.tasks.builtin.arithmetic import Problem, draw_problems, working
 from asyncrl.tasks.builtin.warm_start_recipe import WarmStart
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.loading import load_task
@@ -48,10 +50,87 @@ from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.checkpoint.format.files import path_of
-from benchmarks.policies_variety import Variety, teach
-from benchmarks.report import add_smoke, write_json
-from benchmarks.run_command import run_command
+from benchmarks.harness import parser_of, run_command, write_json
 from benchmarks.tiny_models import SMOKE_START
+
+
+@dataclass(frozen=True)
+class Variety:
+    """How much the answers vary, and for how long that is taught."""
+
+    ends: tuple[tuple[str, float], ...] = ((",", 0.7), (".", 0.2), (" ", 0.1))
+    """Ends of a column, each with its probability."""
+    steps: int = 160
+    """Optimizer steps."""
+    learning_rate: float = 1e-3
+    """Peak; a short warm-up, linear decay over the second half."""
+
+    def text(self, problem: Problem, rng: np.random.Generator, slip: float) -> str:
+        """A worked answer with random column ends."""
+        columns = working(problem, rng, slip).split(",")
+        signs, shares = zip(*self.ends, strict=True)
+        ends = rng.choice(signs, len(columns) - 1, p=shares)
+        return "".join(f"{column}{end}" for column, end in zip(columns, [*ends, ""], strict=True))
+
+
+def teach(source: Path, target: Path, recipe: WarmStart, variety: Variety) -> None:
+    """Train the model in `source` on varied answers and save it to `target`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small matrices, and the same model on every machine
+    try:
+        _teach(source, target, recipe, variety)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _teach(source: Path, target: Path, recipe: WarmStart, variety: Variety) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    rng = np.random.default_rng(recipe.seed + 2)
+    problems = draw_problems(rng, recipe.digits, held_out=False)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(variety.steps):
+        shape = min(1.0, (step + 1) / 20, 2.0 * (1.0 - step / variety.steps))
+        for group in optimizer.param_groups:
+            group["lr"] = variety.learning_rate * shape
+        drawn = [next(problems) for _ in range(recipe.batch_size)]
+        texts = [variety.text(problem, rng, recipe.slip) for problem in drawn]
+        tokens, wanted = _batch(tokenizer, drawn, texts)
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        loss = functional.cross_entropy(logits[wanted[:, 1:]], tokens[:, 1:][wanted[:, 1:]])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _batch(
+    tokenizer: Any, problems: list[Problem], texts: list[str]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids `[B, T]`, padded on the right, and a `[B, T]` mask of the response."""
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem.question}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        for problem in problems
+    ]
+    starts = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    ends = tokenizer([t + tokenizer.eos_token for t in texts], add_special_tokens=False)[
+        "input_ids"
+    ]
+    longest = max(len(s) + len(e) for s, e in zip(starts, ends, strict=True))
+    tokens = torch.full((len(texts), longest), tokenizer.pad_token_id)
+    wanted = torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        length = len(start) + len(end)
+        tokens[row, :length] = torch.tensor(start + end)
+        wanted[row, len(start) : length] = True
+    return tokens, wanted
+
 
 WARM_START = WarmStart(
     digits=(4, 6), layers=3, steps=1300, slip=0.06, expected=(0.4, 0.9), extra_rounds=0
@@ -255,10 +334,7 @@ SMOKE = Recipe(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="changes nothing")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
+    parser = parser_of(__doc__, "changes nothing")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         policies = ensure_policies(SMOKE, Path(folder)) if options.smoke else ensure_policies()

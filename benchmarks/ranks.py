@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.rollout.trajectory import Provenance, SampleId, TrajectoryBuilder, VerifiableTrajectory
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 
 VOCABULARY, GROUP_SIZE, MODES = 8192, 4, ("optimizer", "full")
 LENGTH = 256
@@ -40,8 +40,7 @@ GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="34M parameters instead of 82M")
+    parser = parser_of(__doc__, "34M parameters instead of 82M")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
         "--groups", type=int, default=2, help="micro-batches of each rank in a step"
@@ -51,9 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--checkpointing", action="store_true", help="trainer.gradient_checkpointing"
     )
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
-    add_smoke(parser)
     args = parser.parse_args(arguments)
     if args.rank is not None:
         _rank(json.loads(args.rank))

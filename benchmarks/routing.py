@@ -14,7 +14,6 @@ running SGLang, on a CPU, are compared as well.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -31,8 +30,7 @@ from torch import Tensor
 from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
 from asyncrl.trainer.model.packed_batch import PackedBatch
 from asyncrl.trainer.model.policy import Policy, why_no_routes
-from benchmarks.report import add_smoke, write_json
-from benchmarks.sglang_interpreter import sglang_python
+from benchmarks.harness import parser_of, sglang_python, write_json
 
 CPU = torch.device("cpu")
 PROMPT = 16
@@ -151,12 +149,9 @@ def _mean(values: Tensor) -> float | None:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer tokens")
+    parser = parser_of(__doc__, "fewer tokens")
     parser.add_argument("--model", help="a model directory or hub id; default: a random mixture")
     parser.add_argument("--sglang", action="store_true", help="also a running SGLang")
-    parser.add_argument("--json", type=Path)
-    add_smoke(parser)
     arguments = parser.parse_args(given)
     samples, tokens = (8, 112) if arguments.quick else (32, 240)
     if arguments.smoke:

@@ -18,7 +18,6 @@ trainer's intake are those that `benchmarks.controller` and `benchmarks.delivery
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ from asyncrl.simulation.outcome import Outcome
 from asyncrl.simulation.study import Cluster
 from asyncrl.wire.sessions.peers import GATHER_SECONDS
 from asyncrl.wire.sessions.session import ACK_SECONDS
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 
 GPUS = (8, 64, 256, 1024)
 MODES = ("sync", "verify", "verify, k=1")
@@ -238,12 +237,9 @@ def table(points: list[Point], title: str) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="up to 64 GPUs, no variants")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    parser = parser_of(__doc__, "up to 64 GPUs, no variants")
     parser.add_argument("--model", choices=GPUS_PER_GENERATOR, help="only this model")
     parser.add_argument("--gpus", type=int, choices=GPUS, help="only this many GPUs")
-    add_smoke(parser)
     args = parser.parse_args(arguments)
     if args.smoke:
         args.model, args.gpus = "7b", GPUS[0]

@@ -17,7 +17,6 @@ single events that open a whole step. The full benchmark (some minutes, about 1 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import heapq
 import random
@@ -34,7 +33,7 @@ from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands, events
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.scheduler import Scheduler
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 
 
 @dataclass
@@ -215,10 +214,7 @@ def memory(generators: int, slots: int, mode: str, *, steps: int) -> tuple[float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="up to 512 generators")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
+    parser = parser_of(__doc__, "up to 512 generators")
     args = parser.parse_args(arguments)
     steps, many, slots = (10, (2,), 8) if args.smoke else (200, (8, 256), 256)
     largest = 4 if args.smoke else 512 if args.quick else 4096

@@ -16,7 +16,6 @@ simulates 32 generators.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 from collections.abc import Sequence
@@ -31,8 +30,7 @@ from rich.table import Table
 from asyncrl.simulation.fit import Fit, fit_run
 from asyncrl.simulation.study import MODES, Cluster, as_json, cluster, compare
 from asyncrl.simulation.tables import mode_table
-from benchmarks.report import add_smoke, write_json
-from benchmarks.run_command import run_command
+from benchmarks.harness import parser_of, run_command, write_json
 from benchmarks.tiny_models import smoke_settings
 
 EXAMPLE = "examples/arithmetic.yaml"
@@ -97,12 +95,9 @@ def validate(fits: dict[str, Fit], console: Console) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="short runs, 32 generators")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    parser = parser_of(__doc__, "short runs, 32 generators")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="keep the runs here")
     parser.add_argument("--no-runs", action="store_true", help="only the cluster, no real runs")
-    add_smoke(parser)
     args = parser.parse_args(arguments)
     console = Console(width=120)
     raw: dict[str, Any] = {}

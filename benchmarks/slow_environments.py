@@ -6,16 +6,14 @@ python -m benchmarks.slow_environments --gpus 64 --latency 1   one place
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from asyncrl.simulation.environments import GO_BACK, Environments
 from asyncrl.simulation.network import Network
 from asyncrl.simulation.study import Cluster
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 
 GPUS = (8, 64, 256, 1024)
 LATENCIES = (0.1, 1.0, 10.0)
@@ -58,14 +56,11 @@ def one(gpus: int, latency: float, mode: str, **changes: Any) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, "up to 64 GPUs")
     parser.add_argument("--gpus", type=int, action="append")
     parser.add_argument("--latency", type=float, action="append")
     parser.add_argument("--mode", action="append")
-    parser.add_argument("--quick", action="store_true", help="up to 64 GPUs")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--variants", action="store_true", help="one thing changed, on 64 GPUs")
-    add_smoke(parser)
     given = parser.parse_args(arguments)
     if given.quick:
         given.gpus = given.gpus or [8, 64]

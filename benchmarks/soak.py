@@ -22,7 +22,6 @@ first four are 0, memory has grown by at most 20 MB and descriptors by at most 2
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import os
@@ -44,7 +43,7 @@ from asyncrl.monitoring.records.group_account import GroupAccount, read_account
 from asyncrl.steering.control_socket import ask
 from asyncrl.wire.messages import control
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 from benchmarks.watched_run import own_bytes
 
 OWN = Path(__file__).parents[1] / "examples" / "your_own"
@@ -305,11 +304,8 @@ def _raw(outcome: Outcome, extent: Extent, load: float) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="5 minutes and 500 steps")
+    parser = parser_of(__doc__, "5 minutes and 500 steps")
     parser.add_argument("--minutes", type=float, help="at least so many, instead of 60 or 5")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
     options = parser.parse_args(arguments)
     extent = SMOKE if options.smoke else QUICK if options.quick else FULL
     extent = Extent(options.minutes or extent.minutes, extent.steps)

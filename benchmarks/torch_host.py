@@ -18,7 +18,6 @@ and the decode thread around the core are not part of it; `benchmarks.vllm_host`
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -39,7 +38,7 @@ from asyncrl.engine.sampling import logits
 from asyncrl.engine.torch.core import CoreSettings, DecodeCore
 from asyncrl.engine.torch.kernels import warm_up
 from asyncrl.engine.torch.model import SlotModel, load_model
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -149,10 +148,7 @@ def run(rounds: int, rows: int, tokens: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.torch_host")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", type=Path, help="where the numbers are written")
-    add_smoke(parser)
+    parser = parser_of(__doc__, "fewer rounds")
     chosen = parser.parse_args(arguments)
     rows, tokens = (16, 24) if chosen.smoke else (ROWS, TOKENS)
     results = run(1 if chosen.smoke else 5 if chosen.quick else 25, rows, tokens)

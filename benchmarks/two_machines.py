@@ -21,7 +21,6 @@ locally or on stale tokens, or if accuracies after training differ by more than 
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import tempfile
@@ -36,9 +35,9 @@ from benchmarks.chaos.cluster_faults import RANKS_APART
 from benchmarks.chaos.cluster_run import ClusterRun
 from benchmarks.chaos.live_run import LiveRun, Setup, carry_out
 from benchmarks.chaos.main import CONFIG
+from benchmarks.harness import parser_of, write_json
 from benchmarks.machines.namespaces import NoMachinesError
 from benchmarks.machines.ray import ray_machines
-from benchmarks.report import add_smoke, write_json
 
 SETTINGS = ("launcher.generators=2", "monitoring.live=plain")
 PLACED = (
@@ -50,11 +49,8 @@ ERRORS = 4.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="20 steps")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    parser = parser_of(__doc__, "20 steps")
     parser.add_argument("--ranks", action="store_true", help="two ranks of the trainer")
-    add_smoke(parser)
     options = parser.parse_args(arguments)
     steps = 2 if options.smoke else 20 if options.quick else 80
     load = os.getloadavg()[0]

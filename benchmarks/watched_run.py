@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from asyncrl.monitoring.records.metrics_log import read_metrics
-from benchmarks.run_command import run_command
+from benchmarks.harness import run_command
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
 SETTLE_SECONDS = 3.0

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from asyncrl.steering.status_stream import VIEW_SECONDS
 from asyncrl.steering.watching import Watching
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 from benchmarks.watched_run import (
     SETTLE_SECONDS,
     SMOKE_SECONDS,
@@ -69,11 +69,8 @@ class Command:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--watchers", type=int, default=100)
-    parser.add_argument("--json")
-    add_smoke(parser)
     given = parser.parse_args(arguments)
     pairs, seconds = (5, 8.0) if given.quick else (20, 30.0)
     steps, command_seconds, settle = 10, COMMAND_SECONDS, SETTLE_SECONDS

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 from benchmarks.watched_run import (
     SETTLE_SECONDS,
     SMOKE_SECONDS,
@@ -54,11 +54,8 @@ class Period:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--watchers", type=int, default=100)
-    parser.add_argument("--json")
-    add_smoke(parser)
     given = parser.parse_args(arguments)
     pairs, seconds = (5, 12.0) if given.quick else (20, 30.0)
     steps, settle = 15, SETTLE_SECONDS

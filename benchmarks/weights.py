@@ -24,7 +24,6 @@ the four.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import threading
 import time
@@ -48,7 +47,7 @@ from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
 from asyncrl.wire.weights.reader import WeightBuffer
 from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks import weights_broadcast, weights_chain, weights_proof
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 from benchmarks.weights_remote import measure_remote
 
 _ROWS = 4
@@ -332,9 +331,7 @@ def print_table(raw: dict[str, dict[str, Any]], ratios: dict[str, float]) -> Non
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="7 versions of each kind, not 25")
-    parser.add_argument("--json", help="file to write")
+    parser = parser_of(__doc__, "7 versions of each kind, not 25")
     parser.add_argument(
         "--engine", choices=("torch", "vllm", "sglang"), help="only this one; default: torch, vllm"
     )
@@ -342,7 +339,6 @@ def main(given: Sequence[str] | None = None) -> None:
         "--part", choices=("engines", "chain", "broadcast", "proof"), help="only this one"
     )
     parser.add_argument("--gb", type=float, help="of the model of `--part proof`; default: 1")
-    add_smoke(parser)
     arguments = parser.parse_args(given)
     effort = SMOKE if arguments.smoke else QUICK if arguments.quick else FULL
     raw: dict[str, Any] = {}

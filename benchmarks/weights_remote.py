@@ -30,7 +30,7 @@ from asyncrl.engine.vllm.client.engine import VllmEngine
 from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 from asyncrl.wire.weights.writer import WeightPublisher
-from benchmarks.sglang_interpreter import sglang_python
+from benchmarks.harness import sglang_python
 
 _ROWS, _LENGTH = 4, 512
 EXTENSION = "asyncrl.engine.vllm.client.launch.EXTENSION_PATH"

@@ -105,7 +105,7 @@ def _mark(process: Path) -> str:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports side by side; another process may take one until it is used."""
+    """The first of so many free ports side by side."""
     for first in range(20_000 + os.getpid() % 5_000, 32_000, count):
         try:
             for port in range(first, first + count):

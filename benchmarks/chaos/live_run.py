@@ -19,7 +19,7 @@ from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.runs.directory import read_state
 from asyncrl.wire.records.step import StepMetrics
 from asyncrl.wire.weights.layout import SHARED_MEMORY
-from benchmarks.run_command import run_command
+from benchmarks.harness import run_command
 
 _POLL_SECONDS = 0.05
 _LAST_LINE_BYTES = 1 << 18

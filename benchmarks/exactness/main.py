@@ -19,50 +19,214 @@ build (0.32.0) cannot start where numba has been imported before.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 from rich.console import Console
+from rich.table import Table
 
-from benchmarks.report import add_smoke, write_json
+from benchmarks.exactness import engines as exactness_engines
+from benchmarks.exactness import kept as exactness_kept
+from benchmarks.exactness.kept import TRAPS, trained
+from benchmarks.exactness.model import Codes, Doubles
+from benchmarks.exactness.pure import PURE, default_pair
+from benchmarks.exactness.stats import Distance, distance
+from benchmarks.harness import parser_of, write_json
+
+ALARM = 1e-6
+FULL, QUICK = 1_000_000, 20_000
+_WAVE = 50_000
+KINDS = exactness_engines.KINDS
+MODES = (*PURE, *TRAPS, *exactness_engines.MODES)
+
+
+def modes_of(engine: str | None) -> list[str]:
+    """The modes of an engine; None: all modes there are."""
+    return [mode for mode in MODES if engine is None or mode.startswith(f"{engine}-")]
+
+
+@dataclass
+class Finding:
+    mode: str
+    exact: bool
+    """Whether the mode must be exact; otherwise its bias must be detected."""
+    distance: Distance
+    seconds: float
+    notes: dict[str, float] = field(default_factory=dict)
+    """Sums over the samples, such as tokens drafted and accepted."""
+
+    @property
+    def as_expected(self) -> bool:
+        """No deviation was detected in an exact mode, or the bias of a biased one was."""
+        return (self.distance.p_value >= ALARM) == self.exact
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "exact": self.exact,
+            "fine": self.as_expected,
+            "seconds": self.seconds,
+            **self.distance.as_dict(),
+            **self.notes,
+        }
+
+
+@dataclass
+class Tally:
+    """Counts of samples in two independent halves, and sums of notes."""
+
+    probabilities: Doubles
+    """`[C]` of the cells, under the policy to be sampled."""
+    halves: np.ndarray[Any, np.dtype[np.int64]] = field(init=False)
+    notes: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.halves = np.zeros((2, len(self.probabilities)), np.int64)
+
+    def add(self, cells: Codes, notes: dict[str, float]) -> None:
+        """Add a wave of samples; they go to the two halves alternately."""
+        for half in (0, 1):
+            self.halves[half] += np.bincount(cells[half::2], minlength=len(self.probabilities))
+        for name, value in notes.items():
+            self.notes[name] = self.notes.get(name, 0.0) + value
+
+    def finding(self, mode: str, exact: bool, began: float) -> Finding:
+        """Compare the counts with the enumerated distribution."""
+        seconds = time.perf_counter() - began
+        return Finding(mode, exact, distance(self.halves, self.probabilities), seconds, self.notes)
+
+
+def run_pure(mode: str, samples: int, seed: int) -> Finding:
+    """Run a mode that needs no engine."""
+    began = time.perf_counter()
+    rng = np.random.default_rng([seed, MODES.index(mode)])
+    if mode in TRAPS:
+        trap, exact = TRAPS[mode]
+        tally = Tally(trained().pair_distribution())
+        for count in _waves(samples):
+            tally.add(*trap(rng, count))
+        return tally.finding(mode, exact, began)
+    sampler, exact = PURE[mode]
+    pair = default_pair()
+    tally = Tally(pair.new.sequence_distribution())
+    for count in _waves(samples):
+        tally.add(*sampler(pair, rng, count))
+    return tally.finding(mode, exact, began)
+
+
+def run_engine(kind: str, modes: Sequence[str], samples: int, seed: int) -> Iterator[Finding]:
+    """Run modes of one engine. Raises `UnavailableError` where it cannot run."""
+    with exactness_engines.open_bench(kind, seed) as bench:
+        for mode in modes:
+            began = time.perf_counter()
+            tally = Tally(bench.probabilities)
+            for cells, notes in bench.waves(mode, samples):
+                tally.add(cells, notes)
+            yield tally.finding(mode, True, began)
+
+
+def _waves(samples: int) -> Iterator[int]:
+    for start in range(0, samples, _WAVE):
+        yield min(_WAVE, samples - start)
+
+
+def table(findings: Sequence[Finding], missing: dict[str, str]) -> Table:
+    out = Table(title="total variation from the enumerated distribution")
+    for name in ("mode", "must be", "samples", "TV", "95% of the sampler's TV", "exact by chance"):
+        out.add_column(name, justify="left" if name in ("mode", "must be") else "right")
+    for name in ("p-value", "accepted", "seconds", ""):
+        out.add_column(name, justify="right")
+    for one in findings:
+        seen, drafted = one.distance, one.notes.get("drafted", 0.0)
+        out.add_row(
+            one.mode,
+            "exact" if one.exact else "biased",
+            f"{seen.samples:,}",
+            f"{seen.tv:.4f}",
+            f"{seen.tv_low:.4f} .. {seen.tv_high:.4f}",
+            f"{seen.tv_by_chance:.4f}, 99.9%: {seen.tv_by_chance_999:.4f}",
+            f"{seen.p_value:.2g}",
+            f"{one.notes['accepted'] / drafted:.3f}" if drafted else "",
+            f"{one.seconds:.0f}",
+            "ok" if one.as_expected else "WRONG",
+        )
+    for mode, why in missing.items():
+        out.add_row(mode, "exact", "MISSING", *[""] * 6, why)
+    return out
+
+
+def kept_table(shares: Sequence[exactness_kept.Shares]) -> Table:
+    """The printed table of tokens kept by each rule."""
+    out = Table(title="share of kept tokens that each rule keeps (64 tokens, Markov)")
+    names = ("length", "K", "TV a token", "outside A", "token by token", "by block", "SPEC-RL l=1")
+    for name in names:
+        out.add_column(name, justify="right")
+    for one in shares:
+        numbers = (one.outside, one.token, one.block, one.specrl_1)
+        out.add_row(
+            f"{one.length}",
+            f"{one.top_k}",
+            f"{one.tv_per_token:.4f}",
+            *(f"{number:.3f}" for number in numbers),
+        )
+    return out
+
+
+def measure(modes: Sequence[str], samples: int, seed: int) -> tuple[list[Finding], dict[str, str]]:
+    """Run the modes; returns the findings, and for each mode that cannot run the reason."""
+    findings = [run_pure(mode, samples, seed) for mode in modes if mode in PURE or mode in TRAPS]
+    missing: dict[str, str] = {}
+    for kind in KINDS:
+        wanted = [mode for mode in modes if mode.startswith(f"{kind}-")]
+        done: list[Finding] = []
+        try:
+            done.extend(run_engine(kind, wanted, samples, seed) if wanted else ())
+        except exactness_engines.UnavailableError as error:
+            missing |= dict.fromkeys(wanted[len(done) :], str(error))
+        findings += done
+    return findings, missing
+
+
+def ratios(findings: Sequence[Finding]) -> dict[str, float]:
+    """Total variation over its mean by chance; about 1 for an exact sampler."""
+    return {
+        f"tv_vs_chance_{one.mode}": one.distance.tv / one.distance.tv_by_chance for one in findings
+    }
+
 
 SMOKE_SAMPLES = 1000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.exactness import kept as exactness_kept
-    from benchmarks.exactness import report
 
-    parser = argparse.ArgumentParser(description="which modes sample exactly from the policy")
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{report.QUICK:,} samples for each mode"
-    )
-    parser.add_argument("--samples", type=int, help=f"for each mode; default {report.FULL:,}")
+    parser = parser_of(__doc__, f"{QUICK:,} samples for each mode")
+    parser.add_argument("--samples", type=int, help=f"for each mode; default {FULL:,}")
     some = parser.add_mutually_exclusive_group()
-    some.add_argument("--engine", choices=report.KINDS, help="its modes only")
-    some.add_argument("--modes", help=f"some of {', '.join(report.MODES)}; default: all")
+    some.add_argument("--engine", choices=KINDS, help="its modes only")
+    some.add_argument("--modes", help=f"some of {', '.join(MODES)}; default: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="write the numbers here")
-    add_smoke(parser)
     options = parser.parse_args(arguments)
-    modes = options.modes.split(",") if options.modes else report.modes_of(options.engine)
+    modes = options.modes.split(",") if options.modes else modes_of(options.engine)
     if options.smoke and not (options.modes or options.engine):
-        modes = [mode for mode in modes if mode in (*report.PURE, *report.TRAPS, "torch-chain")]
-    unknown = [mode for mode in modes if mode not in report.MODES]
+        modes = [mode for mode in modes if mode in (*PURE, *TRAPS, "torch-chain")]
+    unknown = [mode for mode in modes if mode not in MODES]
     if unknown:
-        parser.error(f"no mode {unknown[0]!r}; the modes are {', '.join(report.MODES)}")
-    samples = options.samples or (report.QUICK if options.quick else report.FULL)
+        parser.error(f"no mode {unknown[0]!r}; the modes are {', '.join(MODES)}")
+    samples = options.samples or (QUICK if options.quick else FULL)
     if options.smoke:
         samples = SMOKE_SAMPLES
     if samples < 1000:
         parser.error("--samples must be at least 1,000")
     console = Console(width=None if sys.stdout.isatty() else 150)
-    findings, missing = report.measure(modes, samples, options.seed)
+    findings, missing = measure(modes, samples, options.seed)
     shares = [] if options.engine else exactness_kept.table(quick=options.quick or options.smoke)
-    console.print(report.table(findings, missing))
+    console.print(table(findings, missing))
     if shares:
-        console.print(report.kept_table(shares))
+        console.print(kept_table(shares))
     for mode, why in missing.items():
         print(f"MISSING: {mode} was not certified: {why}", file=sys.stderr)
     if options.json:
@@ -71,6 +235,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "missing": missing,
             "kept": [one.as_dict() for one in shares],
         }
-        ratios = report.ratios(findings)
-        write_json(options.json, "exactness", raw, ratios, smoke=options.smoke)
+        found = ratios(findings)
+        write_json(options.json, "exactness", raw, found, smoke=options.smoke)
     return 0 if options.smoke or all(one.as_expected for one in findings) else 1

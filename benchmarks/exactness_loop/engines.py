@@ -21,7 +21,7 @@ from asyncrl.wire.weights.writer import published
 from benchmarks.exactness_loop.harness import Harness
 from benchmarks.exactness_loop.modes import PROMPTS, Mode
 from benchmarks.exactness_loop.outcome import LoopSettings, Outcome
-from benchmarks.sglang_interpreter import sglang_python
+from benchmarks.harness import sglang_python
 
 _POLL_SECONDS = 0.005
 _RESET_SECONDS = 60.0

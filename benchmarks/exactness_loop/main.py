@@ -26,7 +26,6 @@ Most imports are inside `main`, see `benchmarks.exactness.main`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import time
@@ -45,16 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from benchmarks.exactness_loop.engines import ENGINES
     from benchmarks.exactness_loop.modes import MODES
-    from benchmarks.report import add_smoke, write_json
+    from benchmarks.harness import parser_of, write_json
 
-    parser = argparse.ArgumentParser(description="what the whole loop delivers to the trainer")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK:,} samples for each mode")
+    parser = parser_of(__doc__, f"{QUICK:,} samples for each mode")
     parser.add_argument("--samples", type=int, help=f"for each mode; default {FULL:,}")
     parser.add_argument("--engine", default="torch", help=f"one or more of {', '.join(ENGINES)}")
     parser.add_argument("--modes", help=f"some of: {'; '.join(MODES)} (separated by ;)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="write the numbers here")
-    add_smoke(parser)
     options = parser.parse_args(arguments)
     options.samples = options.samples or (QUICK if options.quick else FULL)
     names = options.modes.split(";") if options.modes else list(MODES)
@@ -76,9 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(name: str, kinds: Sequence[str], samples: int, seed: int) -> dict[str, Any]:
     """Run one mode and test what it promises."""
-    from benchmarks.exactness_loop.distributions import ResponseDistributions
     from benchmarks.exactness_loop.engines import run
-    from benchmarks.exactness_loop.modes import MODES, PROMPTS, make_policies, settings_of
+    from benchmarks.exactness_loop.modes import (
+        MODES,
+        PROMPTS,
+        ResponseDistributions,
+        make_policies,
+        settings_of,
+    )
     from benchmarks.exactness_loop.statements import ALARM, TOLERANCE, check, rewards_match
 
     mode, began = MODES[name], time.perf_counter()

@@ -30,9 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.monitoring.records.same_training import difference
-from benchmarks.hostile.attack import Attack
-from benchmarks.hostile.run import ROOT, START_SECONDS, Run, RunError
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
+from benchmarks.hostile.attack import ROOT, START_SECONDS, Attack, Run, RunError
 
 CONFIG = ROOT / "examples" / "your_own" / "run.yaml"
 WARM = 40
@@ -158,12 +157,9 @@ def show(found: Findings) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
+    parser = parser_of(__doc__, "10^6 frames instead of 10^7")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="10^6 frames instead of 10^7")
     parser.add_argument("--frames", type=int, default=None, metavar="N", help="number of frames")
-    parser.add_argument("--json", metavar="FILE", default=None, help="write the numbers as JSON")
-    add_smoke(parser)
     args = parser.parse_args(arguments)
     frames = args.frames or (2000 if args.smoke else 10**6 if args.quick else 10**7)
     warm, alone = (SMOKE_WARM, SMOKE_ALONE) if args.smoke else (WARM, ())

@@ -19,7 +19,7 @@ from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task
 from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.checkpoint.format.files import path_of
-from benchmarks.live_audit import independence, observations, reference, statements, structure
+from benchmarks.live_audit import independence, reference, statements
 from benchmarks.live_audit.statements import Statement
 from benchmarks.live_audit.tokens import Tokens, tokens_of
 
@@ -147,15 +147,15 @@ def judge(one: Material, *, seed: int = 0, plain: bool = True) -> Report:
     found += independence.correlations(tokens, seed, n)
     found += independence.repetitions(tokens)
     found.append(independence.shared_numbers(tokens))
-    found += observations.statements(records, config, one.task)
+    found += reference.statements(records, config, one.task)
     score = _arithmetic(one)
     if plain and config.environment.name is None:
         found += reference.compare(records, one.models, config, one.stops, score, seed)
-    wrong = structure.faults(
+    wrong = reference.faults(
         records, tokens, config, one.stops, None if score is None else _own(score)
     )
     with np.errstate(invalid="ignore"):
-        worst = float(np.abs(tokens.recorded - structure.recomputed(tokens)).max())
+        worst = float(np.abs(tokens.recorded - reference.recomputed(tokens)).max())
     return Report(one.name, len(records), len(tokens), _counts(records), worst, found, wrong)
 
 
@@ -184,7 +184,7 @@ def _arithmetic(one: Material) -> reference.Score | None:
     return score
 
 
-def _own(score: reference.Score) -> structure.Reward:
+def _own(score: reference.Score) -> reference.Reward:
     return lambda record: score(record, record.response_tokens or [])
 
 

@@ -14,6 +14,7 @@ from asyncrl.config.run_config import load_config
 from asyncrl.monitoring.records.jsonl import read_jsonl
 from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.monitoring.records.spans import clip, idle_by_cause, read_timelines
+from benchmarks.harness import overrides
 from benchmarks.paced.child import RECORDS
 from benchmarks.paced.pace import Work, pace_variable
 from benchmarks.paced.setting import CONFIG, Paced
@@ -68,9 +69,8 @@ class Numbers:
 
 def carry_out(paced: Paced, model: Path, folder: Path) -> Numbers:
     """Train with the command line, on paced devices."""
-    overrides = [part for value in paced.settings(model, folder) for part in ("--set", value)]
     command = [sys.executable, "-m", "benchmarks.paced.command", "run", str(CONFIG)]
-    command += ["--end-with", str(os.getpid()), *overrides]
+    command += ["--end-with", str(os.getpid()), *overrides(paced.settings(model, folder))]
     load_config(CONFIG, paced.settings(model, folder))  # refuses before a process is started
     try:
         done = subprocess.run(

@@ -9,7 +9,7 @@
 
 Every contestant starts from the same weights and trains on the same prompts in the same order, with
 the same rewards, batch, loss, optimizer, seeds and float32. TRL's arguments follow from the run's
-configuration (`benchmarks.peers.trl_arguments`). TRL and the vLLM loop have two threads, asyncrl's
+configuration (`benchmarks.peers.trl_train`). TRL and the vLLM loop have two threads, asyncrl's
 generator and trainer one each. The clock starts when everything is loaded and includes the warming
 up of the first step for all alike. TRL runs in an environment of its own, made on first use.
 
@@ -32,13 +32,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.peers.contestants import ESSENTIAL, SYNC, Contestant, contestants
-from benchmarks.peers.findings import Findings, Run
+from benchmarks.harness import parser_of, write_json
+from benchmarks.peers.contestants import (
+    ESSENTIAL,
+    SMOKE,
+    SYNC,
+    WORKLOADS,
+    Contestant,
+    TrlMissingError,
+    Workload,
+    contestants,
+    make_model,
+)
+from benchmarks.peers.findings import Findings, Run, tables
 from benchmarks.peers.measured_run import RunError, run_measured
-from benchmarks.peers.tables import tables
-from benchmarks.peers.trl_environment import TrlMissingError
-from benchmarks.peers.workloads import SMOKE, WORKLOADS, Workload, make_model
-from benchmarks.report import add_smoke, write_json
 
 SEEDS = (0, 1, 2)
 """In full; --quick uses the first."""
@@ -114,20 +121,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = parser_of(__doc__, f"{', '.join(ESSENTIAL)}; one seed")
     known = {one.name: one for one in contestants()}
     names = [one.name for one in WORKLOADS]
-    parser.add_argument("--quick", action="store_true", help=f"{', '.join(ESSENTIAL)}; one seed")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     parser.add_argument("--keep", metavar="FOLDER", help="keep the runs in this new folder")
     parser.add_argument("--workloads", metavar="A,B", default=",".join(names))
     parser.add_argument("--contestants", metavar="A,B", help="only these; default: all")
     parser.add_argument("--repeats", type=int, help="seeds per contestant")
     parser.add_argument("--steps", type=int, help="optimizer steps of every run")
-    add_smoke(parser)
     options = parser.parse_args(arguments)
     if options.smoke:
         options.contestants, options.repeats, options.workloads = SYNC, 1, SMOKE.name

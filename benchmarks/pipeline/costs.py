@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.pipeline.modes import CONFIG
+from benchmarks.pipeline.run import CONFIG
 
 GROUP = 4
 """Samples of each prompt."""

@@ -40,7 +40,6 @@ of the whole core process is in the raw numbers; its difference is smaller than 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import tempfile
@@ -54,7 +53,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.cache.config import CacheConfig
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, write_json
 from benchmarks.vllm_host.clocks import DRAW
 from benchmarks.vllm_host.models import tiny_model, wide_model
 from benchmarks.vllm_host.sides import PROMPT, Ours, Plain, Side, Spent, config_of, timed
@@ -178,11 +177,8 @@ def host_table(costs: dict[str, float], rounds: dict[str, list[Spent]]) -> Table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="some minutes")
-    parser.add_argument("--json", metavar="FILE", help="write the result")
+    parser = parser_of(__doc__, "some minutes")
     parser.add_argument("--part", choices=("topk", "host"), help="only this one")
-    add_smoke(parser)
     options = parser.parse_args(arguments)
     effort, console = (SMOKE if options.smoke else QUICK if options.quick else FULL), Console()
     raw: dict[str, Any] = {"effort": effort._asdict()}

@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.engines import main
-from benchmarks.engines.cpu import cpu_seconds
-from benchmarks.engines.measure import Sizes, measure
+from benchmarks.engines.main import Sizes, cpu_seconds, measure
 from benchmarks.vllm_host.models import tiny_model
 
 NUMBERS = {

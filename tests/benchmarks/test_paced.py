@@ -26,10 +26,10 @@ from asyncrl.wire.records.step import BatchMetrics, StalenessMetrics, StepMetric
 from benchmarks.paced import main as paced_main
 from benchmarks.paced import pace as paced_pace
 from benchmarks.paced.child import RECORDS, PacedCore
-from benchmarks.paced.findings import Findings, Result, reached
+from benchmarks.paced.findings import Findings, Result, large_table, reached, tables
+from benchmarks.paced.main import simulate, simulate_device
 from benchmarks.paced.model import Lengths, make_model
 from benchmarks.paced.pace import PacedDevice, Scale, Work, cost_of_environment, pace_variable
-from benchmarks.paced.plan import full, quick
 from benchmarks.paced.reward import rarer_letters
 from benchmarks.paced.run import Numbers, RunError, read_run
 from benchmarks.paced.setting import (
@@ -41,9 +41,9 @@ from benchmarks.paced.setting import (
     VERIFY,
     Machine,
     Paced,
+    full,
+    quick,
 )
-from benchmarks.paced.simulated import simulate, simulate_device
-from benchmarks.paced.tables import large_table, tables
 
 H200 = roofline(MODELS["7b"], DEVICES["h200"], trainer_devices=3, swap_seconds=0.5)
 

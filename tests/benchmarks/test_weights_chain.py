@@ -8,8 +8,7 @@ import torch
 
 from asyncrl.wire.weights.chain.source import PublishedVersions
 from asyncrl.wire.weights.writer import WeightPublisher
-from benchmarks.weights_chain import _Measurement, arithmetic, print_table, ratios_of
-from benchmarks.weights_deltas import share_of
+from benchmarks.weights_chain import _Measurement, arithmetic, print_table, ratios_of, share_of
 from benchmarks.weights_nodes import Link, nodes
 
 
