@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 from rich.table import Table
 
 from asyncrl.config.run_config import RunConfig, load_config, parse_config
@@ -32,7 +31,7 @@ from asyncrl.startup.devices import needs_of
 from asyncrl.startup.memory import device_of, memory_of, refuse_too_large
 from asyncrl.startup.prepare import USABLE, EngineNeeds, drafts_of, with_shared_gpu
 from asyncrl.trainer.model.memory_estimate import GIB, ModelShape
-from benchmarks.harness import parser_of, write_json
+from benchmarks.harness import parser_of, report, table
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = "asyncrl/initialise/templates/run.yaml"
@@ -197,34 +196,25 @@ def ratios_of(found: Sequence[Row]) -> dict[str, float]:
 
 def table_of(found: Sequence[Row]) -> Table:
     """A line for each configuration: what it is written for, and what it fits."""
-    table = Table(title="shipped configurations on stand-in GPUs (GB each)")
-    for title in ("configuration", "for", "step GiB", *(one.name for one in MACHINES)):
-        table.add_column(title)
-    for row in found:
-        own, *others = (
-            "[green]fits[/]" if one.fits else "[red]no[/]" if n == 0 else "no"
-            for n, one in enumerate(row.verdicts)
-        )
-        table.add_row(row.name, f"{row.written_for} {own}", f"{row.step_gib:.1f}", *others)
-    return table
+    return table(
+        "shipped configurations on stand-in GPUs (GB each)",
+        ("configuration", "for", "step GiB", *(one.name for one in MACHINES), "on its own machine"),
+        (
+            (
+                row.name, row.written_for, f"{row.step_gib:.1f}",
+                *("fits" if one.fits else "no" for one in row.verdicts[1:]),
+                f"{'UNFIT' if row.is_unfit else 'fits'}: {row.verdicts[0].text}",
+            )
+            for row in found
+        ),
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, "the same")
-    options = parser.parse_args(argv)
-    found, console = rows(), Console(width=120)
-    console.print(table_of(found))
-    for row in found:
-        own = row.verdicts[0]
-        state = "UNFIT" if row.is_unfit else "fits"
-        console.print(
-            f"{row.name} on {own.machine} {state}: {own.text}", markup=False, soft_wrap=True
-        )
+    options = parser_of(__doc__, "the same").parse_args(argv)
+    found = rows()
     ratios = ratios_of(found)
-    console.print(ratios)
-    if options.json:
-        raw = {"rows": [asdict(row) for row in found]}
-        write_json(options.json, "gpu_plan", raw, ratios, smoke=options.smoke)
+    report(options, "gpu_plan", {"rows": [asdict(r) for r in found]}, ratios, table_of(found))
     return int(ratios["unfit_shipped"] > 0)
 
 

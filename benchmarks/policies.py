@@ -23,6 +23,7 @@ import itertools
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,7 +33,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,7 +50,7 @@ from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.checkpoint.format.files import path_of
-from benchmarks.harness import parser_of, run_command, write_json
+from benchmarks.harness import parser_of, report, run_command, table
 from benchmarks.tiny_models import SMOKE_START
 
 
@@ -309,18 +309,14 @@ def total_variation(p: torch.Tensor, q: torch.Tensor) -> float:
 
 def drift_table(policies: Policies) -> Table:
     before, after = policies.accuracy["before"], policies.accuracy["after"]
-    table = Table(
-        title=f"policy versions, trained here: accuracy {before:.2f} before, {after:.2f} after "
+    certain = ", ".join(f"{value:.3f} ({step})" for step, value in policies.certainty.items())
+    return table(
+        f"policy versions, trained here: accuracy {before:.2f} before, {after:.2f} after "
         f"{max(policies.paths)} steps",
-        min_width=60,
+        "versions,total variation per token",
+        policies.drift.items(),
+        caption=f"mean probability of a version's own tokens: {certain}",
     )
-    table.add_column("versions")
-    table.add_column("total variation per token", justify="right")
-    for pair, distance in policies.drift.items():
-        table.add_row(pair.replace("-", " → "), f"{distance:.5f}")
-    shown = ", ".join(f"{value:.3f} ({step})" for step, value in policies.certainty.items())
-    table.caption = f"mean probability of a version's own tokens: {shown}"
-    return table
 
 
 SMOKE = Recipe(
@@ -333,16 +329,14 @@ SMOKE = Recipe(
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__, "changes nothing")
-    options = parser.parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser_of(__doc__, "changes nothing").parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         policies = ensure_policies(SMOKE, Path(folder)) if options.smoke else ensure_policies()
-    Console().print(drift_table(policies))
-    if options.json:
-        raw = {"accuracy": policies.accuracy, "certainty": policies.certainty}
-        write_json(options.json, "policies", raw, policies.drift, smoke=options.smoke)
+    raw = {"accuracy": policies.accuracy, "certainty": policies.certainty}
+    report(options, "policies", raw, policies.drift, drift_table(policies))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

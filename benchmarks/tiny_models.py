@@ -1,4 +1,4 @@
-"""Models that are made in a moment: random ones whose responses can be enumerated, and a start."""
+"""Models and trajectories that are made in a moment."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 
+from asyncrl.rollout.trajectory import (
+    IntArray,
+    Provenance,
+    SampleId,
+    TrajectoryBuilder,
+    VerifiableTrajectory,
+)
 from asyncrl.tasks.builtin.warm_start_recipe import MINIATURE
 from asyncrl.tasks.model import ensure_builtin_model
 
@@ -53,6 +61,31 @@ def smoke_settings(folder: Path, task: Literal["arithmetic", "agent"] = "arithme
     return [f"model.path={made}", *few]
 
 
+def qwen3(vocabulary: int, hidden: int = 64, layers: int = 2, *, seed: int = 0, **more: Any) -> Any:
+    """A Qwen3 with random weights as transformers makes them, in float32; no token is special.
+
+    Heads have 64 numbers, every second one has keys and values; `more` are other settings.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    settings = {
+        "intermediate_size": 3 * hidden,
+        "num_attention_heads": max(1, hidden // 64),
+        "num_key_value_heads": max(1, hidden // 128),
+        "head_dim": 64,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        **more,
+    }
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, **settings
+    )
+    return Qwen3ForCausalLM(config).float().eval()
+
+
 def random_qwen3(
     seed: int,
     vocabulary: int,
@@ -61,28 +94,42 @@ def random_qwen3(
     embedding_scale: float = 0.3,
     weight_scale: float = 0.4,
 ) -> Any:
-    """A random Qwen3 whose next-token distributions are neither flat nor certain."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """A random Qwen3 whose next-token distributions are neither flat nor certain.
 
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=vocabulary,
-            hidden_size=32,
-            num_hidden_layers=2,
-            intermediate_size=64,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,  # the smallest that vLLM's CPU attention supports
-            max_position_embeddings=max_length,
-            tie_word_embeddings=True,
-            eos_token_id=None,
-            bos_token_id=None,
-        )
-    )
+    The scales are standard deviations of the (tied) embeddings and of the other matrices.
+    """
+    model = qwen3(
+        vocabulary, 32, 2, seed=seed, intermediate_size=64, num_attention_heads=2,
+        head_dim=32,  # the smallest that vLLM's CPU attention supports
+        max_position_embeddings=max_length,
+    )  # fmt: skip
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 scale = embedding_scale if "embed" in name else weight_scale
                 parameter.copy_(torch.randn_like(parameter) * scale)
-    return model.float().eval()
+    return model
+
+
+def random_trajectory(
+    rng: np.random.Generator,
+    sample: SampleId,
+    prompt: IntArray,
+    length: int,
+    vocabulary: int,
+    policy_version: int,
+) -> VerifiableTrajectory:
+    """So many random tokens, sampled by a policy to which all are alike."""
+    tokens = rng.integers(3, vocabulary, length).astype(np.int32)
+    logprobs = np.full(length, -np.log(vocabulary), np.float32)
+    builder = TrajectoryBuilder(sample, f"prompt {sample.group}", prompt)
+    builder.append(
+        tokens=tokens,
+        logprobs=logprobs,
+        topk_ids=tokens[:, None],
+        topk_logprobs=logprobs[:, None],
+        noise_seeds=np.zeros(length, np.uint64),
+        provenance=np.full(length, Provenance.SAMPLED, np.uint8),
+        policy_version=policy_version,
+    )
+    return builder.finish("stop")

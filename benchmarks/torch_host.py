@@ -1,24 +1,18 @@
-"""What a step of the torch engine costs on the host, with a model that costs nothing.
+"""What does a step of the torch engine cost on the host, with a model that costs nothing?
 
     python -m benchmarks.torch_host [--quick] [--json FILE]
 
-256 rows of a random model with one layer, a hidden size of 16 and a vocabulary of 32 generate 96
-tokens each, as in a run: K = 8, siblings share prompts, the cache is fed, and the planner keeps its
-books. A full step has no room for drafts. Medians over rounds, CPU time of the thread, in
-microseconds per row and step:
-
-    forward   the model's forward pass: arithmetic, and the calls that start it
-    draw      from logits to tokens and lists: arithmetic
-    host      **torch_host_us_per_row_step**: all the rest of a step, which is our own Python:
-              admission, layout, random numbers, what each row appends, chunks, the cache
-
-Requests begin and end in a round, so what a request costs is spread over its tokens. The event loop
-and the decode thread around the core are not part of it; `benchmarks.vllm_host` measures them.
+256 rows of a random model with one layer and a hidden size of 16 generate 96 tokens each, as in a
+run: K = 8, siblings share prompts, the cache is fed, and the planner keeps its books; full steps
+have no room for drafts. Medians over rounds of the thread's CPU time, in µs per row and step:
+`forward` is the model's forward pass, `draw` from logits to tokens and lists, and `host`
+(**torch_host_us_per_row_step**) all the rest, which is our own Python. What a request costs is
+spread over its tokens; the event loop and the decode thread are not part of it.
 """
 
 from __future__ import annotations
 
-import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,8 +22,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree.rollout_tree import RolloutCache
@@ -38,7 +30,8 @@ from asyncrl.engine.sampling import logits
 from asyncrl.engine.torch.core import CoreSettings, DecodeCore
 from asyncrl.engine.torch.kernels import warm_up
 from asyncrl.engine.torch.model import SlotModel, load_model
-from benchmarks.harness import parser_of, write_json
+from benchmarks.harness import medians, parser_of, pick, report, table
+from benchmarks.tiny_models import qwen3
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,22 +61,10 @@ class Clock:
 
 def smallest_model(folder: Path, rows: int) -> SlotModel:
     """One layer, 16 numbers per token: the host is all there is."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=128,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    qwen3(
+        32, 16, 1, intermediate_size=16, head_dim=8, max_position_embeddings=128,
+        tie_word_embeddings=False,
+    ).save_pretrained(folder)  # fmt: skip
     cpu = torch.device("cpu")
     return load_model(str(folder), slots=rows, max_len=128, device=cpu, dtype=torch.float32)
 
@@ -143,25 +124,18 @@ def run(rounds: int, rows: int, tokens: int) -> dict[str, Any]:
     core = core_of(model, rows)
     measure(core, 0, rows, tokens)  # everything loaded, memory touched
     measured = [measure(core, 1 + i, rows, tokens) for i in range(rounds)]
-    parts = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
-    return {"us_per_row_step": parts, "rounds": measured}
+    return {"us_per_row_step": medians(measured), "rounds": measured}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__, "fewer rounds")
-    chosen = parser.parse_args(arguments)
-    rows, tokens = (16, 24) if chosen.smoke else (ROWS, TOKENS)
-    results = run(1 if chosen.smoke else 5 if chosen.quick else 25, rows, tokens)
-    table = Table(title=f"torch engine, {rows} rows, µs per row and step")
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser_of(__doc__, "fewer rounds").parse_args(arguments)
+    rows, tokens = (16, 24) if options.smoke else (ROWS, TOKENS)
+    results = run(pick(options, 25, 5, 1), rows, tokens)
     parts = results["us_per_row_step"]
-    for name in parts:
-        table.add_column(name, justify="right")
-    table.add_row(*(f"{value:.2f}" for value in parts.values()))
-    Console().print(table)
-    if chosen.json:
-        ratios = {"torch_host_us_per_row_step": parts["host"]}
-        write_json(chosen.json, "torch_host", results, ratios, smoke=chosen.smoke)
+    shown = table(f"torch engine, {rows} rows, µs per row and step", "part,µs", parts.items())
+    report(options, "torch_host", results, {"torch_host_us_per_row_step": parts["host"]}, shown)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

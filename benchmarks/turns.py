@@ -1,36 +1,27 @@
-"""What a turn costs when many came before it.
+"""Does a turn cost more when many came before it?
 
     python -m benchmarks.turns [--quick] [--part torch] [--part outside] [--json FILE]
 
-A turn is 16 tokens of the policy and 16 observed ones. Each is a request of its own, made as a
-generator makes it: with all tokens so far as its prefix. Three responses take turns, so that a
-machine that becomes slower does so for all of them:
+A turn is 16 tokens of the policy and 16 observed ones, a request with all tokens so far as its
+prefix. Contestants are three responses that take turns on one engine:
 
     early     at its 8th turn, at about 250 tokens
     late      at its 128th turn, at about 4,000 tokens
-    control   at its 8th turn, and its first prompt was so long that it has as many tokens as `late`
+    control   at its 8th turn, with a first prompt so long that it has as many tokens as `late`
 
-So two causes are told apart, by ratios of the medians of their seconds:
+Ratios of median seconds: `turn_cost_growth` late / control (at most 1.1), `context_growth` control
+/ early (`decode_context_growth` of the 15 tokens after the first), `whole_growth` late / early. A
+late turn without a session is fed as a whole by the embedded engine; others have prefix caches.
 
-    turn_cost_growth      late / control    what the number of turns before costs; at most 1.1
-    context_growth        control / early   what as many more tokens cost, in whatever turns
-    whole_growth          late / early      both
-
-A longer context costs more in any engine: attention reads more keys. `decode_context_growth` is
-context_growth of the 15 tokens after a turn's first one. The model is one whose attention is little
-next to its other layers.
-
-The embedded engine keeps the KV of a session. The last column is a late turn that names none, so
-that it is fed again as a whole there; vLLM and SGLang have prefix caches and need no name.
-
-The part `outside` is all that a turn costs besides the engine; see `benchmarks.turns_outside`.
+Outside the engine: CPU seconds of a generator's own code (`SampleGenerator`, `Episodes`, the chat
+template's tokens) with a real environment and an engine that has all tokens of a turn at once; then
+the sample is verified, and every token accepted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import statistics
 import sys
 import tempfile
@@ -41,7 +32,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from asyncrl.cache.config import CacheConfig
@@ -66,7 +56,8 @@ from asyncrl.rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
 from asyncrl.tasks.builtin.tokenizer import builtin_tokenizer
 from asyncrl.wire.messages.frames import digest_of, encode_tokens, encode_trajectory
 from asyncrl.wire.messages.to_generator import PromptPayload
-from benchmarks.harness import parser_of, sglang_python, write_json
+from benchmarks.harness import parser_of, pick, report, sglang_python, table
+from benchmarks.tiny_models import qwen3
 
 TURNS_OUTSIDE_K = 64
 """Of the lists that come with each token, as by default."""
@@ -215,24 +206,9 @@ K = 8
 
 def save_model(path: Path) -> None:
     """A random Qwen3 of 13 million parameters, with small heads and wide layers."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        num_hidden_layers=2,
-        intermediate_size=8192,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).float().eval().save_pretrained(path)
+    settings = {"intermediate_size": 8192, "num_attention_heads": 2, "num_key_value_heads": 1}
+    lengths = {"head_dim": 32, "max_position_embeddings": MAX_LENGTH}
+    qwen3(VOCABULARY, 256, 2, **settings, **lengths).save_pretrained(path)
 
 
 def engine_of(kind: str, path: str) -> Engine:
@@ -371,75 +347,60 @@ def _decoding(found: dict[str, float], turn: str | int) -> float:
 
 
 def table_of_engines(results: dict[str, dict[str, float]], ratios: dict[str, float]) -> Table:
-    table = Table(title="A turn of 16 tokens and its answer of 16, milliseconds")
-    measured = {
-        "8th turn": "turn_8_ms",
-        "control": "turn_control_ms",
-        "128th turn": "turn_128_ms",
-        "128th without session": "turn_128_without_session_ms",
-    }
-    derived = {
-        "turn_cost_growth": "turn_cost_growth",
-        "of context": "context_growth",
-        "of it decoding": "decode_context_growth",
-        "both": "whole_growth",
-    }
-    for name in ("engine", *measured, *derived):
-        table.add_column(name, justify="right")
-    for kind, found in results.items():
-        table.add_row(
-            kind,
-            *(f"{found[key]:.1f}" for key in measured.values()),
-            *(f"{ratios[f'{kind}_{key}']:.3f}" for key in derived.values()),
-        )
-    return table
+    measured = ("turn_8", "turn_control", "turn_128", "turn_128_without_session")
+    derived = ("turn_cost_growth", "context_growth", "decode_context_growth", "whole_growth")
+    return table(
+        "A turn of 16 tokens and its answer of 16, milliseconds",
+        ("engine", *measured, *derived),
+        (
+            (
+                kind,
+                *(found[f"{key}_ms"] for key in measured),
+                *(ratios[f"{kind}_{key}"] for key in derived),
+            )
+            for kind, found in results.items()
+        ),
+    )
 
 
-def table_outside(found: dict[str, float], growth: float) -> Table:
-    table = Table(title="Outside the engine, milliseconds a turn")
-    for name in ("", "8 turns", "128 turns"):
-        table.add_column(name, justify="right")
+def table_outside(found: dict[str, float]) -> Table:
     rows = {
         "a turn, CPU of the generator": "turn_{}_cpu_ms",
         "a turn, wall, environment included": "turn_{}_wall_ms",
         "verification of all, CPU": "verification_of_{}_cpu_ms_per_turn",
         "encoding of all, CPU": "encoding_of_{}_cpu_ms_per_turn",
     }
-    for name, key in rows.items():
-        table.add_row(name, *(f"{found[key.format(turn)]:.3f}" for turn in (EARLY, LATE)))
-    table.add_row("outside_turn_cost_growth", "", f"{growth:.3f}")
-    return table
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__, "fewer responses")
-    parser.add_argument(
-        "--part", action="append", choices=(*KINDS, OUTSIDE), help="an engine, or outside it; all"
+    return table(
+        "Outside the engine, milliseconds a turn",
+        "part,8 turns,128 turns",
+        (
+            (name, *(found[key.format(turn)] for turn in (EARLY, LATE)))
+            for name, key in rows.items()
+        ),
     )
-    chosen = parser.parse_args(arguments)
-    parts, load = chosen.part or (*KINDS, OUTSIDE), os.getloadavg()[0]
-    if chosen.smoke:
-        parts = chosen.part or (KINDS[0], OUTSIDE)
-    rounds, samples = (1, 1) if chosen.smoke else (2, 16) if chosen.quick else (6, 48)
-    late = 2 * EARLY if chosen.smoke else LATE
-    results = run([one for one in parts if one != OUTSIDE], rounds, late)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "fewer responses")
+    parts = (*KINDS, OUTSIDE)
+    parser.add_argument("--part", action="append", choices=parts, help="an engine, or outside it")
+    options = parser.parse_args(arguments)
+    chosen = options.part or ((KINDS[0], OUTSIDE) if options.smoke else parts)
+    rounds, samples = pick(options, (6, 48), (2, 16), (1, 1))
+    late = 2 * EARLY if options.smoke else LATE
+    results = run([one for one in chosen if one != OUTSIDE], rounds, late)
     raw: dict[str, Any] = {"engines": results}
-    ratios = {
-        name: ratio for kind, one in results.items() for name, ratio in ratios_of(kind, one).items()
-    }
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    if results:
-        console.print(table_of_engines(results, ratios))
-    if OUTSIDE in parts:
-        found = asyncio.run(measure_outside(EARLY, LATE, samples))
-        raw[OUTSIDE] = found
-        ratios |= ratios_of(OUTSIDE, found)
-        console.print(table_outside(found, ratios["outside_turn_cost_growth"]))
-    raw |= {"load_before": load, "load_after": os.getloadavg()[0]}
-    console.print(f"load before {load:.1f}, after {raw['load_after']:.1f}")
-    if chosen.json:
-        write_json(chosen.json, "turns", raw, ratios, smoke=chosen.smoke)
+    ratios: dict[str, float] = {}
+    for kind, found in results.items():
+        ratios |= ratios_of(kind, found)
+    shown = [table_of_engines(results, ratios)] if results else []
+    if OUTSIDE in chosen:
+        raw[OUTSIDE] = asyncio.run(measure_outside(EARLY, LATE, samples))
+        ratios |= ratios_of(OUTSIDE, raw[OUTSIDE])
+        shown.append(table_outside(raw[OUTSIDE]))
+    report(options, "turns", raw, ratios, *shown)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,13 +1,11 @@
-"""Weights between nodes: processes on loopback TCP, and what deltas save.
+"""Weights between nodes: how fast are they passed on, and what do deltas save?
 
-    python -m benchmarks.weights --part chain --quick --json FILE
-
-`tcp_vs_memcpy`: seconds until one receiver has 400 MB (encrypted; `tcp_plain_vs_memcpy` without),
-over one copy in memory. `tree4_vs_one`: until four receivers have it, over one. All processes share
-this machine's cores, so links are paced to a stated bandwidth for that ratio: then it says what the
-chain does, not what the processor does; `tree4_vs_one_unpaced` is the other.
-`delta_bytes_share`: see `benchmarks.weights_deltas`. The table of 7B and 32B is arithmetic: bytes
-over bandwidth, and a chunk for each node in between.
+A part of `python -m benchmarks.weights`: processes on loopback TCP. `tcp_vs_memcpy`: seconds until
+one receiver has 400 MB (encrypted; `tcp_plain_vs_memcpy` without), over one copy in memory.
+`tree4_vs_one`: until four receivers have it, over one, with links paced to a stated bandwidth,
+since all share this machine's cores (`tree4_vs_one_unpaced`). `delta_bytes_share`: what a node is
+sent of a step over all bytes, for real steps of a trained and a random model, the worst step. The
+table of 7B and 32B is arithmetic: bytes over bandwidth, and a chunk for each node in between.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.engine.torch.core import CoreSettings, DecodeCore
@@ -38,6 +37,7 @@ from asyncrl.wire.weights.chain.source import PublishedVersions
 from asyncrl.wire.weights.chunks import CHUNK_BYTES, Grid, name_of
 from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher
+from benchmarks.harness import table
 from benchmarks.weights_nodes import Answer, Link, Nodes, nodes
 
 LEARNING_RATE = 1e-6
@@ -283,29 +283,35 @@ def ratios_of(raw: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def print_table(raw: dict[str, Any], ratios: dict[str, float]) -> None:
-    size = raw["nbytes"] / 1e6
-    print(f"{size:.0f} MB over loopback TCP, seconds until all receivers have it")
-    print(f"  {'a copy in memory':32} {raw['memcpy_seconds']:8.3f}")
-    for name, what in (
-        ("one", "1 receiver, encrypted"),
-        ("one_plain", "1 receiver, not encrypted"),
-        ("one_delta", f"1 receiver, delta ({_CHANGED:.0%} changed)"),
-        ("four", "4 receivers in a chain"),
-        ("one_paced", f"1 receiver, {raw['paced_bytes_per_second'] / 1e6:.0f} MB/s links"),
-        ("four_paced", "4 receivers, same links"),
-    ):
-        one = raw[name]
-        print(f"  {what:32} {one['seconds']:8.3f}   {max(one['bytes']) / 1e6:8.1f} MB each")
-    for name, one in raw["deltas"].items():
-        shares = ", ".join(f"{share:.3f}" for share in one["shares"])
-        print(
-            f"delta over whole, {name} model of {one['parameters'] / 1e6:.1f}M (weights' standard "
-            f"deviation {one['standard_deviation']:.3f}), step by step: {shares}"
-        )
-    print("arithmetic, seconds: model, Gbit/s, 1 node, 16 nodes, 16 nodes by deltas, 16 by a star")
-    for row in raw["arithmetic"]:
-        cells = [value for value in row.values() if isinstance(value, float)]
-        print(f"  {row['model']:4} {row['gigabits']:4}" + "".join(f"{c:10.2f}" for c in cells))
-    for ratio, value in ratios.items():
-        print(f"{ratio:28} {value:.3f}")
+def tables(raw: dict[str, Any]) -> list[Table]:
+    """Seconds over loopback TCP, the shares of deltas step by step, and the arithmetic."""
+    pace = f"{raw['paced_bytes_per_second'] / 1e6:.0f} MB/s links"
+    names = {
+        "one": "1 receiver, encrypted",
+        "one_plain": "1 receiver, not encrypted",
+        "one_delta": f"1 receiver, delta ({_CHANGED:.0%} changed)",
+        "four": "4 receivers in a chain",
+        "one_paced": f"1 receiver, {pace}",
+        "four_paced": f"4 receivers, {pace}",
+    }
+    rows = [["a copy in memory", raw["memcpy_seconds"], raw["nbytes"] / 1e6]]
+    for name, what in names.items():
+        rows.append([what, raw[name]["seconds"], max(raw[name]["bytes"]) / 1e6])
+    arithmetic = raw["arithmetic"]
+    return [
+        table("over loopback TCP, until all receivers have it", "what,seconds,MB each", rows),
+        table(
+            "delta over whole, step by step",
+            "model,M parameters,standard deviation,shares",
+            (
+                (
+                    name,
+                    one["parameters"] / 1e6,
+                    one["standard_deviation"],
+                    ", ".join(f"{share:.3f}" for share in one["shares"]),
+                )
+                for name, one in raw["deltas"].items()
+            ),
+        ),
+        table("arithmetic", list(arithmetic[0]), (list(row.values()) for row in arithmetic)),
+    ]

@@ -19,8 +19,10 @@ from asyncrl.engine.remote.worker.shadow_model import Twin
 from asyncrl.engine.remote.worker.staging import WorkerWeights
 from asyncrl.engine.vllm.client.engine import VllmEngine
 from asyncrl.wire.weights.pretrained import load_causal_lm
-from benchmarks.weights_remote import EXTENSION, RELOADING, config_of
+from benchmarks.weights_remote import config_of
 
+EXTENSION = "asyncrl.engine.vllm.client.launch.EXTENSION_PATH"
+PROVING = "benchmarks.weights_worker.ProvingExtension"
 _DTYPE = torch.bfloat16
 
 
@@ -67,7 +69,7 @@ def measure(path: str, kind: str) -> dict[str, Any]:
 
 
 async def _on_vllm(path: str) -> dict[str, Any]:
-    with patch(EXTENSION, RELOADING):
+    with patch(EXTENSION, PROVING):
         engine = VllmEngine(
             config_of("vllm", _DTYPE), path, cache_config=CacheConfig(enabled=False), seed=1
         )
@@ -78,14 +80,3 @@ async def _on_vllm(path: str) -> dict[str, Any]:
         finally:
             await engine.close()
     return {"engine": "vllm", "seconds": seconds, "bytes": nbytes}
-
-
-def ratios_of(raw: dict[str, Any]) -> dict[str, float]:
-    return {"proof_gb_per_second": raw["bytes"] / raw["seconds"] / 1e9}
-
-
-def print_table(raw: dict[str, Any], ratios: dict[str, float]) -> None:
-    print(
-        f"proof on {raw['engine']}: {raw['bytes'] / 1e9:.2f} GB in {raw['seconds']:.1f} s, "
-        f"{ratios['proof_gb_per_second']:.2f} GB/s"
-    )

@@ -312,7 +312,8 @@ FAULTS = {
         ),
         ClusterFault(
             "controller-cut", "controller's machine cut off, then --resume",
-            _always(lambda run: run.here.cut()), _heal_controller, ends_the_run=True, expected_error=_HEAD_LOST,
+            _always(lambda run: run.here.cut()), _heal_controller, ends_the_run=True,
+            expected_error=_HEAD_LOST,
         ),
     )
 }  # fmt: skip

@@ -22,7 +22,6 @@ PARTS = {
 """Modules that are started by benchmarks, and by nobody else."""
 LIGHT = (
     "cache",
-    "checkpoints",
     "controller",
     "delivery",
     "exactness",
