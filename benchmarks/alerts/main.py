@@ -1,12 +1,11 @@
-"""Injects each fault into a real run that a real Prometheus watches, and says what fired when.
+"""Does each fault of a real run raise its alerts in a real Prometheus, and no others?
 
-    python -m benchmarks.alerts                       # all, about 20 minutes
-    python -m benchmarks.alerts --only "full disk"    # one
-    python -m benchmarks.alerts --quick               # a healthy run and two faults
+    python -m benchmarks.alerts [--quick] [--only "full disk"] [--json FILE]
 
 The rules are those of monitoring/rules with all times divided by --faster. It fails if an alert
 does not fire, if one fires in healthy time, or if one fires that does not follow from the fault.
-The full disk needs the right to mount.
+All take about 20 minutes; --quick is a healthy run and two faults. The full disk needs the right to
+mount.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from asyncrl.monitoring.rules.__main__ import RULES
 from asyncrl.runs.directory import read_state
 from benchmarks.alerts.switch import VARIABLE
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
-from benchmarks.harness import parser_of, write_json
+from benchmarks.harness import overrides, parser_of, report, table
 from benchmarks.tiny_models import smoke_settings
 from benchmarks.watching_prometheus import Prometheus, watching
 
@@ -243,10 +242,9 @@ class SwitchedRun(LiveRun):
     def _begin(
         self, settings: tuple[str, ...], more: tuple[str, ...], output: BinaryIO
     ) -> subprocess.Popen[bytes]:
-        overrides = [part for one in settings for part in ("--set", one)]
         command = [sys.executable, "-m", "benchmarks.alerts.command", "run", str(CONFIG)]
         return subprocess.Popen(
-            [*command, "--end-with", str(os.getpid()), *more, *overrides],
+            [*command, "--end-with", str(os.getpid()), *more, *overrides(settings)],
             cwd=ROOT,
             env=os.environ | {VARIABLE: str(self.switch)},
             stdin=subprocess.DEVNULL,
@@ -339,24 +337,15 @@ def _strike(
     look()
 
 
-def table(findings: list[Finding]) -> list[str]:
-    lines = ["| fault | alert | fired after |", "|---|---|---|"]
-    for one in findings:
-        for alert in sorted(one.expected):
-            after = one.fired.get(alert)
-            lines.append(
-                f"| {one.fault} | {alert} | {'not' if after is None else f'{after:.0f} s'} |"
-            )
-        if not one.expected:
-            lines.append(f"| {one.fault} | none | {', '.join(sorted(one.before)) or 'nothing'} |")
-        more = sorted(set(one.fired) & (one.follow - one.expected))
-        if more:
-            lines.append(f"| | followed by {', '.join(more)} | |")
-        if one.wrong:
-            lines.append(f"| | WRONG: {', '.join(sorted(one.wrong))} | |")
-        if one.error:
-            lines.append(f"| | FAILED: {one.error.splitlines()[0]} | |")
-    return lines
+def rows_of(one: Finding) -> list[tuple[str, str, str]]:
+    """Fault, alert, and when it fired."""
+    rows = [
+        (one.fault, alert, f"{one.fired[alert]:.0f} s" if alert in one.fired else "not")
+        for alert in sorted(one.expected)
+    ] or [(one.fault, "none", ", ".join(sorted(one.before)) or "nothing")]
+    more = sorted(set(one.fired) & (one.follow - one.expected))
+    said = {"followed by": more, "WRONG": sorted(one.wrong), "FAILED": one.error.splitlines()[:1]}
+    return rows + [("", what, ", ".join(which)) for what, which in said.items() if which]
 
 
 def untested(findings: list[Finding]) -> list[str]:
@@ -385,25 +374,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = set(options.only or (QUICK if options.quick else names))
     findings = []
     for fault in (None, *FAULTS):
-        name = HEALTHY if fault is None else fault.name
-        if name not in chosen:
+        if (HEALTHY if fault is None else fault.name) not in chosen:
             continue
         healthy = options.healthy_seconds * (6 if fault is None else 1)
         patience = Patience(healthy, options.alert_seconds, options.faster)
-        finding = examine(fault, patience, small=options.smoke)
-        findings.append(finding)
-        print("\n".join(table([finding])[2:]), flush=True)
-        if finding.error:
-            print(finding.error, flush=True)
-    unseen = untested(findings) if chosen == set(names) else []
-    print("\n".join(["", *table(findings), *unseen]))
-    if options.json is not None:
-        raw = {one.fault: {"fired": one.fired, "wrong": sorted(one.wrong)} for one in findings}
-        write_json(
-            options.json,
-            "alerts",
-            raw,
-            {"right": sum(one.is_right for one in findings)},
-            smoke=options.smoke,
-        )
+        findings.append(examine(fault, patience, small=options.smoke))
+        print(*rows_of(findings[-1]), findings[-1].error, sep="\n", flush=True)
+    if chosen == set(names):
+        print(*untested(findings), sep="\n")
+    raw = {one.fault: {"fired": one.fired, "wrong": sorted(one.wrong)} for one in findings}
+    rows = (row for one in findings for row in rows_of(one))
+    right = {"right": sum(one.is_right for one in findings)}
+    report(options, "alerts", raw, right, table("alerts", "fault,alert,fired after", rows))
     return 0 if all(one.is_right for one in findings) else 1

@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from asyncrl.config.run_config import parse_config
@@ -58,7 +57,7 @@ from asyncrl.tasks.prompts import LoadedTask, Prompt
 from asyncrl.wire import Hub, RunKey, RuntimeDirectory
 from asyncrl.wire.transport import outbox
 from benchmarks.controller.peers import SLOTS
-from benchmarks.harness import parser_of, write_json
+from benchmarks.harness import parser_of, pick, report, table
 from benchmarks.plain_sockets import without_curve
 
 GROUP_SIZE = 8
@@ -256,7 +255,7 @@ TARGET = 25_000
 PACED_TICK = 0.1
 """Seconds between two samples of a generator, where the controller has little to do."""
 
-Measured = tuple[list[Table], list[Cost], dict[str, float]]
+Measured = tuple[Table, list[Cost], dict[str, float]]
 
 
 class Effort(NamedTuple):
@@ -281,22 +280,24 @@ def samples_part(effort: Effort) -> Measured:
         for together in (1, 8, 32)
         for batched in (False, True)
     ]
-    table = Table(
-        title=f"controller: {GENERATORS} generators of {effort.rows} rows, µs of CPU / sample"
-    )
-    for title in ("ending together", "alone", "in frames of several", "samples/s measured at"):
-        table.add_column(title, justify="right")
-    ratios: dict[str, float] = {}
+    rows, ratios = [], dict[str, float]()
     for together in (1, 8, 32):
-        per, rate = {}, 0.0
-        for batched in (False, True):
-            of = [c for c in costs if (c.load.together, c.load.batched) == (together, batched)]
-            per[batched] = statistics.median(c.us_per_sample for c in of)
-            rate = statistics.median(c.samples / c.seconds for c in of)
-        table.add_row(str(together), f"{per[False]:.0f}", f"{per[True]:.0f}", f"{rate:.0f}")
-        ratios[f"controller_us_per_sample_{together}"] = per[True]
-        ratios[f"controller_alone_over_together_{together}"] = per[False] / per[True]
-    return [table], costs, ratios
+        of = {
+            batched: [c for c in costs if (c.load.together, c.load.batched) == (together, batched)]
+            for batched in (False, True)
+        }
+        alone, per = (statistics.median(c.us_per_sample for c in each) for each in of.values())
+        rows.append(
+            (together, alone, per, statistics.median(c.samples / c.seconds for c in of[True]))
+        )
+        ratios[f"controller_us_per_sample_{together}"] = per
+        ratios[f"controller_alone_over_together_{together}"] = alone / per
+    shown = table(
+        f"controller: {GENERATORS} generators of {effort.rows} rows, µs of CPU / sample",
+        "ending together,alone,in frames of several,samples/s measured at",
+        rows,
+    )
+    return shown, costs, ratios
 
 
 def relays_part(effort: Effort) -> Measured:
@@ -310,44 +311,41 @@ def relays_part(effort: Effort) -> Measured:
     paced = [replace(fast[relayed, True], tick=PACED_TICK) for relayed in (False, True)]
     costs = [measure(load, steps=steps) for _ in range(repeats) for load in fast.values()]
     costs += [measure(load, steps=1) for load in paced]
-    table = Table(title=f"controller: {many} generators of {many} rows over TCP, µs of CPU / event")
-    for title in ("connected", "CURVE", "all", "main thread", "events/s on one core",
-                  "events/s measured at"):  # fmt: skip
-        table.add_column(title, justify="right")
-    ratios: dict[str, float] = {}
+    rows, ratios = [], dict[str, float]()
     for load in (*fast.values(), *paced):
         of = [cost for cost in costs if cost.load == load]
         rate = statistics.median(cost.events_per_s for cost in of)
-        table.add_row(
-            "through relays of 8" if load.per_relay else "themselves",
-            "on" if load.curve else "off",
-            f"{statistics.median(cost.us_per_event for cost in of):.1f}",
-            f"{statistics.median(1e6 * cost.main_seconds / cost.events for cost in of):.1f}",
-            f"{rate:,.0f}",
-            f"{statistics.median(cost.events / cost.seconds for cost in of):,.0f}",
-        )
+        rows.append((
+            "through relays of 8" if load.per_relay else "themselves", load.curve,
+            statistics.median(cost.us_per_event for cost in of),
+            statistics.median(1e6 * cost.main_seconds / cost.events for cost in of), rate,
+            statistics.median(cost.events / cost.seconds for cost in of),
+        ))  # fmt: skip
         name = "control_messages_per_s" + ("" if load.per_relay else "_direct")
         name += ("" if load.curve else "_plain") + ("_paced" if load in paced else "")
         ratios[name] = rate
-    return [table], costs, ratios
+    shown = table(
+        f"controller: {many} generators of {many} rows over TCP, µs of CPU / event",
+        "connected,CURVE,all,main thread,events/s on one core,events/s measured at",
+        rows,
+    )
+    return shown, costs, ratios
 
 
 PARTS = {"samples": samples_part, "relays": relays_part}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__, "fewer steps and repeats")
     parser.add_argument("--part", choices=PARTS, help="only this part")
-    args = parser.parse_args(arguments)
-    effort = SMOKE if args.smoke else QUICK if args.quick else FULL
-    console, runs, ratios = Console(), [], {}
-    for part in (args.part,) if args.part else PARTS:
-        tables, costs, found = PARTS[part](effort)
-        for table in tables:
-            console.print(table)
+    options = parser.parse_args(arguments)
+    effort = pick(options, FULL, QUICK, SMOKE)
+    shown, runs, ratios = list[Table](), list[Cost](), dict[str, float]()
+    for part in (options.part,) if options.part else PARTS:
+        made, costs, found = PARTS[part](effort)
+        shown.append(made)
         runs += costs
         ratios |= found
-    console.print({name: round(value, 2) for name, value in ratios.items()})
-    if args.json:
-        raw: dict[str, Any] = {"runs": [cost.record() for cost in runs], "target": TARGET}
-        write_json(args.json, "controller", raw, ratios, smoke=args.smoke)
+    raw: dict[str, Any] = {"runs": [cost.record() for cost in runs], "target": TARGET}
+    report(options, "controller", raw, ratios, *shown)
+    return 0

@@ -19,8 +19,6 @@ one that is thrown away:
     client_us_per_row_step         of it, the generator's event loop
 
 Ratios are over the torch engine's number. An engine that cannot run here is listed as MISSING.
-
-Most imports are inside `main`, see `benchmarks.exactness.main`.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ import os
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -39,38 +36,28 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
+from rich.table import Table
+from transformers import AutoModelForCausalLM
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
+from asyncrl.engine.errors import EngineError
 from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams, ScoreRequest
 from asyncrl.engine.sglang.config import SglangConfig
 from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 from asyncrl.wire.weights.writer import WeightPublisher
-from benchmarks.harness import sglang_python
-
-_TICKS = os.sysconf("SC_CLK_TCK")
+from benchmarks.harness import cpu_seconds as cpu_seconds_of
+from benchmarks.harness import descendants, parser_of, pick, report, sglang_python, table
+from benchmarks.tiny_models import random_qwen3
+from benchmarks.weights import make_model
 
 
 def cpu_seconds() -> float:
-    """User and system time of all threads of the living ones."""
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    spent: dict[int, float] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = file.read_text(encoding="ascii", errors="replace").rsplit(") ", 1)[1].split()
-        except OSError:
-            continue  # it has ended
-        pid = int(file.parent.name)
-        children[int(fields[1])].append(pid)
-        spent[pid] = (int(fields[11]) + int(fields[12])) / _TICKS
-    total, waiting = time.process_time(), children[os.getpid()]
-    while waiting:
-        pid = waiting.pop()
-        total += spent[pid]
-        waiting += children[pid]
-    return total
+    """User and system time of this process and of all living ones that it has started."""
+    return time.process_time() + sum(map(cpu_seconds_of, descendants(os.getpid())))
 
 
 PROMPT = 16
@@ -244,11 +231,6 @@ Found = dict[str, dict[str, dict[str, float]]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    import torch
-    from rich.console import Console
-
-    from benchmarks.harness import parser_of, write_json
-
     parser = parser_of(__doc__, "3 rounds, not 9")
     parser.add_argument("--engine", default=",".join(KINDS), help="some of them, with commas")
     options = parser.parse_args(arguments)
@@ -256,24 +238,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not set(kinds) <= set(KINDS):
         parser.error(f"--engine {options.engine}: some of {', '.join(KINDS)}")
     torch.set_num_threads(1)
-    sizes, names = Sizes(rounds=3 if options.quick else 9), MODELS
-    if options.smoke:
-        sizes, names = Sizes(rows=2, length=8, rounds=1), MODELS[1:]
+    sizes = pick(options, Sizes(rounds=9), Sizes(rounds=3), Sizes(rows=2, length=8, rounds=1))
+    names = MODELS[1:] if options.smoke else MODELS
     found, missing = _measure_all(kinds, sizes, names)
-    ratios = ratios_of(found)
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    for model in names:
-        console.print(table_of(found, model))
     for kind, why in missing.items():
         print(f"MISSING: {kind} was not measured: {why}", file=sys.stderr)
-    if options.json:
-        write_json(
-            options.json,
-            "engines",
-            {"engines": found, "missing": missing},
-            ratios,
-            smoke=options.smoke,
-        )
+    shown = [table_of(found, model) for model in names]
+    report(options, "engines", {"engines": found, "missing": missing}, ratios_of(found), *shown)
     return 0
 
 
@@ -281,8 +252,6 @@ def _measure_all(
     kinds: Sequence[str], sizes: Sizes, names: Sequence[str]
 ) -> tuple[Found, dict[str, str]]:
     """One engine and one model after the other; and why engines are missing."""
-    from asyncrl.engine.errors import EngineError
-
     found: Found = {}
     missing: dict[str, str] = {}
     with TemporaryDirectory() as folder:
@@ -304,15 +273,10 @@ def _make_models(
     folder: Path, max_length: int, names: Sequence[str]
 ) -> dict[str, tuple[str, dict[str, Any]]]:
     """The directory and the weights of each model."""
-    from transformers import AutoModelForCausalLM
-
-    from benchmarks.vllm_host.models import tiny_model
-    from benchmarks.weights import make_model
-
     models = {}
     for name in names:
         if name == "host":
-            tiny_model(folder / name, max_length)
+            random_qwen3(1, 64, max_length=max_length).save_pretrained(folder / name)
         else:
             make_model(folder / name, hidden=256, layers=4)
         path = str(folder / name)
@@ -334,21 +298,8 @@ def ratios_of(found: Found) -> dict[str, float]:
     }
 
 
-def table_of(found: Found, model: str) -> Any:
-    """The printed table of a model: a row for each number, a column for each engine."""
-    from rich.table import Table
-
-    table = Table(title=f"engines, model {model} (in brackets: over torch)")
-    table.add_column("")
-    for kind in found:
-        table.add_column(kind, justify="right")
-    ratios = ratios_of(found)
+def table_of(found: Found, model: str) -> Table:
+    """A row for each number, a column for each engine."""
     names = next((list(models[model]) for models in found.values()), [])
-    for name in names:
-        cells = []
-        for kind, models in found.items():
-            ratio = ratios.get(f"{kind}_vs_torch_{model}_{name}")
-            share = "" if ratio is None else f" ({ratio:.2f})"
-            cells.append(f"{models[model][name]:,.4g}{share}")
-        table.add_row(name, *cells)
-    return table
+    rows = ((name, *(models[model][name] for models in found.values())) for name in names)
+    return table(f"engines, model {model}", ("number", *found), rows)

@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from asyncrl.config.run_config import RunConfig, load_config
 from asyncrl.environments.protocol import (
@@ -46,7 +44,7 @@ from asyncrl.rollout.trajectory import IntArray
 from asyncrl.tasks.loading import load_task
 from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task
-from benchmarks.harness import parser_of, run_command, write_json
+from benchmarks.harness import parser_of, pick, report, run_command, table
 from benchmarks.tiny_models import smoke_settings
 
 _TIMEOUT = 60.0
@@ -284,12 +282,8 @@ def _described(case: str, sample: TrainedSample, finding: Finding) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, "two cases, 8 steps")
-    options = parser.parse_args(arguments)
-    console = Console(highlight=False, soft_wrap=True)
-    cases, steps = (CASES[:2], 8) if options.quick else (CASES, 16)
-    if options.smoke:
-        cases, steps = CASES[:1], 2
+    options = parser_of(__doc__, "two cases, 8 steps").parse_args(arguments)
+    cases, steps = pick(options, (CASES, 16), (CASES[:2], 8), (CASES[:1], 2))
     audits = []
     with tempfile.TemporaryDirectory(prefix="rewards-audit-") as folder:
         for case in cases:
@@ -297,24 +291,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found, wrong = audit(case, steps, Path(folder), small)
             audits.append(found)
             for sample, finding in wrong[:_SHOWN]:
-                console.print(_described(found.case, sample, finding))
-    table = Table("case", "samples", "verified", "failed", "wrong")
-    for one in audits:
-        counts = one.samples, one.turns_verified, one.failed, one.wrong
-        table.add_row(one.case, *(f"{count:,}" for count in counts))
-    console.print(table)
+                print(_described(found.case, sample, finding))
+    rows = ((o.case, o.samples, o.turns_verified, o.failed, o.wrong) for o in audits)
+    shown = table("rewards, played again", "case,samples,verified,failed,wrong", rows)
     wrong_ones, total = sum(one.wrong for one in audits), sum(one.samples for one in audits)
-    console.print(f"wrong rewards: {wrong_ones:,} of {total:,}")
     untested = [one.case for one in audits if not one.has_tested]
     if untested:
-        console.print(f"nothing was tested by {', '.join(untested)}: none verified, or none failed")
-    if options.json:
-        raw = {"cases": [asdict(one) for one in audits]}
-        write_json(
-            options.json,
-            "rewards_audit",
-            raw,
-            {"wrong_share": wrong_ones / max(1, total)},
-            smoke=options.smoke,
-        )
+        print(f"nothing was tested by {', '.join(untested)}: none verified, or none failed")
+    raw = {"cases": [asdict(one) for one in audits]}
+    share = {"wrong_share": wrong_ones / max(1, total)}
+    report(options, "rewards_audit", raw, share, shown)
     return 1 if wrong_ones or (untested and not options.smoke) else 0

@@ -39,11 +39,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
+from rich.table import Table
 
 from asyncrl.trainer.cpu.layers import onednn_is_faster, product
-from benchmarks.harness import parser_of, targets_table, write_json
+from benchmarks.harness import parser_of, pick, report, table, targets_table
 from benchmarks.peers.contestants import TrlMissingError, ensure_trl
+from benchmarks.tiny_models import qwen3
 
 GROUP_SIZE = 8
 
@@ -79,25 +80,11 @@ class Workload:
         Lengths of responses are lognormal, as they are in training: most are a fraction of the
         longest, and one is cut off there.
         """
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=self.vocabulary,
-                hidden_size=self.hidden,
-                intermediate_size=self.intermediate,
-                num_hidden_layers=self.layers,
-                num_attention_heads=self.heads,
-                num_key_value_heads=max(1, self.heads // 3),
-                head_dim=64,
-                max_position_embeddings=self.prompt + self.longest,
-                tie_word_embeddings=True,
-                eos_token_id=None,
-                bos_token_id=None,
-            )
-        )
-        model.save_pretrained(folder)
+        qwen3(
+            self.vocabulary, self.hidden, self.layers, seed=seed,
+            intermediate_size=self.intermediate, num_key_value_heads=max(1, self.heads // 3),
+            max_position_embeddings=self.prompt + self.longest,
+        ).save_pretrained(folder)  # fmt: skip
         rng = np.random.default_rng(seed)
         groups: list[dict[str, Any]] = []
         while sum(map(_tokens, groups)) < self.tokens:
@@ -172,7 +159,7 @@ _SECONDS = 900.0
 _ROOT = Path(__file__).parents[2]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__, "2 steps after the first, not 5")
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
@@ -183,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="a setting of asyncrl's trainer, as compile=true",
     )  # fmt: skip
     options = parser.parse_args(arguments)
-    steps = 2 if options.smoke else 3 if options.quick else 6
+    steps = pick(options, 6, 3, 2)
     size = SMALL_PRODUCT if options.smoke else PRODUCT
     raw: dict[str, Any] = {"threads": options.threads, "settings": options.settings}
     peaks = [peak_flops(options.threads, size)]
@@ -194,18 +181,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for workload in chosen:
         raw[workload.name] = measure(workload, steps, options, peaks, size)
     raw["peak_flops"], peak = peaks, max(peaks)
-    print(
-        f"best float32 matrix products: {', '.join(f'{one / 1e9:.0f}' for one in peaks)} GFLOP/s "
-        f"with {options.threads} threads"
-    )
     ratios: dict[str, float] = {}
     for workload in chosen:
         ratios |= ratios_of(workload.name, raw[workload.name], peak)
-        print_table(workload.name, raw[workload.name], peak)
     ratios |= of_targets(ratios)
-    Console().print(targets_table(ratios, TARGETS, FLOORS, reached))
-    if options.json:
-        write_json(options.json, "trainer", raw, ratios, smoke=options.smoke)
+    shown = [table_of(workload.name, raw[workload.name], peak) for workload in chosen]
+    shown.append(targets_table(ratios, TARGETS, FLOORS, reached))
+    report(options, "trainer", raw, ratios, *shown)
+    return 0
 
 
 def measure(
@@ -324,22 +307,22 @@ def reached(name: str, value: float) -> bool:
     return value >= TARGETS[name] if name in FLOORS else value <= TARGETS[name]
 
 
-def print_table(name: str, found: dict[str, Any], peak: float) -> None:
+def table_of(name: str, found: dict[str, Any], peak: float) -> Table:
     costs = found["costs"]
-    print(
-        f"\n{name}: {costs['tokens']:,} tokens a step, {costs['padded']:,} with padding, "
-        f"{costs['flops'] / 1e12:.2f} TFLOP"
-    )
-    for contender in CONTENDERS:
-        if contender in found:
-            one = found[contender]
-            seconds = seconds_of(one)
-            print(
-                f"  {contender:8} {seconds:8.2f} s  {costs['tokens'] / seconds:9,.0f} tokens/s  "
-                f"{costs['flops'] / seconds / peak:6.1%} of the peak  "
-                f"{one['peak_bytes'] / 2**30:6.2f} GiB  gradient norm {one['norms'][0]:.5g}"
+    seconds = {one: seconds_of(found[one]) for one in CONTENDERS if one in found}
+    return table(
+        f"{name}: {costs['tokens']:,} tokens a step, {costs['padded']:,} with padding, "
+        f"{costs['flops'] / 1e12:.2f} TFLOP; peak {peak / 1e9:.0f} GFLOP/s",
+        "contender,s,tokens/s,of the peak,GiB,gradient norm",
+        (
+            (
+                one, taken, costs["tokens"] / taken, f"{costs['flops'] / taken / peak:.1%}",
+                found[one]["peak_bytes"] / 2**30, found[one]["norms"][0],
             )
+            for one, taken in seconds.items()
+        ),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +23,7 @@ from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire.messages.frames import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
+from benchmarks.harness import cpu_seconds
 from benchmarks.vllm_host.clocks import OURS, PLAIN
 
 PROMPT = 16
@@ -59,20 +58,15 @@ class Side(Protocol):
 async def timed(side: Side, rows: int, length: int, top_k: int) -> Spent:
     """Run one round. The event loop must run nothing else."""
     await side.hooks()
-    wall, client, core = time.perf_counter(), time.thread_time(), _cpu_of(side.core_pid())
+    wall, client, core = time.perf_counter(), time.thread_time(), cpu_seconds(side.core_pid())
     await side.generate(rows, length, top_k)
     return Spent(
         rows * length,
         time.perf_counter() - wall,
         time.thread_time() - client,
-        _cpu_of(side.core_pid()) - core,
+        cpu_seconds(side.core_pid()) - core,
         await side.hooks(),
     )
-
-
-def _cpu_of(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(") ", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def config_of(
