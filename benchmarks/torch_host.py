@@ -72,11 +72,7 @@ def smallest_model(folder: Path, rows: int) -> SlotModel:
 def core_of(model: SlotModel, rows: int) -> DecodeCore:
     """A core with a cache, whose steps have room for their rows and nothing else."""
     settings = CoreSettings(
-        max_step_tokens=rows,
-        max_draft_tokens=8,
-        max_prefill_tokens=4096,
-        chunk_tokens=16,
-        top_k=K,
+        max_step_tokens=rows, max_draft_tokens=8, max_prefill_tokens=4096, chunk_tokens=16, top_k=K
     )
     return DecodeCore(model, settings, RolloutCache(CacheConfig(max_bytes=1 << 26)), seed=0)
 

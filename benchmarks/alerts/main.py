@@ -173,7 +173,7 @@ FAULTS = (
     Fault("stranger at a socket", _names("StrangersRefused"), strike=knock),
 )
 NOT_INJECTED = {
-    "AsyncrlKvFull": "the torch engine reserves KV space for each slot, so nothing waits for it",
+    "AsyncrlKvFull": "the torch engine reserves KV space for each slot, so nothing waits for it"
 }
 """By alert: why no fault here raises it."""
 

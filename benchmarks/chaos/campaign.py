@@ -14,13 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from asyncrl.launch.identity import (
-    ProcessIdentity,
-    identity_of,
-    is_running,
-    send,
-    session_members,
-)
+from asyncrl.launch.identity import ProcessIdentity, identity_of, is_running, send, session_members
 from asyncrl.monitoring.errors import RecordError
 from asyncrl.monitoring.records.group_account import GroupAccount, read_account
 from asyncrl.monitoring.records.spans import SpanKind, read_timelines

@@ -157,8 +157,7 @@ def _keeper(run: ClusterRun, moments: random.Random) -> None:
     victim = moments.choice(keepers)
     _kill(victim)
     run.until(
-        lambda: victim not in (now := run.keepers()) and len(now) >= len(keepers),
-        "another keeper",
+        lambda: victim not in (now := run.keepers()) and len(now) >= len(keepers), "another keeper"
     )
 
 

@@ -40,7 +40,6 @@ import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
-from rich.console import Console
 from rich.table import Table
 
 from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
@@ -53,7 +52,7 @@ from asyncrl.wire.messages.frames import decode_trajectory, digest_of, encode_tr
 from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 from asyncrl.wire.transport.keys import LineKeys
 from asyncrl.wire.transport.outbox import ONE_PART, join, split
-from benchmarks.harness import parser_of, write_json
+from benchmarks.harness import parser_of, pick, report, table
 from benchmarks.plain_sockets import without_curve
 
 VOCAB = 151_936
@@ -102,10 +101,7 @@ class TrainerEnd:
     def __init__(self, trajectory: Trajectory) -> None:
         self._queue = GroupQueue(GROUP)
         self._intake = Intake(
-            self._queue,
-            lambda one: check_trajectory(one, VOCAB, 0),
-            steps=1,
-            functions=1,
+            self._queue, lambda one: check_trajectory(one, VOCAB, 0), steps=1, functions=1
         )
         self._trajectory = trajectory
         self._ordered = 0
@@ -451,45 +447,32 @@ def ratios_of(results: list[Result]) -> dict[str, float]:
 
 def tables(results: list[Result]) -> list[Table]:
     """The paths, the stages, and one rank."""
-    paths = _table(
-        "delivery: CPU µs per trajectory (wall µs)",
-        (*PATHS, "floor", "whole / curve", "whole / ipc", "whole / floor"),
-    )
-    parts = _table(
-        "stages without sockets: CPU µs per trajectory; in the floor: µs once",
-        (*results[0].stage_us, *(f"floor: {name}" for name in results[0].floor_parts_us)),
-    )
-    rank = _table(
-        f"one rank of the trainer; 1,000 GPUs finish {NEEDED_PER_S:,} samples/s",
-        ("wall µs", "main µs", "I/O µs", "samples/s", "GB/s", "ranks for 1,000 GPUs"),
-    )
-    for r in results:
-        head = (f"{r.tokens:,}", f"{r.size:,}")
-        whole, one = r.cpu_us["whole"], r.rank
-        paths.add_row(
-            *head,
-            *(f"{r.cpu_us[name]:.0f} ({r.wall_us[name]:.0f})" for name in PATHS),
-            f"{r.floor_us:.0f}",
-            f"{whole / r.cpu_us['curve']:.2f}",
-            f"{whole / r.cpu_us['ipc']:.2f}",
-            f"{whole / r.floor_us:.2f}",
-        )
-        stage_times = (*r.stage_us.values(), *r.floor_parts_us.values())
-        parts.add_row(*head, *(f"{each:.1f}" for each in stage_times))
-        rank.add_row(
-            *head,
-            *(f"{each:.0f}" for each in (one.wall_us, one.main_us, one.io_us, one.per_s)),
-            f"{one.per_s * r.size / 1e9:.2f}",
-            f"{r.ranks_needed:.1f}",
-        )
-    return [paths, parts, rank]
-
-
-def _table(title: str, columns: tuple[str, ...]) -> Table:
-    table = Table(title=title)
-    for column in ("tokens", "bytes", *columns):
-        table.add_column(column, justify="right")
-    return table
+    heads = [(f"{r.tokens:,}", f"{r.size:,}") for r in results]
+    each = list(zip(heads, results, strict=True))
+    first = results[0]
+    return [
+        table(
+            "delivery: CPU µs per trajectory (wall µs)",
+            ("tokens", "bytes", *PATHS, "floor"),
+            (
+                (*head, *(f"{r.cpu_us[n]:.0f} ({r.wall_us[n]:.0f})" for n in PATHS), r.floor_us)
+                for head, r in each
+            ),
+        ),
+        table(
+            "stages without sockets: CPU µs per trajectory; in the floor: µs once",
+            ("tokens", "bytes", *first.stage_us, *(f"floor: {n}" for n in first.floor_parts_us)),
+            ((*head, *r.stage_us.values(), *r.floor_parts_us.values()) for head, r in each),
+        ),
+        table(
+            f"one rank of the trainer; 1,000 GPUs finish {NEEDED_PER_S:,} samples/s",
+            "tokens,bytes,wall µs,main µs,I/O µs,samples/s,ranks for 1,000 GPUs",
+            (
+                (*head, r.rank.wall_us, r.rank.main_us, r.rank.io_us, r.rank.per_s, r.ranks_needed)
+                for head, r in each
+            ),
+        ),
+    ]
 
 
 WAYS = {
@@ -502,49 +485,40 @@ WAYS = {
 
 def intake(effort: Effort) -> tuple[Table, list[dict[str, float | str]], dict[str, float]]:
     """What one intake takes in over loopback TCP: a table, the numbers, and ratios."""
-    table = _table(
-        "one intake over loopback TCP, with acknowledgement",
-        ("sent", "wall µs", "main µs", "I/O µs", "MB/s measured", "MB/s with a core each"),
-    )
-    rows: list[dict[str, float | str]] = []
-    ratios: dict[str, float] = {}
+    shown, rows, ratios = [], list[dict[str, float | str]](), dict[str, float]()
     for tokens in effort.lengths:
         for name, way in WAYS.items():
             size = 9 * tokens + 1000
             count = GROUP * max(8, min(500, int(effort.megabytes * effort.rounds * 1e6 / size / 8)))
             rank = take_in(tokens, count, way)
             rows.append({"tokens": tokens, "way": name, **asdict(rank)})
-            shown = (rank.wall_us, rank.main_us, rank.io_us, rank.mb_per_s, rank.mb_per_s_of_cores)
-            table.add_row(
-                f"{tokens:,}", f"{rank.bytes_each:,}", name, *(f"{each:.0f}" for each in shown)
-            )
-            key = name.replace(", ", "_")
-            ratios[f"intake_mb_per_s_{key}_{tokens}"] = rank.mb_per_s_of_cores
-    return table, rows, ratios
+            times = (rank.wall_us, rank.main_us, rank.io_us, rank.mb_per_s, rank.mb_per_s_of_cores)
+            shown.append((name, f"{tokens:,}", f"{rank.bytes_each:,}", *times))
+            key = f"intake_mb_per_s_{name.replace(', ', '_')}_{tokens}"
+            ratios[key] = rank.mb_per_s_of_cores
+    made = table(
+        "one intake over loopback TCP, with acknowledgement",
+        "sent,tokens,bytes,wall µs,main µs,I/O µs,MB/s measured,MB/s with a core each",
+        shown,
+    )
+    return made, rows, ratios
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__, "fewer rounds")
     parser.add_argument("--part", choices=("paths", "intake"), help="only this part")
-    args = parser.parse_args(arguments)
-    effort = SMOKE if args.smoke else QUICK if args.quick else FULL
-    if args.part == "intake":
-        table, rows, found = intake(effort)
-        Console(width=140).print(table)
-        Console().print(found)
-        if args.json:
-            write_json(args.json, "delivery", {"intake": rows}, found, smoke=args.smoke)
-        return
-    results = [measure(tokens, effort) for tokens in effort.lengths]
-    ratios = ratios_of(results)
-    console = Console(width=160)
-    for table in tables(results):
-        console.print(table)
-    raw: dict[str, Any] = {"lengths": [asdict(r) for r in results], "needed_per_s": NEEDED_PER_S}
-    if args.part is None:
-        table, raw["intake"], found = intake(effort)
-        console.print(table)
+    options = parser.parse_args(arguments)
+    effort = pick(options, FULL, QUICK, SMOKE)
+    raw: dict[str, Any] = {"needed_per_s": NEEDED_PER_S}
+    ratios: dict[str, float] = {}
+    shown: list[Table] = []
+    if options.part != "intake":
+        results = [measure(tokens, effort) for tokens in effort.lengths]
+        raw["lengths"], ratios = [asdict(r) for r in results], ratios_of(results)
+        shown = tables(results)
+    if options.part != "paths":
+        made, raw["intake"], found = intake(effort)
+        shown.append(made)
         ratios |= found
-    console.print(ratios)
-    if args.json:
-        write_json(args.json, "delivery", raw, ratios, smoke=args.smoke)
+    report(options, "delivery", raw, ratios, *shown)
+    return 0

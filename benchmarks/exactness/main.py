@@ -12,9 +12,6 @@ run here is listed as MISSING. (SGLang's interpreter: `ASYNCRL_SGLANG_PYTHON`, o
 
 Exits with status 1 if a mode that must be exact has a p-value below 1e-6 (so the false-alarm rate
 is 1e-6 times the number of modes) or if the bias of a biased mode is not detected.
-
-Most imports are inside `main`: vLLM's engine process imports this module again, and vLLM's CPU
-build (0.32.0) cannot start where numba has been imported before.
 """
 
 from __future__ import annotations
@@ -26,16 +23,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.exactness import engines as exactness_engines
-from benchmarks.exactness import kept as exactness_kept
-from benchmarks.exactness.kept import TRAPS, trained
+from benchmarks.exactness import kept
+from benchmarks.exactness.kept import TRAPS, Shares, trained
 from benchmarks.exactness.model import Codes, Doubles
 from benchmarks.exactness.pure import PURE, default_pair
 from benchmarks.exactness.stats import Distance, distance
-from benchmarks.harness import parser_of, write_json
+from benchmarks.harness import parser_of, pick, report, table
 
 ALARM = 1e-6
 FULL, QUICK = 1_000_000, 20_000
@@ -133,46 +129,33 @@ def _waves(samples: int) -> Iterator[int]:
         yield min(_WAVE, samples - start)
 
 
-def table(findings: Sequence[Finding], missing: dict[str, str]) -> Table:
-    out = Table(title="total variation from the enumerated distribution")
-    for name in ("mode", "must be", "samples", "TV", "95% of the sampler's TV", "exact by chance"):
-        out.add_column(name, justify="left" if name in ("mode", "must be") else "right")
-    for name in ("p-value", "accepted", "seconds", ""):
-        out.add_column(name, justify="right")
+def tables(
+    findings: Sequence[Finding], missing: dict[str, str], shares: Sequence[Shares]
+) -> list[Table]:
+    rows = []
     for one in findings:
         seen, drafted = one.distance, one.notes.get("drafted", 0.0)
-        out.add_row(
-            one.mode,
-            "exact" if one.exact else "biased",
-            f"{seen.samples:,}",
-            f"{seen.tv:.4f}",
+        rows.append([
+            one.mode, "exact" if one.exact else "biased", f"{seen.samples:,}", f"{seen.tv:.4f}",
             f"{seen.tv_low:.4f} .. {seen.tv_high:.4f}",
-            f"{seen.tv_by_chance:.4f}, 99.9%: {seen.tv_by_chance_999:.4f}",
-            f"{seen.p_value:.2g}",
-            f"{one.notes['accepted'] / drafted:.3f}" if drafted else "",
-            f"{one.seconds:.0f}",
+            f"{seen.tv_by_chance:.4f}, 99.9%: {seen.tv_by_chance_999:.4f}", f"{seen.p_value:.2g}",
+            one.notes["accepted"] / drafted if drafted else None, f"{one.seconds:.0f}",
             "ok" if one.as_expected else "WRONG",
-        )
-    for mode, why in missing.items():
-        out.add_row(mode, "exact", "MISSING", *[""] * 6, why)
-    return out
-
-
-def kept_table(shares: Sequence[exactness_kept.Shares]) -> Table:
-    """The printed table of tokens kept by each rule."""
-    out = Table(title="share of kept tokens that each rule keeps (64 tokens, Markov)")
-    names = ("length", "K", "TV a token", "outside A", "token by token", "by block", "SPEC-RL l=1")
-    for name in names:
-        out.add_column(name, justify="right")
-    for one in shares:
-        numbers = (one.outside, one.token, one.block, one.specrl_1)
-        out.add_row(
-            f"{one.length}",
-            f"{one.top_k}",
-            f"{one.tv_per_token:.4f}",
-            *(f"{number:.3f}" for number in numbers),
-        )
-    return out
+        ])  # fmt: skip
+    rows += [[mode, "exact", "MISSING", *[None] * 6, why] for mode, why in missing.items()]
+    return [
+        table(
+            "total variation from the enumerated distribution",
+            "mode,must be,samples,TV,95% of the sampler's TV,exact by chance,p-value,accepted,"
+            "seconds,verdict",
+            rows,
+        ),
+        table(
+            "share of kept tokens that each rule keeps (64 tokens, Markov)",
+            "length,K,TV a token,outside A,token by token,by block,SPEC-RL l=1",
+            (list(one.as_dict().values()) for one in shares),
+        ),
+    ]
 
 
 def measure(modes: Sequence[str], samples: int, seed: int) -> tuple[list[Finding], dict[str, str]]:
@@ -201,8 +184,6 @@ SMOKE_SAMPLES = 1000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from benchmarks.exactness import kept as exactness_kept
-
     parser = parser_of(__doc__, f"{QUICK:,} samples for each mode")
     parser.add_argument("--samples", type=int, help=f"for each mode; default {FULL:,}")
     some = parser.add_mutually_exclusive_group()
@@ -216,25 +197,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown:
         parser.error(f"no mode {unknown[0]!r}; the modes are {', '.join(MODES)}")
-    samples = options.samples or (QUICK if options.quick else FULL)
-    if options.smoke:
-        samples = SMOKE_SAMPLES
+    samples = pick(options, options.samples or FULL, options.samples or QUICK, SMOKE_SAMPLES)
     if samples < 1000:
         parser.error("--samples must be at least 1,000")
-    console = Console(width=None if sys.stdout.isatty() else 150)
     findings, missing = measure(modes, samples, options.seed)
-    shares = [] if options.engine else exactness_kept.table(quick=options.quick or options.smoke)
-    console.print(table(findings, missing))
-    if shares:
-        console.print(kept_table(shares))
+    few = options.quick or options.smoke
+    shares = [] if options.engine else kept.table(quick=few)
     for mode, why in missing.items():
         print(f"MISSING: {mode} was not certified: {why}", file=sys.stderr)
-    if options.json:
-        raw = {
-            "modes": {one.mode: one.as_dict() for one in findings},
-            "missing": missing,
-            "kept": [one.as_dict() for one in shares],
-        }
-        found = ratios(findings)
-        write_json(options.json, "exactness", raw, found, smoke=options.smoke)
+    raw = {
+        "modes": {one.mode: one.as_dict() for one in findings},
+        "missing": missing,
+        "kept": [one.as_dict() for one in shares],
+    }
+    report(options, "exactness", raw, ratios(findings), *tables(findings, missing, shares))
     return 0 if options.smoke or all(one.as_expected for one in findings) else 1

@@ -86,10 +86,7 @@ ENGINES: dict[str, Callable[[str, Mode], Engine]] = {
 
 def _cache_config(mode: Mode) -> CacheConfig:
     return CacheConfig(
-        max_draft_tokens=mode.max_draft_tokens,
-        min_match=1,
-        min_probability=0.0,
-        max_bytes=1 << 24,
+        max_draft_tokens=mode.max_draft_tokens, min_match=1, min_probability=0.0, max_bytes=1 << 24
     )
 
 

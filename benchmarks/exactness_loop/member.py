@@ -114,11 +114,7 @@ class DeliveredLists:
 
 
 def generator_process(
-    name: str,
-    engine: Engine,
-    sampling: SamplingParams,
-    control: FakeLine,
-    trainer: FakeLine,
+    name: str, engine: Engine, sampling: SamplingParams, control: FakeLine, trainer: FakeLine
 ) -> tuple[GeneratorProcess, SampleGenerator, DeliveredLists]:
     """A generator on this engine, its part that counts verified tokens, and what it delivered."""
     metrics = GeneratorMetrics.register(new_registry(), name)

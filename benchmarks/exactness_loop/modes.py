@@ -121,11 +121,7 @@ class ResponseDistributions:
 
     @torch.no_grad()
     def _forward(
-        self,
-        policy: int,
-        prompt: int,
-        texts: Sequence[Text],
-        before: tuple[int, int] | None = None,
+        self, policy: int, prompt: int, texts: Sequence[Text], before: tuple[int, int] | None = None
     ) -> Doubles:
         """`[N, V]` distributions after texts; `before`: (old policy, tokens that it drew)."""
         from transformers import DynamicCache

@@ -202,11 +202,7 @@ BACKLOG = 20_000
 _STILL_SECONDS = 3.0
 """Frames that are not counted for this long were lost with a connection that was closed."""
 
-_HTTP = (
-    b"",
-    b"GET /metrics HTTP/1.1\r\n",
-    b"POST / HTTP/9\r\nContent-Length: 9999999999\r\n",
-)
+_HTTP = (b"", b"GET /metrics HTTP/1.1\r\n", b"POST / HTTP/9\r\nContent-Length: 9999999999\r\n")
 """How requests begin."""
 _GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3"
 

@@ -22,20 +22,30 @@ import dataclasses
 import os
 import random
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import numpy as np
+import torch
+from transformers.utils import logging
 
 from benchmarks.chaos.campaign import VICTIMS
-from benchmarks.chaos.live_run import LiveRun, Setup
-from benchmarks.live_audit.audit import Material
+from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
+from benchmarks.harness import console, environment, parser_of, report, table
+from benchmarks.live_audit.audit import (
+    Material,
+    NotAuditableError,
+    audit,
+    forget_versions,
+    judge,
+    read,
+)
 from benchmarks.live_audit.tokens import Integers
+from benchmarks.tiny_models import smoke_settings
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _GAMES = _ROOT / "benchmarks/live_audit/games.py"
@@ -173,20 +183,12 @@ def _trained(run: LiveRun) -> int:
         return 0
 
 
-@contextlib.contextmanager
-def _injected(mutant: str | None) -> Iterator[None]:
+def _injected(mutant: str | None) -> contextlib.AbstractContextManager[None]:
     """Have the processes that are started meanwhile load `injected/sitecustomize.py`."""
     if mutant is None:
-        yield
-        return
-    before = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = f"{_INJECTED}{os.pathsep}{before}"
-    os.environ[MUTANT] = mutant
-    try:
-        yield
-    finally:
-        os.environ["PYTHONPATH"] = before
-        del os.environ[MUTANT]
+        return contextlib.nullcontext()
+    path = f"{_INJECTED}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return environment(**{"PYTHONPATH": path, MUTANT: mutant})
 
 
 Spoil = Callable[[Material, np.random.Generator], Integers]
@@ -249,13 +251,6 @@ RECORDS = "records"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    import torch
-    from transformers.utils import logging
-
-    from benchmarks.chaos.live_run import ChaosError
-    from benchmarks.harness import parser_of, write_json
-    from benchmarks.live_audit.audit import NotAuditableError
-    from benchmarks.tiny_models import smoke_settings
 
     torch.set_num_threads(1)
     logging.disable_progress_bar()
@@ -297,17 +292,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
-    if options.json:
-        least = {name: found["p_value"] for name, found in raw.items()}
-        write_json(options.json, "live_audit", raw, least, smoke=options.smoke)
+    least = {name: found["p_value"] for name, found in raw.items()}
+    report(options, "live_audit", raw, least)
     return 0 if all(found["as it should be"] for found in raw.values()) else 1
 
 
 def _carried_out(
     name: str, folder: Path, options: Any, mutant: str | None = None
 ) -> dict[str, Any]:
-    from benchmarks.live_audit.audit import forget_versions
-
     began = time.perf_counter()
     run = carry_out(
         name, folder, engine=options.engine, steps=options.steps, seed=options.seed,
@@ -320,14 +312,12 @@ def _carried_out(
 
 
 def _audited(run: Path, *, is_right: bool = True) -> dict[str, Any]:
-    from benchmarks.live_audit.audit import audit
-
     began = time.perf_counter()
-    report = audit(run)
-    _print(report, is_right=is_right)
+    found = audit(run)
+    _print(found, is_right=is_right)
     seconds = time.perf_counter() - began
-    fine = report.is_fine == is_right
-    return report.as_dict() | {"as it should be": fine, "audit_seconds": seconds}
+    fine = found.is_fine == is_right
+    return found.as_dict() | {"as it should be": fine, "audit_seconds": seconds}
 
 
 def _mutants(folder: Path, options: Any) -> dict[str, Any]:
@@ -342,43 +332,35 @@ def _mutants(folder: Path, options: Any) -> dict[str, Any]:
 
 
 def _spoils(folder: Path, options: Any) -> dict[str, Any]:
-    from tempfile import TemporaryDirectory
-
-    from benchmarks.live_audit.audit import judge, read
-
     run = carry_out("fixed", folder, steps=options.steps, seed=options.seed)
     found = {}
     with TemporaryDirectory(prefix="asyncrl-audit-") as scratch:
         material = read(run, Path(scratch))
         for name in SPOILS:
-            report = judge(spoiled(material, name, options.seed))
-            _print(report, is_right=False, about=name)
+            one = judge(spoiled(material, name, options.seed))
+            _print(one, is_right=False, about=name)
             # What is missing is found without any chance; `p_value` says what the sums see of it.
-            found[name] = report.as_dict() | {"as it should be": not report.is_fine}
+            found[name] = one.as_dict() | {"as it should be": not one.is_fine}
     return found
 
 
-def _print(report: Any, *, is_right: bool, about: str = "") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    counts = ", ".join(f"{count:,} {name}" for name, count in report.counts.items())
-    title = (
-        f"{about or report.run}: {report.samples:,} samples, {report.tokens:,} tokens ({counts}); "
-        f"log-probabilities within {report.worst_logprob:.1e}; "
-        f"{len(report.statements)} statements, p = {report.p_value:.2g} for all together"
-    )
-    table = Table(title=title, title_justify="left")
-    for column in ("statement", "n", "z", "effect", "p-value", ""):
-        table.add_column(column, justify="left" if column == "statement" else "right")
-    for one in sorted(report.statements, key=lambda one: one.p_value)[:6]:
-        wrong = "WRONG" if one.p_value < report.limit else "ok"
-        table.add_row(
-            one.name, f"{one.n:,}", f"{one.z:.2f}", f"{one.effect:.4f}", f"{one.p_value:.2g}", wrong
-        )
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(table)
-    for fault in report.faults:
-        console.print(f"WRONG: {fault}")
-    verdict = "nothing is wrong" if report.is_fine else f"{len(report.failed)} statements fail"
-    console.print(verdict + ("" if is_right else " (this run is wrong on purpose)"))
+def _print(found: Report, *, is_right: bool, about: str = "") -> None:
+    counts = ", ".join(f"{count:,} {name}" for name, count in found.counts.items())
+    worst = sorted(found.statements, key=lambda one: one.p_value)[:6]
+    shown = table(
+        f"{about or found.run}: {found.samples:,} samples, {found.tokens:,} tokens ({counts}); "
+        f"log-probabilities within {found.worst_logprob:.1e}; "
+        f"{len(found.statements)} statements, p = {found.p_value:.2g} for all together",
+        "statement,n,z,effect,p-value,verdict",
+        (
+            (
+                one.name, f"{one.n:,}", one.z, one.effect, f"{one.p_value:.2g}",
+                "WRONG" if one.p_value < found.limit else "ok",
+            )
+            for one in worst
+        ),
+    )  # fmt: skip
+    screen = console()
+    screen.print(shown, *(f"WRONG: {fault}" for fault in found.faults), sep="\n")
+    verdict = "nothing is wrong" if found.is_fine else f"{len(found.failed)} statements fail"
+    screen.print(verdict + ("" if is_right else " (this run is wrong on purpose)"))

@@ -10,7 +10,7 @@ from rich.table import Table
 from asyncrl.simulation.world import Outcome
 from benchmarks.harness import table, targets_table
 from benchmarks.paced.run import Numbers
-from benchmarks.paced.setting import KEEP_1, KEEP_4, SYNC, VERIFY, Machine, Paced
+from benchmarks.paced.setting import KEEP_1, KEEP_4, SYNC, VERIFY, Paced
 
 
 def tables(findings: Findings) -> list[Table]:
@@ -41,25 +41,6 @@ def _modes(findings: Findings, setting: Paced) -> Table:
         caption=", ".join(f"{name} {value:.3f}" for name, value in compared)
         + "\ngen. device, trainer dev.: idle share of the modelled devices. host: real computation "
         "over the modelled time. overrun: share of the time by which steps were too slow",
-    )
-
-
-def large_table(found: dict[int, dict[str, Outcome]], machine: Machine) -> Table:
-    """The simulator's ratios by number of generators."""
-    rows = []
-    for generators, modes in found.items():
-        verify, seconds = modes[VERIFY], modes[VERIFY].step_seconds
-        rows.append([
-            generators, modes[SYNC].step_seconds, modes[SYNC].step_seconds / seconds,
-            *(seconds / modes[mode].step_seconds for mode in (KEEP_1, KEEP_4)),
-            *(f"{one:.1%}" for one in (verify.generator_idle, verify.trainer_idle)),
-            f"{verify.regenerated:.1%}",
-        ])  # fmt: skip
-    return table(
-        f"simulated, whole answers: {machine.name}",
-        "generators,sync s / step,sync/verify,verify/keep1,verify/keep4,verify: gen. idle,"
-        "trainer idle,regenerated",
-        rows,
     )
 
 

@@ -8,7 +8,7 @@ until the time is over that a roofline (`asyncrl.simulation.cost`) gives for an 
 so they overlap as on devices of their own (`benchmarks.paced.pace`). Lengths are
 heavy-tailed and divided by 64; training costs as much as generation. The statistic is the ratio of
 step times. Each run is simulated with the same lengths, costs and scheduler; the largest deviation
-of the step times is `sim_vs_paced`. Then the simulator has whole answers and more generators.
+of the step times is `sim_vs_paced`.
 
 --quick: every mode with one generator, sync, keep(4) and verify with two and four. In full also
 other costs of training, an H100 with 1.5B, half the scale, and no dilation; about 40 minutes.
@@ -17,7 +17,6 @@ other costs of training, an H100 with 1.5B, half the scale, and no dilation; abo
 from __future__ import annotations
 
 import argparse
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,19 +26,16 @@ from asyncrl.config.run_config import load_config
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.simulation.lengths import Survival
 from asyncrl.simulation.outcome import mean
-from asyncrl.simulation.study import as_json
 from asyncrl.simulation.world import Outcome, Setting, World
 from benchmarks.harness import parser_of, pick, report
-from benchmarks.paced.findings import Findings, Result, label, large_table, tables
+from benchmarks.paced.findings import Findings, Result, label, tables
 from benchmarks.paced.model import make_model
-from benchmarks.paced.pace import Scale
 from benchmarks.paced.run import Numbers, RunError, carry_out
 from benchmarks.paced.setting import (
     CONFIG,
     MODES,
     PROMPT_TOKENS,
     VERIFY,
-    Machine,
     Paced,
     full,
     quick,
@@ -51,7 +47,6 @@ REDRAFT = 0.735
 _SEEDS = 3
 _BISECTIONS = 7
 _MAX_DRIFT = 0.03
-_LARGE_STEPS = 12
 
 
 def simulate(paced: Paced, numbers: Numbers) -> Outcome:
@@ -81,30 +76,6 @@ def fitted_drift(paced: Paced, numbers: Numbers) -> float:
         else:
             high = middle
     return (low + high) / 2
-
-
-def simulate_device(generators: int, drift: float, machine: Machine) -> dict[str, Outcome]:
-    """Simulate all modes with whole answers, on whole generators of the device."""
-    scaled = Paced()
-    whole = replace(
-        scaled,
-        generators=generators,
-        machine=machine,
-        scale=Scale(1.0, 1.0, 1.0),
-        slots=round(scaled.slots * scaled.scale.rows),
-        steps=_LARGE_STEPS,
-    )
-    prompt = PROMPT_TOKENS * scaled.scale.lengths
-    found = {}
-    for mode in MODES:
-        setting = replace(
-            _setting(replace(whole, mode=mode), None),
-            cost=whole.cost(prompt),
-            prompt_tokens=prompt,
-            drift=drift / math.sqrt(scaled.scale.lengths),
-        )
-        found[mode] = World(setting).run(*whole.window)
-    return found
 
 
 def _setting(paced: Paced, numbers: Numbers | None) -> Setting:
@@ -164,21 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(options.keep or made).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         findings = measure(runs, folder)
-    large = simulate_large(findings, pick(options, (1, 8, 64, 256), (1, 8), (1,)))
-    shown = [large_table(large, findings.results[0].paced.machine)] if large else []
-    raw = findings.raw()
-    raw["simulated"] = {generators: as_json(modes) for generators, modes in large.items()}
-    report(options, "paced", raw, findings.ratios(), *tables(findings), *shown)
+    report(options, "paced", findings.raw(), findings.ratios(), *tables(findings))
     return 1 if findings.failed else 0
-
-
-def simulate_large(findings: Findings, generators: Sequence[int]) -> dict[int, dict[str, Outcome]]:
-    """Simulate whole answers with the drift of the first verified run; empty if there is none."""
-    for one in findings.results:
-        if one.paced.mode == VERIFY:
-            drift = fitted_drift(one.paced, one.numbers)
-            return {n: simulate_device(n, drift, one.paced.machine) for n in generators}
-    return {}
 
 
 def _chosen(paced: Paced, options: argparse.Namespace) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.harness import table
 from benchmarks.peers.contestants import KEEP, ON_POLICY_MODES, TRL, Workload
 from benchmarks.peers.measured_run import Usage
 from benchmarks.peers.shared_data import Step
@@ -22,34 +23,24 @@ def tables(findings: Findings) -> list[Table]:
 
 
 def _workload(findings: Findings, workload: Workload) -> Table:
-    table = Table(title=f"{workload.title}\nmedian (smallest to largest)")
-    table.add_column("contestant")
-    for title in (
-        *("threads", "s / step", f"s to {workload.accuracy}", "steps to it", "s in all"),
-        *("tokens/s", "mean reward", "CPU s", "peak MB"),
-    ):
-        table.add_column(title, justify="right")
     names = dict.fromkeys(run.contestant for run in findings.runs)
+    rows = []
     for name in names:
-        runs = findings.of(workload, name)
-        if not runs:
-            continue
-        reached = findings.seconds_to_accuracy(workload, name)
-        table.add_row(
-            name + (" *" if any(run.usage.disturbed for run in runs) else ""),
-            str(runs[0].threads),
-            _spread([run.step_seconds for run in runs], 3),
-            _spread(reached, 1) if reached else "not reached",
-            _steps(findings, workload, name),
-            _spread([run.seconds for run in runs], 1),
-            _spread([run.tokens_per_second for run in runs], 0),
-            _spread([run.reward for run in runs], 3),
-            _spread([run.usage.cpu_seconds for run in runs], 0),
-            _spread([run.usage.peak_bytes / 1e6 for run in runs], 0),
-        )
-    repeats = len(findings.of(workload, next(iter(names), "")))
+        if runs := findings.of(workload, name):
+            reached = findings.seconds_to_accuracy(workload, name)
+            rows.append([
+                name + (" *" if any(run.usage.disturbed for run in runs) else ""), runs[0].threads,
+                _spread([run.step_seconds for run in runs], 3),
+                _spread(reached, 1) if reached else "not reached",
+                _steps(findings, workload, name),
+                _spread([run.seconds for run in runs], 1),
+                _spread([run.tokens_per_second for run in runs], 0),
+                _spread([run.reward for run in runs], 3),
+                _spread([run.usage.cpu_seconds for run in runs], 0),
+                _spread([run.usage.peak_bytes / 1e6 for run in runs], 0),
+            ])  # fmt: skip
     lines = [
-        f"{repeats} repeat(s) of {workload.steps} steps; accuracy: reward, sampled as in training",
+        f"{len(findings.of(workload, next(iter(names), '')))} repeat(s) of {workload.steps} steps",
         "steps to it: of all on-policy runs together, keep(1)'s apart (each run alone)",
         "* disturbed: other processes took more than 3% of the machine",
     ]
@@ -57,8 +48,13 @@ def _workload(findings: Findings, workload: Workload) -> Table:
         if key.startswith(f"{workload.name}, "):
             name = key.split(", ", 1)[1]
             lines.append(f"[bold red]{name} is MISSING:[/] {escape(reason)}")
-    table.caption = "\n".join(lines)
-    return table
+    return table(
+        f"{workload.title}\nmedian (smallest to largest)",
+        f"contestant,threads,s / step,s to {workload.accuracy},steps to it,s in all,tokens/s,"
+        "mean reward,CPU s,peak MB",
+        rows,
+        caption="\n".join(lines),
+    )
 
 
 def _steps(findings: Findings, workload: Workload, name: str) -> str:
@@ -71,23 +67,19 @@ def _steps(findings: Findings, workload: Workload, name: str) -> str:
 
 
 def _targets(findings: Findings) -> Table:
-    table = Table(title="TRL's seconds over those of asyncrl's fastest on-policy mode")
-    for title in ("ratio", "target", "to the accuracy", "all steps", "median step", "mode"):
-        table.add_column(title, justify="left" if title in ("ratio", "mode") else "right")
-    ratios = findings.ratios()
+    ratios, rows = findings.ratios(), []
     for workload in findings.workloads:
         name = f"peers_{workload.name}"
         found, target = ratios.get(name), TARGETS.get(name, 0.0)
         colour = "green" if found is not None and found >= target else "bold red"
+        shown = f"[{colour}]{'MISSING' if found is None else f'{found:.2f}'}[/]"
         others = (ratios.get(f"{name}_steps"), ratios.get(f"{name}_median_step"))
-        table.add_row(
-            name,
-            f">= {target}",
-            f"[{colour}]{'MISSING' if found is None else f'{found:.2f}'}[/]",
-            *("" if other is None else f"{other:.2f}" for other in others),
-            findings.fastest(workload),
-        )
-    return table
+        rows.append((name, f">= {target}", shown, *others, findings.fastest(workload)))
+    return table(
+        "TRL's seconds over those of asyncrl's fastest on-policy mode",
+        "ratio,target,to the accuracy,all steps,median step,mode",
+        rows,
+    )
 
 
 def _spread(values: Sequence[float], digits: int) -> str:

@@ -31,9 +31,6 @@ def tables(findings: Findings) -> Iterator[Table]:
         )
     for steps, kept in findings.kept.items():
         yield table(f"tokens that each rule keeps, version {steps}", "what,value", kept.items())
-    if findings.machine:
-        numbers = findings.machine.items()
-        yield table("this machine: least time of a step", "what,value", numbers)
     yield _targets(findings)
 
 
@@ -218,8 +215,6 @@ class Findings:
     """Nodes per row to accepted drafts per forward pass, of chain and of tree."""
     kept: dict[str, dict[str, float]] = field(default_factory=dict)
     """"v to v + 1" to the tokens that each rule keeps; see `benchmarks.rollout.kept`."""
-    machine: dict[str, Any] = field(default_factory=dict)
-    """Bandwidth and arithmetic; see `benchmarks.rollout.kept`."""
     missing: dict[str, str] = field(default_factory=dict)
     """What was not measured, and why."""
     failed: bool = False
@@ -254,7 +249,7 @@ class Findings:
 
     def raw(self) -> dict[str, Any]:
         """Every pass and the summaries, for the JSON file."""
-        out: dict[str, Any] = {"not_measured": self.missing, "machine_floor": self.machine}
+        out: dict[str, Any] = {"not_measured": self.missing}
         out["verify_kept"] = self.kept
         out["accepted_per_forward_by_nodes"] = {
             nodes: {"chain": chain, "tree": tree} for nodes, (chain, tree) in self.trees.items()

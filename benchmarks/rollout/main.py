@@ -11,7 +11,6 @@
     sglang    plain · ours
     trees     accepted tokens per forward pass with one node budget
     verify    tokens kept one optimizer step later
-    floor     bytes and operations of this machine            (`benchmarks.rollout.kept`)
 
 The statistic is the median ratio of tokens/s over pairs of passes, with its range. The first run
 also trains the policies, which takes some minutes; they are stored in the cache directory.
@@ -40,7 +39,7 @@ from benchmarks.policies import SMOKE, Policies, Recipe, drift_table, ensure_pol
 from benchmarks.rollout import passes
 from benchmarks.rollout.contestants import contestants
 from benchmarks.rollout.findings import LEFT_OUT, TREE_NODES, Findings, tables
-from benchmarks.rollout.kept import kept_tokens, measure
+from benchmarks.rollout.kept import kept_tokens
 from benchmarks.rollout.passes import GROUP, OVERHEAD_ROWS, Bench, Plan, Workload
 from benchmarks.tiny_models import widen
 
@@ -248,8 +247,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             effort,
         )
         findings = measurement.run()
-    shape = recipe.warm_start
-    findings.machine = measure(shape.hidden_size, options.widened, shape.layers, options.smoke)
     for part, reason in findings.missing.items():
         print(f"{part} was NOT measured: {reason}")
     raw |= {

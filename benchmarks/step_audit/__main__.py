@@ -19,12 +19,10 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import yaml
-from rich.console import Console
-from rich.table import Table
 
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.model import resolve_model
-from benchmarks.harness import parser_of, run_command, write_json
+from benchmarks.harness import parser_of, report, run_command, table
 from benchmarks.step_audit.compare import differences
 from benchmarks.step_audit.model import Folder, Model
 from benchmarks.tiny_models import smoke_settings
@@ -144,29 +142,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     names = given.runs or list(SMOKE if given.smoke else QUICK if given.quick else ALL)
     found: dict[str, dict[str, float]] = {}
-    console = Console()
     with TemporaryDirectory(prefix="step-audit-") as temporary:
         parent = given.folder or Path(temporary)
         small = smoke_settings(parent) if given.smoke else ()
         for name in names:
             found[name] = _audit(_run(parent, name, ALL[name], small))
-            console.print(_table(name, found[name]))
-    beyond = {
-        f"{name} {quantity}": gap
-        for name, of in found.items()
-        for quantity, gap in of.items()
-        if not gap <= TOLERANCE
-    }
-    for what, gap in beyond.items():
-        console.print(f"[red]{what}: {gap:.2g} is above {TOLERANCE}")
-    if given.json:
-        write_json(
-            given.json,
-            "step_audit",
-            {"differences": found},
-            {"beyond": len(beyond)},
-            smoke=given.smoke,
-        )
+    gaps = [(name, what, gap) for name, of in found.items() for what, gap in of.items()]
+    beyond = [one for one in gaps if not one[2] <= TOLERANCE]
+    worst = sorted((one for one in gaps if one[2]), key=lambda one: -one[2])
+    title = f"largest relative differences; {len(beyond)} are above {TOLERANCE}"
+    shown = table(title, "run,quantity,difference", worst, left=("quantity",))
+    report(given, "step_audit", {"differences": found}, {"beyond": len(beyond)}, shown)
     return 1 if beyond else 0
 
 
@@ -193,16 +179,6 @@ def _audit(path: Path) -> dict[str, float]:
     for quantity, gap in differences(folder, model):
         worst[quantity] = max(worst.get(quantity, 0.0), gap)
     return worst
-
-
-def _table(name: str, found: dict[str, float]) -> Table:
-    table = Table("quantity", "largest relative difference", title=name)
-    for quantity, gap in sorted(found.items(), key=lambda one: -one[1]):
-        if gap:
-            table.add_row(quantity, f"{gap:.1e}")
-    exact = sum(not gap for gap in found.values())
-    table.add_row(f"{exact} others", "0")
-    return table
 
 
 if __name__ == "__main__":

@@ -239,10 +239,7 @@ def train_tokenizer(documents: Sequence[str], vocabulary: int) -> PreTrainedToke
     )
     bpe.train_from_iterator(documents, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        pad_token=_PAD,
-        eos_token=_END,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=bpe, pad_token=_PAD, eos_token=_END, clean_up_tokenization_spaces=False
     )
 
 

@@ -102,11 +102,7 @@ class _Training:
         self._optimizers: list[torch.optim.Optimizer] = [
             torch.optim.Muon(layers, lr=recipe.matrix_learning_rate, weight_decay=0.0),
             torch.optim.AdamW(
-                rest,
-                lr=recipe.learning_rate,
-                betas=(0.9, 0.95),
-                weight_decay=0.0,
-                fused=True,
+                rest, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
             ),
         ]
         self._groups = [group for one in self._optimizers for group in one.param_groups]
