@@ -39,6 +39,7 @@ from benchmarks.harness import console, environment, parser_of, report, table
 from benchmarks.live_audit.audit import (
     Material,
     NotAuditableError,
+    Report,
     audit,
     forget_versions,
     judge,
