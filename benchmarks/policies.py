@@ -6,7 +6,7 @@
 The workload is the built-in task with summands of 4 to 6 digits: some 55 response tokens, twice as
 many as the default 2 to 3 digits give, in the same format. The built-in model is warm-started on
 those digits (`asyncrl.tasks.model.ensure_builtin_model`), taught to vary its answers
-(`benchmarks.policies_variety`), then trained by `asyncrl run examples/arithmetic.yaml` in a
+(`teach`), then trained by `asyncrl run examples/arithmetic.yaml` in a
 separate process, with the example's learning rate, groups and staleness and 256 prompts, so that 16
 steps are an epoch. The weights after the steps in `Recipe.keep` are stored in the cache directory
 under a digest of the recipe, the example and the project's version; missing ones are made again.

@@ -188,7 +188,7 @@ def test_ratios_by_hand() -> None:
     assert not reached("sync_over_verify", 1.4)
     assert not reached("generator_idle", 0.2)
     json.dumps(findings.raw())
-    assert [table.row_count > 0 for table in tables(findings)] == [True] * 4
+    assert [table.row_count > 0 for table in tables(findings)] == [True] * 3
 
 
 def test_seeds_give_students_interval() -> None:
