@@ -150,7 +150,7 @@ test-deploy: $(VENV)/.dev ## Docker Compose and Kubernetes for real, each in a v
 
 # tests/benchmarks/test_smoke.py compares it with what is there.
 BENCHMARKS := cache scheduler delivery vllm_host torch_host engines exactness rollout pipeline paced peers chaos \
-  hostile trainer turns vocabulary weights web_watchers alerts checkpoints context_parallel controller \
+  hostile trainer turns vocabulary weights web_watchers alerts controller \
   evaluation exactness_loop gpu_plan judge_servers live_audit mutants node_files noise_floor policies ranks \
   rewards_audit routing scaling simulation slow_environments step_audit two_machines warm_start \
   watchers model_folders soak

@@ -13,8 +13,6 @@ samples (`held`, mean of the longest wait of each round).
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -23,15 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from asyncrl.monitoring.records.metrics_log import read_evaluations
+from benchmarks.harness import parser_of, pick, report, table
 from benchmarks.paced.model import make_model
-from benchmarks.paced.plan import smoke
 from benchmarks.paced.run import carry_out
-from benchmarks.paced.setting import KEEP_1, KEEP_4, SYNC, VERIFY, Paced
-from benchmarks.report import add_smoke, write_json
+from benchmarks.paced.setting import KEEP_1, KEEP_4, SYNC, VERIFY, Paced, smoke
 
 EVERY = 5
 STEPS = 23
@@ -51,11 +45,9 @@ class Evaluated(Paced):
 
     @property
     def name(self) -> str:
-        """Of the run and its folder."""
         return f"{super().name}-e{self.every or 0}"
 
     def settings(self, model: Path, folder: Path) -> tuple[str, ...]:
-        """The `--set` values of the run."""
         added = () if self.every is None else (f"evaluation.every={self.every}",)
         prompts = (f"evaluation.prompts={self.prompts if self.every else 1}",)
         return (*super().settings(model, folder), *added, *prompts)
@@ -88,37 +80,21 @@ def compare(plain: Evaluated, folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print the table, write the file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two modes, one run of each")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
-    options = parser.parse_args(arguments)
+    options = parser_of(__doc__, "two modes, one run of each").parse_args(arguments)
     modes = (VERIFY, KEEP_4) if options.quick else (VERIFY, SYNC, KEEP_1, KEEP_4)
-    seeds = range(1 if options.quick else 3)
-    runs = [Evaluated(mode, seed=seed) for mode in modes for seed in seeds]
+    runs = [Evaluated(mode, seed=seed) for mode in modes for seed in range(pick(options, 3, 1, 1))]
     if options.smoke:
         (short,) = smoke()
         runs = [Evaluated(**(vars(short) | {"steps": EVERY + 2}))]
-    console, load = Console(width=None if sys.stdout.isatty() else 150), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         found = [compare(one, Path(folder)) for one in runs]
-    columns = [key for key in found[0] if key != "seed"]
-    table = Table(*columns, title=f"evaluation every {EVERY} steps (load {load:.1f})")
-    for one in found:
-        table.add_row(
-            *(f"{v:.3g}" if isinstance(v, float) else str(v) for v in map(one.get, columns))
-        )
-    console.print(table)
-    if options.json:
-        ratios = {
-            f"slowdown_{mode}": statistics.fmean(
-                one["slowdown"] for one in found if one["mode"] == mode
-            )
-            for mode in dict.fromkeys(one.mode for one in runs)
-        }
-        raw = {"load_before": load, "load_after": os.getloadavg()[0], "runs": found}
-        write_json(options.json, "evaluation", raw, ratios, smoke=options.smoke)
+    ratios = {
+        f"slowdown_{mode}": statistics.fmean(o["slowdown"] for o in found if o["mode"] == mode)
+        for mode in dict.fromkeys(one.mode for one in runs)
+    }
+    rows = (list(one.values()) for one in found)
+    shown = table(f"evaluation every {EVERY} steps", list(found[0]), rows)
+    report(options, "evaluation", {"runs": found}, ratios, shown)
     return 0
 
 

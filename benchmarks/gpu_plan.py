@@ -14,7 +14,6 @@ local run with the same processes, where those of `SHARED` have the only GPU in 
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 from rich.table import Table
 
 from asyncrl.config.run_config import RunConfig, load_config, parse_config
@@ -33,7 +31,7 @@ from asyncrl.startup.devices import needs_of
 from asyncrl.startup.memory import device_of, memory_of, refuse_too_large
 from asyncrl.startup.prepare import USABLE, EngineNeeds, drafts_of, with_shared_gpu
 from asyncrl.trainer.model.memory_estimate import GIB, ModelShape
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, report, table
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = "asyncrl/initialise/templates/run.yaml"
@@ -51,12 +49,10 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """For instance 8x80."""
         return f"{self.count}x{self.gb}"
 
     @property
     def gpus(self) -> list[Gpu]:
-        """As nvidia-smi would give them."""
         mib = {24: 24_564, 80: 81_559, 141: 143_771}[self.gb]
         return [Gpu(str(n), f"GPU-{n}", f"{self.gb} GB", mib, n) for n in range(self.count)]
 
@@ -85,8 +81,6 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """A configuration on a machine."""
-
     machine: str
     fits: bool
     text: str
@@ -95,8 +89,6 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """A shipped configuration."""
-
     name: str
     written_for: str
     step_gib: float
@@ -134,11 +126,7 @@ def _of_compose() -> Iterator[tuple[str, RunConfig]]:
 
 
 def _of_chart(name: str, values: Mapping[str, Any]) -> RunConfig:
-    """The chart's configuration, with its pods as processes of one machine.
-
-    Raises:
-        ValueError: a generator's pod has other GPUs than its engine takes.
-    """
+    """The chart's configuration, with its pods as processes of one machine."""
     run, trainer, generators = dict(values["config"]), values["trainer"], values["generators"]
     launcher = {"generators": generators["replicas"], "colocate": name in SHARED}
     run["launcher"] = run.get("launcher", {}) | launcher
@@ -192,7 +180,6 @@ def _own_gpus(config: RunConfig, machine: Machine, shape: ModelShape) -> Verdict
 
 
 def rows() -> list[Row]:
-    """All shipped configurations, judged."""
     found = []
     for name, config in shipped():
         own = WRITTEN_FOR.get(name, Machine(1, 24))
@@ -209,38 +196,25 @@ def ratios_of(found: Sequence[Row]) -> dict[str, float]:
 
 def table_of(found: Sequence[Row]) -> Table:
     """A line for each configuration: what it is written for, and what it fits."""
-    table = Table(title="shipped configurations on stand-in GPUs (GB each)")
-    for title in ("configuration", "for", "step GiB", *(one.name for one in MACHINES)):
-        table.add_column(title)
-    for row in found:
-        own, *others = (
-            "[green]fits[/]" if one.fits else "[red]no[/]" if n == 0 else "no"
-            for n, one in enumerate(row.verdicts)
-        )
-        table.add_row(row.name, f"{row.written_for} {own}", f"{row.step_gib:.1f}", *others)
-    return table
+    return table(
+        "shipped configurations on stand-in GPUs (GB each)",
+        ("configuration", "for", "step GiB", *(one.name for one in MACHINES), "on its own machine"),
+        (
+            (
+                row.name, row.written_for, f"{row.step_gib:.1f}",
+                *("fits" if one.fits else "no" for one in row.verdicts[1:]),
+                f"{'UNFIT' if row.is_unfit else 'fits'}: {row.verdicts[0].text}",
+            )
+            for row in found
+        ),
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the same")
-    parser.add_argument("--json", help="file for the result")
-    add_smoke(parser)
-    options = parser.parse_args(argv)
-    found, console = rows(), Console(width=120)
-    console.print(table_of(found))
-    for row in found:
-        own = row.verdicts[0]
-        state = "UNFIT" if row.is_unfit else "fits"
-        console.print(
-            f"{row.name} on {own.machine} {state}: {own.text}", markup=False, soft_wrap=True
-        )
+    options = parser_of(__doc__, "the same").parse_args(argv)
+    found = rows()
     ratios = ratios_of(found)
-    console.print(ratios)
-    if options.json:
-        raw = {"rows": [asdict(row) for row in found]}
-        write_json(options.json, "gpu_plan", raw, ratios, smoke=options.smoke)
+    report(options, "gpu_plan", {"rows": [asdict(r) for r in found]}, ratios, table_of(found))
     return int(ratios["unfit_shipped"] > 0)
 
 

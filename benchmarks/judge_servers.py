@@ -12,7 +12,6 @@ line names what was done, what should come of it and what did. Exit code 1 if th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
@@ -28,13 +27,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from asyncrl.errors import RewardFailed
 from asyncrl.rewards.config import RewardConfig
 from asyncrl.rewards.pool import RewardPool
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import environment, parser_of, report, table
+from benchmarks.tiny_models import qwen3
 
 _KEY, _WRONG = "ASYNCRL_JUDGE_KEY", "ASYNCRL_JUDGE_WRONG_KEY"
 _POSITIONS = 512
@@ -59,9 +56,8 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 def save_model(folder: Path) -> None:
     """A random Qwen3 with a token for each byte, and a chat template."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     names = ["<pad>", "<s>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     raw = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, []))
@@ -74,21 +70,12 @@ def save_model(folder: Path) -> None:
         "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}<end>{% endfor %}"
         "{% if add_generation_prompt %}<s>assistant: {% endif %}"
     )
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=len(names),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=_POSITIONS,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    Qwen3ForCausalLM(config).eval().save_pretrained(folder)
+    model = qwen3(
+        len(names), 64, 2, seed=3, intermediate_size=128, num_attention_heads=2, head_dim=32,
+        max_position_embeddings=_POSITIONS, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -105,10 +92,14 @@ def serving(folder: Path) -> Iterator[tuple[int, str]]:
         *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"),
     ]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment = os.environ | settings | {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+    settings |= {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("wb") as written:
         process = subprocess.Popen(
-            command, stdout=written, stderr=written, env=environment, start_new_session=True
+            command,
+            stdout=written,
+            stderr=written,
+            env=os.environ | settings,
+            start_new_session=True,
         )
     try:
         ends = time.monotonic() + _START_SECONDS
@@ -129,15 +120,6 @@ def _answers(port: int) -> bool:
             return True
     except (OSError, urllib.error.URLError):
         return False
-
-
-@contextmanager
-def _keys() -> Iterator[None]:
-    os.environ |= {_KEY: "sk-right", _WRONG: "sk-wrong"}
-    try:
-        yield
-    finally:
-        del os.environ[_KEY], os.environ[_WRONG]
 
 
 def pool_of(address: str, *, seconds: float = 120.0, path: str = "/v1", **args: Any) -> RewardPool:
@@ -219,25 +201,17 @@ def _in_words(answers: Sequence[tuple[str, str]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve, ask, print. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="changes nothing")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
-    options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="judge-") as folder, _keys():
+    options = parser_of(__doc__, "changes nothing").parse_args(arguments)
+    keys = environment(**{_KEY: "sk-right", _WRONG: "sk-wrong"})
+    with tempfile.TemporaryDirectory(prefix="judge-") as folder, keys:
         save_model(Path(folder))
         with serving(Path(folder)) as (group, address):
             found = asyncio.run(examine(group, address))
-    table = Table("what was done", "should be", "was", "said")
-    for one in found:
-        table.add_row(one["case"], one["wanted"], one["got"], one["said"][:160])
-    Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(table)
     wrong = [one["case"] for one in found if one["wanted"] != one["got"]]
-    print(f"wrong: {', '.join(wrong) or 'none'} of {len(found)}")
-    if options.json:
-        raw, share = {"cases": found}, len(wrong) / len(found)
-        write_json(options.json, "judge_servers", raw, {"wrong_share": share}, smoke=options.smoke)
+    rows = ((one["case"], one["wanted"], one["got"], one["said"][:160]) for one in found)
+    shown = table(f"wrong: {wrong or 'none'}", "what was done,should be,was,said", rows)
+    share = {"wrong_share": len(wrong) / len(found)}
+    report(options, "judge_servers", {"cases": found}, share, shown)
     return 1 if wrong else 0
 
 

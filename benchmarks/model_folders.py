@@ -1,27 +1,16 @@
-"""Damaged model folders: is each refused in one sentence, or trained as it should be?
+"""Is each damaged model folder refused in one sentence, and each harmless one trained rightly?
 
-    python -m benchmarks.model_folders [--quick] [--json FILE]
+    python -m benchmarks.model_folders [--quick] [--only NAME,NAME] [--json FILE]
 
 A sound folder (`examples/your_own/make_model.py`) is damaged in each of the ways of
 `benchmarks.damaged_models`, and given to `asyncrl run` as `model.path` or `trainer.critic.model`,
-or to `asyncrl eval`. A damage is harmful or not:
-
-refused   exit code 1 or 2, and one sentence that names the folder and what the damage's entry says:
-          file, tensor, setting or value. No process of a run has been started, except where only
-          the process that reads the weights can know (NaN)
-trained   exit code 0, one step, staleness 0, engine and trainer agree, and the entropy is that of
-          the sound folder, so no weight was made up and none was left out
-
-tracebacks    commands that printed one, or were ended by a signal
-silent        harmful folders that were trained or evaluated, and harmless ones that became
-              another model
-unnamed       sentences that lack a word, or are more than one
-not_trained   harmless folders that were refused
-late          refused only after processes had been started, or after thirty seconds of CPU time
-
-Refusals are made in a fork of this process, whose libraries are imported; some, and all that
-train, have a process of their own. Exit code 1 unless all of these are 0. With --quick only one
-folder has a process of its own: a harmless one, which is trained.
+or to `asyncrl eval`. A harmful one is to be refused with exit code 1 or 2 and one sentence that
+names the folder and what the damage's entry says, before any process of a run is started (NaN is
+known only to the process that reads the weights). A harmless one is to be trained: exit code 0, one
+step on-policy, and the entropy of the sound folder. Counted are `tracebacks` (or signals), `silent`
+(harmful ones trained, harmless ones that became another model), `unnamed` (sentences that lack a
+word, or are more than one), `not_trained` harmless ones, and refusals that are `late`. Exit code 1
+unless all are 0. Refusals are made in a fork of this process; with --quick one folder is trained.
 """
 
 from __future__ import annotations
@@ -37,18 +26,14 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from asyncrl.monitoring.records.metrics_log import read_metrics
 from benchmarks.damaged_models import DAMAGES, Damage
-from benchmarks.report import add_smoke, write_json
-from benchmarks.run_command import run_command
+from benchmarks.harness import environment, overrides, parser_of, report, run_command
 
 OWN = Path(__file__).parents[1] / "examples" / "your_own"
 SECONDS = 300.0
@@ -97,7 +82,6 @@ class Verdict:
 
     @property
     def faults(self) -> str:
-        """All that is wrong."""
         found = (self.tracebacks, self.silent, self.unnamed, self.not_trained, self.late)
         return "; ".join(filter(None, found))
 
@@ -106,14 +90,6 @@ KINDS = ("tracebacks", "silent", "unnamed", "not_trained", "late")
 
 
 def judge(damage: Damage, folder: Path, answer: Answer, sound: float | None) -> Verdict:
-    """What is wrong with an answer.
-
-    Args:
-        damage: of the folder.
-        folder: as the command was given it.
-        answer: of the command.
-        sound: the entropy of the sound folder; None where nothing is trained.
-    """
     said = [line for line in answer.output.splitlines() if line.startswith("error:")]
     sentence = said[-1] if said else ""
     verdict = partial(Verdict, damage.name, sentence, cpu_seconds=answer.cpu_seconds)
@@ -183,9 +159,8 @@ def _command(damage: Damage, folder: Path, place: Path) -> list[str]:
     pairs = [f"{key}={value}" for key, value in settings.items()]
     if damage.role != "eval":
         return run_command(OWN / "run.yaml", pairs)
-    overrides = [part for pair in pairs[:-1] for part in ("--set", pair)]
     config = ("--config", str(OWN / "run.yaml"))
-    return [sys.executable, "-m", "asyncrl", "eval", str(folder), *config, *overrides]
+    return [sys.executable, "-m", "asyncrl", "eval", str(folder), *config, *overrides(pairs[:-1])]
 
 
 def _ask(damage: Damage, folder: Path, place: Path) -> Answer:
@@ -290,36 +265,17 @@ def _chosen(options: argparse.Namespace) -> list[Damage]:
     return list(DAMAGES)
 
 
-def _table(verdicts: Sequence[Verdict], ratios: Mapping[str, float]) -> Table:
-    table = Table(title=f"{len(verdicts)} damaged model folders")
-    for column in KINDS:
-        table.add_column(column.replace("_", " "), justify="right")
-    table.add_row(*(f"{ratios[kind]:.0f}" for kind in KINDS))
-    return table
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Damage, judge, print, write the file. Returns 1 if a folder was not dealt with rightly."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="train one folder, refuse in forks")
+    parser = parser_of(__doc__, "train one folder, refuse in forks")
     parser.add_argument("--only", metavar="NAME,NAME", help="only these damages")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="model-folders-") as place:
-        cache = os.environ.get("XDG_CACHE_HOME")
-        os.environ["XDG_CACHE_HOME"] = f"{place}/cache"  # no earlier trial counts
-        try:
-            verdicts = measure(_chosen(options), Path(place))
-        finally:
-            os.environ.pop("XDG_CACHE_HOME")
-            if cache is not None:
-                os.environ["XDG_CACHE_HOME"] = cache
+    with (
+        tempfile.TemporaryDirectory(prefix="model-folders-") as place,
+        environment(XDG_CACHE_HOME=f"{place}/cache"),  # no earlier trial counts
+    ):
+        verdicts = measure(_chosen(options), Path(place))
     ratios = ratios_of(verdicts)
-    Console(width=100).print(_table(verdicts, ratios))
-    if options.json:
-        raw = {"folders": [asdict(one) for one in verdicts]}
-        write_json(options.json, "model_folders", raw, ratios, smoke=options.smoke)
+    report(options, "model_folders", {"folders": [asdict(one) for one in verdicts]}, ratios)
     return int(any(ratios[kind] for kind in KINDS))
 
 

@@ -44,7 +44,7 @@ from typing import Self
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import write_json
+from benchmarks.harness import write_json
 
 LIST = Path(__file__).with_suffix(".toml")
 _COPIES = 2
@@ -80,8 +80,6 @@ class Mutant:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a mutant."""
-
     mutant: Mutant
     seconds: float = 0.0
     killed_by: list[str] = field(default_factory=list)
@@ -100,7 +98,6 @@ class NotJudged(Exception):  # noqa: N818 - says what happened
 
 
 def mutants(path: Path = LIST) -> list[Mutant]:
-    """The list."""
     entries = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
     for entry in entries:
         entry |= {key: tuple(entry.get(key, ())) for key in ("tests", "tests_before")}
@@ -172,13 +169,7 @@ def _serve() -> None:
 
 
 class Copy:
-    """A copy of a checkout's files in which mutants run one after another.
-
-    Args:
-        tree: the checkout.
-        folder: to make, for the copy and what is compiled from it.
-        libraries: modules that tests import, none of them of the checkout.
-    """
+    """A copy of a checkout's files in which mutants run one after another."""
 
     def __init__(self, tree: Path, folder: Path, libraries: Sequence[str] = ()) -> None:
         self.root = folder / "tree"
@@ -204,7 +195,6 @@ class Copy:
         ]
 
     def __enter__(self) -> Self:
-        """Start the process that runs tests."""
         self._server = subprocess.Popen(
             [sys.executable, "-c", f"{inspect.getsource(_serve)}\n_serve()", *self._libraries],
             cwd=self.root,
@@ -222,16 +212,11 @@ class Copy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
         with self._server:
             self._server.terminate()
 
     def failed(self, tests: Iterable[str], seconds: int, machine_code: str = "numba") -> list[str]:
-        """The tests that fail, without the names of their cases.
-
-        Raises:
-            NotJudged: one is not found or skipped, or they did not end.
-        """
+        """The tests that fail, without the names of their cases."""
         wanted = sorted(set(tests))
         report, log = self._folder / "report.xml", self._folder / "log"
         report.unlink(missing_ok=True)
@@ -318,11 +303,7 @@ class Copy:
 
 
 def judge(copy: Copy, part: list[Mutant], console: Console) -> list[Outcome]:
-    """Outcomes of some mutants, one after another.
-
-    Raises:
-        NotJudged: a test fails without any mutant, or does not run.
-    """
+    """Outcomes of some mutants, one after another."""
     outcomes = []
     with copy:
         broken = copy.failed([test for one in part for test in one.tests], _ALL_SECONDS)
@@ -352,7 +333,6 @@ def judge_all(
 
 
 def table_of(outcomes: list[Outcome]) -> Table:
-    """One line for each mutant."""
     table = Table(title="mutants", show_lines=False)
     for title in ("mutant", "package", "killed by"):
         table.add_column(title, overflow="fold")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import shutil
 import subprocess
@@ -26,7 +25,7 @@ from asyncrl.relay import pull
 from asyncrl.relay.files import RelayFiles
 from asyncrl.wire import RunKey
 from asyncrl.wire.messages import files, from_relay, to_relay
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, pick, report
 
 LOG = "logs/generator-0.log"
 MEGABYTES = 256
@@ -47,7 +46,6 @@ async def serve(root: Path, key: RunKey) -> None:
 
 
 async def copy(run: Path, key: RunKey, ready: from_relay.FilesReady) -> float:
-    """Copy everything; the seconds."""
     server = files.Server("relay-1", ready.address, key.line(files_hub("relay-1"), "relay-0"))
     puller = pull.Puller(run)
     began = time.perf_counter()
@@ -97,24 +95,18 @@ def measure(megabytes: int) -> dict[str, float]:
     }
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the bytes")
-    parser.add_argument("--json", type=Path)
+def main(given: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "a quarter of the bytes")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    add_smoke(parser)
-    arguments = parser.parse_args(given)
-    if arguments.serve is not None:
+    options = parser.parse_args(given)
+    if options.serve is not None:
         key = RunKey(bytes.fromhex(sys.stdin.buffer.readline().decode()))
-        asyncio.run(serve(arguments.serve, key))
-        return
-    measured = measure(1 if arguments.smoke else MEGABYTES // 4 if arguments.quick else MEGABYTES)
-    found = {name: round(value, 2) for name, value in measured.items()}
-    print(json.dumps(found, indent=1))
-    if arguments.json is not None:
-        write_json(arguments.json, "node_files", {}, found, smoke=arguments.smoke)
+        asyncio.run(serve(options.serve, key))
+        return 0
+    measured = measure(pick(options, MEGABYTES, MEGABYTES // 4, 1))
+    report(options, "node_files", {}, {name: round(v, 2) for name, v in measured.items()})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,20 +11,19 @@ the difference of the log-probabilities alone (docs/simulation.md).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from asyncrl.gpu_check.generating import Case, measure
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, pick, report, table
 from benchmarks.tiny_models import SMOKE_START, random_qwen3
 
 VOCABULARY = 5000
@@ -44,43 +43,34 @@ def models(folder: Path, *, smoke: bool) -> dict[str, Path]:
     return {"built-in": built_in, "flat": folder / "flat"}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every case, print a table and write JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "a quarter of the responses")
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
-    parser.add_argument("--quick", action="store_true", help="a quarter of the responses")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
-    args = parser.parse_args(arguments)
-    responses, length = (4, 8) if args.smoke else (48 if args.quick else 192, 128)
-    table = Table(title=f"tokens that {args.engine} rejects under unchanged weights")
-    for column in ("model", "dtype", "K", "outside", "judged", "nats", "rejected", "model says"):
-        table.add_column(column, justify="right")
+    options = parser.parse_args(arguments)
+    responses, length = pick(options, (192, 128), (48, 128), (4, 8))
+    dtypes, ks = (DTYPES[:1], KS[:1]) if options.smoke else (DTYPES, KS)
     raw: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
+    rows = []
     with TemporaryDirectory(prefix="asyncrl-noise-floor-") as folder:
-        for name, path in models(Path(folder), smoke=args.smoke).items():
-            for dtype in DTYPES[:1] if args.smoke else DTYPES:
-                for top_k in KS[:1] if args.smoke else KS:
-                    case = Case(name, args.engine, dtype, top_k, responses, length)
-                    found = asyncio.run(measure(case, path))
-                    share = found.measured.share or 0.0
-                    ratios[f"{name}_{dtype}_k{top_k}"] = share
-                    raw.append(
-                        {
-                            "case": msgspec.to_builtins(case),
-                            "found": msgspec.to_builtins(found),
-                        }
-                    )
-                    table.add_row(
-                        name, dtype, str(top_k), f"{found.outside:.1%}",
-                        f"{found.measured.judged:,}", f"{found.measured.abs_mean or 0:.1e}",
-                        f"{share:.2%}", f"{found.model:.2%}",
-                    )  # fmt: skip
-    Console(width=100).print(table)
-    if args.json:
-        write_json(args.json, "noise_floor", {"cases": raw}, ratios, smoke=args.smoke)
+        made = models(Path(folder), smoke=options.smoke)
+        for name, dtype, top_k in itertools.product(made, dtypes, ks):
+            case = Case(name, options.engine, dtype, top_k, responses, length)
+            found = asyncio.run(measure(case, made[name]))
+            share, judged = found.measured.share or 0.0, found.measured
+            ratios[f"{name}_{dtype}_k{top_k}"] = share
+            raw.append({"case": msgspec.to_builtins(case), "found": msgspec.to_builtins(found)})
+            nats = f"{judged.abs_mean or 0:.1e}"
+            shares = (f"{share:.2%}", f"{found.model:.2%}")
+            rows.append((name, dtype, top_k, f"{found.outside:.1%}", judged.judged, nats, *shares))
+    shown = table(
+        f"tokens that {options.engine} rejects under unchanged weights",
+        "model,dtype,K,outside,judged,nats,rejected,model says",
+        rows,
+    )
+    report(options, "noise_floor", {"cases": raw}, ratios, shown)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,7 +6,7 @@
 The workload is the built-in task with summands of 4 to 6 digits: some 55 response tokens, twice as
 many as the default 2 to 3 digits give, in the same format. The built-in model is warm-started on
 those digits (`asyncrl.tasks.model.ensure_builtin_model`), taught to vary its answers
-(`benchmarks.policies_variety`), then trained by `asyncrl run examples/arithmetic.yaml` in a
+(`teach`), then trained by `asyncrl run examples/arithmetic.yaml` in a
 separate process, with the example's learning rate, groups and staleness and 256 prompts, so that 16
 steps are an epoch. The weights after the steps in `Recipe.keep` are stored in the cache directory
 under a digest of the recipe, the example and the project's version; missing ones are made again.
@@ -17,30 +17,32 @@ whole distributions, on texts that the earlier version has just generated.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import itertools
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
 from asyncrl.rollout.trajectory import IntArray
+from asyncrl.tasks.builtin.arithmetic import Problem, draw_problems, working
 from asyncrl.tasks.builtin.warm_start_recipe import WarmStart
 from asyncrl.tasks.config import TaskConfig
 from asyncrl.tasks.loading import load_task
@@ -48,10 +50,87 @@ from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.checkpoint.format.files import path_of
-from benchmarks.policies_variety import Variety, teach
-from benchmarks.report import add_smoke, write_json
-from benchmarks.run_command import run_command
+from benchmarks.harness import parser_of, report, run_command, table
 from benchmarks.tiny_models import SMOKE_START
+
+
+@dataclass(frozen=True)
+class Variety:
+    """How much the answers vary, and for how long that is taught."""
+
+    ends: tuple[tuple[str, float], ...] = ((",", 0.7), (".", 0.2), (" ", 0.1))
+    """Ends of a column, each with its probability."""
+    steps: int = 160
+    """Optimizer steps."""
+    learning_rate: float = 1e-3
+    """Peak; a short warm-up, linear decay over the second half."""
+
+    def text(self, problem: Problem, rng: np.random.Generator, slip: float) -> str:
+        """A worked answer with random column ends."""
+        columns = working(problem, rng, slip).split(",")
+        signs, shares = zip(*self.ends, strict=True)
+        ends = rng.choice(signs, len(columns) - 1, p=shares)
+        return "".join(f"{column}{end}" for column, end in zip(columns, [*ends, ""], strict=True))
+
+
+def teach(source: Path, target: Path, recipe: WarmStart, variety: Variety) -> None:
+    """Train the model in `source` on varied answers and save it to `target`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small matrices, and the same model on every machine
+    try:
+        _teach(source, target, recipe, variety)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _teach(source: Path, target: Path, recipe: WarmStart, variety: Variety) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    rng = np.random.default_rng(recipe.seed + 2)
+    problems = draw_problems(rng, recipe.digits, held_out=False)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(variety.steps):
+        shape = min(1.0, (step + 1) / 20, 2.0 * (1.0 - step / variety.steps))
+        for group in optimizer.param_groups:
+            group["lr"] = variety.learning_rate * shape
+        drawn = [next(problems) for _ in range(recipe.batch_size)]
+        texts = [variety.text(problem, rng, recipe.slip) for problem in drawn]
+        tokens, wanted = _batch(tokenizer, drawn, texts)
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        loss = functional.cross_entropy(logits[wanted[:, 1:]], tokens[:, 1:][wanted[:, 1:]])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _batch(
+    tokenizer: Any, problems: list[Problem], texts: list[str]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids `[B, T]`, padded on the right, and a `[B, T]` mask of the response."""
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem.question}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        for problem in problems
+    ]
+    starts = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    ends = tokenizer([t + tokenizer.eos_token for t in texts], add_special_tokens=False)[
+        "input_ids"
+    ]
+    longest = max(len(s) + len(e) for s, e in zip(starts, ends, strict=True))
+    tokens = torch.full((len(texts), longest), tokenizer.pad_token_id)
+    wanted = torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        length = len(start) + len(end)
+        tokens[row, :length] = torch.tensor(start + end)
+        wanted[row, len(start) : length] = True
+    return tokens, wanted
+
 
 WARM_START = WarmStart(
     digits=(4, 6), layers=3, steps=1300, slip=0.06, expected=(0.4, 0.9), extra_rounds=0
@@ -111,11 +190,7 @@ class Policies:
 
 
 def ensure_policies(recipe: Recipe | None = None, cache_dir: Path | None = None) -> Policies:
-    """The versions of a recipe; they are made first if any is missing.
-
-    Raises:
-        RuntimeError: the training run failed; the message ends with its last output.
-    """
+    """The versions of a recipe; they are made first if any is missing."""
     recipe = recipe or Recipe()
     place = (cache_dir or default_cache_dir()) / f"policies-{recipe.digest()}"
     paths = {step: place / f"step-{step}" for step in recipe.keep}
@@ -233,20 +308,15 @@ def total_variation(p: torch.Tensor, q: torch.Tensor) -> float:
 
 
 def drift_table(policies: Policies) -> Table:
-    """The printed table."""
     before, after = policies.accuracy["before"], policies.accuracy["after"]
-    table = Table(
-        title=f"policy versions, trained here: accuracy {before:.2f} before, {after:.2f} after "
+    certain = ", ".join(f"{value:.3f} ({step})" for step, value in policies.certainty.items())
+    return table(
+        f"policy versions, trained here: accuracy {before:.2f} before, {after:.2f} after "
         f"{max(policies.paths)} steps",
-        min_width=60,
+        "versions,total variation per token",
+        policies.drift.items(),
+        caption=f"mean probability of a version's own tokens: {certain}",
     )
-    table.add_column("versions")
-    table.add_column("total variation per token", justify="right")
-    for pair, distance in policies.drift.items():
-        table.add_row(pair.replace("-", " → "), f"{distance:.5f}")
-    shown = ", ".join(f"{value:.3f} ({step})" for step, value in policies.certainty.items())
-    table.caption = f"mean probability of a version's own tokens: {shown}"
-    return table
 
 
 SMOKE = Recipe(
@@ -259,20 +329,14 @@ SMOKE = Recipe(
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train what is missing, print and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="changes nothing")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
-    options = parser.parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser_of(__doc__, "changes nothing").parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         policies = ensure_policies(SMOKE, Path(folder)) if options.smoke else ensure_policies()
-    Console().print(drift_table(policies))
-    if options.json:
-        raw = {"accuracy": policies.accuracy, "certainty": policies.certainty}
-        write_json(options.json, "policies", raw, policies.drift, smoke=options.smoke)
+    raw = {"accuracy": policies.accuracy, "certainty": policies.certainty}
+    report(options, "policies", raw, policies.drift, drift_table(policies))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,14 +1,12 @@
-"""Memory, time and bytes of a training step of several ranks, with weights in parts and without.
+"""Does sharding the weights of a trainer save what it should, and what does it cost?
 
     python -m benchmarks.ranks [--quick] [--ranks 2] [--dtype float32] [--json FILE]
 
-Each mode of `trainer.sharding` trains a random model on the same random tokens, every rank in a
-process of its own, connected by gloo over loopback. Memory is each rank's peak, of pages that it
-uses at a time, next to the estimate of `trainer.model.memory_estimate`. It has a run of its own, in
-which freed memory goes back to the system at once: what malloc keeps is no need of the step. Bytes
-of weights, gradients and moments are those of the rank's tensors, next to the arithmetic. Bytes
-sent are those of the loopback interface, next to the least that `full` can do with: weights are
-brought together twice in a micro-batch, and gradients summed once.
+Contestants: the modes of `trainer.sharding`, which train a random model on the same random tokens,
+every rank in a process of its own, connected by gloo over loopback. Compared are the median seconds
+of a step, each rank's peak next to the estimate of `trainer.model.memory_estimate` (of a run in
+which freed memory goes back to the system at once), and the bytes of the loopback interface next to
+the least that `full` needs: weights twice in a micro-batch, and gradients once.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from asyncrl.rollout.trajectory import Provenance, SampleId, TrajectoryBuilder, VerifiableTrajectory
-from benchmarks.report import add_smoke, write_json
+from asyncrl.rollout.trajectory import SampleId, VerifiableTrajectory
+from benchmarks.harness import parser_of, report, table
+from benchmarks.tiny_models import qwen3, random_trajectory
 
 VOCABULARY, GROUP_SIZE, MODES = 8192, 4, ("optimizer", "full")
 LENGTH = 256
@@ -39,9 +37,8 @@ GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
 """glibc's: blocks from this size on go back to the system when they are freed."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="34M parameters instead of 82M")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "34M parameters instead of 82M")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
         "--groups", type=int, default=2, help="micro-batches of each rank in a step"
@@ -51,28 +48,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--checkpointing", action="store_true", help="trainer.gradient_checkpointing"
     )
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
-    add_smoke(parser)
     args = parser.parse_args(arguments)
     if args.rank is not None:
         _rank(json.loads(args.rank))
-        return
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         raw = {mode: _mode(Path(folder), args, mode) for mode in MODES}
-    _print(raw, args)
-    if args.json:
-        full, plain = raw["full"], raw["optimizer"]
-        ratios = {
-            "peak_full_vs_optimizer": full["peak"] / plain["peak"],
-            "seconds_full_vs_optimizer": full["seconds"] / plain["seconds"],
-            "bytes_vs_least": full["sent"] / full["least"],
-        }
-        write_json(args.json, "ranks", raw, ratios, smoke=args.smoke)
+    full, plain = raw["full"], raw["optimizer"]
+    ratios = {
+        "peak_full_vs_optimizer": full["peak"] / plain["peak"],
+        "seconds_full_vs_optimizer": full["seconds"] / plain["seconds"],
+        "bytes_vs_least": full["sent"] / full["least"],
+    }
+    report(args, "ranks", raw, ratios, _table(raw, args))
+    return 0
 
 
 def _mode(folder: Path, args: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """All ranks of one mode."""
     hidden, layers = (128, 1) if args.smoke else (512, 8) if args.quick else (768, 10)
     plan = {
         "folder": str(folder),
@@ -102,7 +95,6 @@ def _mode(folder: Path, args: argparse.Namespace, mode: str) -> dict[str, Any]:
 
 
 def _ranks(plan: dict[str, Any], environment: dict[str, str]) -> list[dict[str, Any]]:
-    """What each rank measured."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     ranks = plan["settings"]["ranks"]
     children = [
@@ -117,24 +109,14 @@ def _ranks(plan: dict[str, Any], environment: dict[str, str]) -> list[dict[str, 
 
 
 def _model(folder: Path, hidden: int, layers: int) -> str:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     path = folder / "model"
     if not path.exists():
-        torch.manual_seed(0)
-        config = Qwen3Config(
-            vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=3 * hidden,
-            num_hidden_layers=layers, num_attention_heads=hidden // 64,
-            num_key_value_heads=hidden // 128, head_dim=64, max_position_embeddings=LENGTH,
-            tie_word_embeddings=False, eos_token_id=None, bos_token_id=None,
-        )  # fmt: skip
-        Qwen3ForCausalLM(config).save_pretrained(path)
+        settings = {"max_position_embeddings": LENGTH, "tie_word_embeddings": False}
+        qwen3(VOCABULARY, hidden, layers, **settings).save_pretrained(path)
     return str(path)
 
 
 def _rank(plan: dict[str, Any]) -> None:
-    """One rank: prints what it measured."""
     from asyncrl.trainer.base.config import TrainerConfig
     from asyncrl.trainer.learner import Learner
     from asyncrl.trainer.model.memory_estimate import ModelShape, Samples, step_memory
@@ -201,22 +183,12 @@ def _rank(plan: dict[str, Any]) -> None:
 def _group(number: int, version: int) -> list[VerifiableTrajectory]:
     rng = np.random.default_rng(number)
     prompt = rng.integers(0, VOCABULARY, LENGTH // 4).astype(np.int32)
-    out = []
-    for sample in range(GROUP_SIZE):
-        tokens = rng.integers(0, VOCABULARY, LENGTH - len(prompt)).astype(np.int32)
-        guess = np.full(len(tokens), -9, np.float32)
-        builder = TrajectoryBuilder(SampleId(number, sample), "p", prompt)
-        builder.append(
-            tokens=tokens,
-            logprobs=guess,
-            topk_ids=tokens[:, None],
-            topk_logprobs=guess[:, None],
-            noise_seeds=np.zeros(len(tokens), np.uint64),
-            provenance=np.full(len(tokens), Provenance.SAMPLED, np.uint8),
-            policy_version=version,
+    return [
+        random_trajectory(
+            rng, SampleId(number, sample), prompt, LENGTH - len(prompt), VOCABULARY, version
         )
-        out.append(builder.finish("stop"))
-    return out
+        for sample in range(GROUP_SIZE)
+    ]
 
 
 def _bytes_of(tensors: Iterable[Any]) -> int:
@@ -249,24 +221,26 @@ def _loopback() -> int:
     return int(fields[8])
 
 
-def _print(raw: dict[str, Any], args: argparse.Namespace) -> None:
+def _table(raw: dict[str, Any], args: argparse.Namespace) -> Table:
     count = raw["full"]["parameters"] / 1e6
-    table = Table(
-        title=f"{count:.0f}M parameters, {args.ranks} ranks, {args.dtype}; (by arithmetic)"
-    )
     kinds = ("weights", "gradients", "moments")
-    for name in ("sharding", "s a step", "MB of a rank", "estimate", *kinds, "MB sent", "least"):
-        table.add_column(name, justify="right")
-    for mode, one in raw.items():
-        table.add_row(
-            mode,
-            f"{one['seconds']:.2f}",
-            *(f"{one[name] / 1e6:,.0f}" for name in ("peak", "estimate")),
-            *(f"{one['held'][k] / 1e6:,.0f} ({one['share'][k] / 1e6:,.0f})" for k in kinds),
-            *(f"{one[name] / 1e6:,.0f}" for name in ("sent", "least")),
-        )
-    Console().print(table)
+
+    def mb(one: dict[str, Any], *names: str) -> list[str]:
+        return [f"{one[name] / 1e6:,.0f}" for name in names]
+
+    return table(
+        f"{count:.0f}M parameters, {args.ranks} ranks, {args.dtype}; (by arithmetic)",
+        ("sharding", "s a step", "MB of a rank", "estimate", *kinds, "MB sent", "least"),
+        (
+            (
+                mode, one["seconds"], *mb(one, "peak", "estimate"),
+                *(f"{mb(one['held'], k)[0]} ({mb(one['share'], k)[0]})" for k in kinds),
+                *mb(one, "sent", "least"),
+            )
+            for mode, one in raw.items()
+        ),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,10 +14,9 @@ running SGLang, on a CPU, are compared as well.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +30,7 @@ from torch import Tensor
 from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
 from asyncrl.trainer.model.packed_batch import PackedBatch
 from asyncrl.trainer.model.policy import Policy, why_no_routes
-from benchmarks.report import add_smoke, write_json
-from benchmarks.sglang_interpreter import sglang_python
+from benchmarks.harness import parser_of, pick, report, sglang_python, table
 
 CPU = torch.device("cpu")
 PROMPT = 16
@@ -74,7 +72,6 @@ def computed(policy: Policy, batch: PackedBatch) -> tuple[Tensor, Tensor]:
 
 
 def of_sglang(path: str, texts: NDArray[np.int32], dtype: str) -> tuple[Tensor, Tensor]:
-    """As `computed`, by a running SGLang."""
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "tokens.npy", Path(folder) / "out.npz"
         np.save(asked, texts)
@@ -151,26 +148,22 @@ def _mean(values: Tensor) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer tokens")
+def main(given: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "fewer tokens")
     parser.add_argument("--model", help="a model directory or hub id; default: a random mixture")
     parser.add_argument("--sglang", action="store_true", help="also a running SGLang")
-    parser.add_argument("--json", type=Path)
-    add_smoke(parser)
-    arguments = parser.parse_args(given)
-    samples, tokens = (8, 112) if arguments.quick else (32, 240)
-    if arguments.smoke:
-        samples, tokens = 2, 24
+    options = parser.parse_args(given)
     with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model or random_mixture(folder)
-        found = measure(model, samples, tokens, sglang=arguments.sglang)
-    print(json.dumps(found, indent=1))
-    if arguments.json is not None:
-        shares = {pair: one["share_of_choices_that_differ"] for pair, one in found["pairs"].items()}
-        write_json(arguments.json, "routing", found, shares, smoke=arguments.smoke)
+        model = options.model or random_mixture(folder)
+        sizes = pick(options, (32, 240), (8, 112), (2, 24))
+        found = measure(model, *sizes, sglang=options.sglang)
+    shares = {pair: one["share_of_choices_that_differ"] for pair, one in found["pairs"].items()}
+    rows = ((pair, *one.values()) for pair, one in found["pairs"].items())
+    columns = "pair,choices that differ,tokens with one,gap where all agree,gap where not"
+    shown = table(f"{found['tokens']} tokens", columns, rows)
+    report(options, "routing", found, shares, shown)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

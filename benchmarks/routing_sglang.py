@@ -31,7 +31,6 @@ common.ALLOC_MEMORY_FUNCS["cpu"] = _plain  # also in the scheduler's process, wh
 
 
 def main(model: str, dtype: str, tokens: str, out: str) -> None:
-    """Serve all texts once."""
     import sglang
 
     texts = np.load(tokens)

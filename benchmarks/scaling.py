@@ -18,8 +18,8 @@ trainer's intake are those that `benchmarks.controller` and `benchmarks.delivery
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from asyncrl.simulation.failures import Failures, Stragglers
@@ -36,7 +35,7 @@ from asyncrl.simulation.outcome import Outcome
 from asyncrl.simulation.study import Cluster
 from asyncrl.wire.sessions.peers import GATHER_SECONDS
 from asyncrl.wire.sessions.session import ACK_SECONDS
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, report, table
 
 GPUS = (8, 64, 256, 1024)
 MODES = ("sync", "verify", "verify, k=1")
@@ -125,7 +124,6 @@ class Point:
 
     @property
     def first(self) -> str:
-        """The part that saturates first."""
         return max(self.shares, key=lambda part: self.shares[part])
 
     @property
@@ -215,69 +213,60 @@ def variants(capacity: Capacity) -> list[Point]:
     return points
 
 
-def table(points: list[Point], title: str) -> Table:
-    """One line for each point."""
-    shown = Table(title=title)
-    columns = (
-        "model,GPUs,generate+train,mode,s/step,gen. idle,train idle,samples/s,messages/s,"
-        "frames/s,MB/s to trainer,weights s,controller,intake,link,first,then"
-    )
-    for column in columns.split(","):
-        shown.add_column(column, justify="left" if column in ("mode", "first", "then") else "right")
+def table_of(points: list[Point], title: str) -> Table:
+    rows = []
     for p in points:
         o = p.outcome
-        shown.add_row(
-            p.model, str(p.gpus), f"{p.gpus - p.trainer_gpus}+{p.trainer_gpus}",
-            p.mode + (f"; {p.note}" if p.note else ""), f"{o.step_seconds:.1f}",
+        rows.append([
+            p.mode + (f"; {p.note}" if p.note else ""), p.model, p.gpus,
+            f"{p.gpus - p.trainer_gpus}+{p.trainer_gpus}", f"{o.step_seconds:.1f}",
             f"{o.generator_idle:.0%}", f"{o.trainer_idle:.0%}", f"{p.samples_per_second:,.0f}",
             f"{p.messages_per_second:,.0f}", f"{p.frames_per_second:,.0f}",
             f"{o.data_bytes_per_second / 1e6:.1f}", f"{o.weights_seconds_max:.1f}",
             f"{p.controller_alone:.1%} / {p.controller:.1%}", f"{p.intake:.1%}", f"{p.link:.1%}",
             f"{p.first} {p.shares[p.first]:.0%}",
             f"{p.first_shared} {p.shares[p.first_shared]:.1%}",
-        )  # fmt: skip
-    return shown
+        ])  # fmt: skip
+    return table(
+        title,
+        "mode,model,GPUs,generate+train,s/step,gen. idle,train idle,samples/s,messages/s,"
+        "frames/s,MB/s to trainer,weights s,controller,intake,link,first,then",
+        rows,
+    )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="up to 64 GPUs, no variants")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "up to 64 GPUs, no variants")
     parser.add_argument("--model", choices=GPUS_PER_GENERATOR, help="only this model")
     parser.add_argument("--gpus", type=int, choices=GPUS, help="only this many GPUs")
-    add_smoke(parser)
-    args = parser.parse_args(arguments)
-    if args.smoke:
-        args.model, args.gpus = "7b", GPUS[0]
-    capacity, console = Capacity.measured(), Console(width=220)
-    points = []
-    for model in (args.model,) if args.model else GPUS_PER_GENERATOR:
-        for gpus in (args.gpus,) if args.gpus else GPUS:
-            if not args.quick or gpus <= 64:
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        options.model, options.gpus = "7b", GPUS[0]
+    capacity, points = Capacity.measured(), list[Point]()
+    for model in (options.model,) if options.model else GPUS_PER_GENERATOR:
+        for gpus in (options.gpus,) if options.gpus else GPUS:
+            if not options.quick or gpus <= 64:
                 size = cluster(model, gpus)
                 points += [point(size, gpus, mode, capacity) for mode in MODES]
-    console.print(table(points, "weak scaling: a step fills every row once"))
-    others = [] if args.quick or args.model or args.gpus else variants(capacity)
-    if others:
-        console.print(table(others, "one thing changed"))
+    few = options.quick or options.model or options.gpus
+    others = [] if few else variants(capacity)
+    seconds = {(p.model, p.gpus, p.mode): p.outcome.step_seconds for p in points}
     ratios = {
-        f"scaling_sync_over_{mode.replace(', ', '_').replace('=', '')}_{p.model}_{p.gpus}": (
-            sync.outcome.step_seconds / p.outcome.step_seconds
+        f"scaling_sync_over_{mode.replace(', ', '_').replace('=', '')}_{model}_{gpus}": (
+            seconds[model, gpus, "sync"] / taken
         )
-        for mode in MODES[1:]
-        for p in points
-        if p.mode == mode
-        for sync in points
-        if (sync.model, sync.gpus, sync.mode) == (p.model, p.gpus, "sync")
+        for (model, gpus, mode), taken in seconds.items()
+        if mode != "sync"
     }
-    console.print(ratios)
-    if args.json:
-        raw = {
-            "capacity": asdict(capacity),
-            "points": [asdict(p) | {"shares": p.shares} for p in points + others],
-        }
-        write_json(args.json, "scaling", raw, ratios, smoke=args.smoke)
+    raw = {
+        "capacity": asdict(capacity),
+        "points": [asdict(p) | {"shares": p.shares} for p in points + others],
+    }
+    shown = [table_of(points, "weak scaling: a step fills every row once")]
+    shown += [table_of(others, "one thing changed")] if others else []
+    report(options, "scaling", raw, ratios, *shown)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

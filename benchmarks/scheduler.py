@@ -1,46 +1,35 @@
-"""What the scheduler costs per event, with 8, 256 and 4,096 generators of 256 slots each.
+"""What does the scheduler cost per event, with 8, 256 and 4,096 generators of 256 slots each?
 
     python -m benchmarks.scheduler [--quick] [--json FILE]
 
-Only `Scheduler.on_event` is timed, in CPU seconds of this thread, so that other work on the machine
-does not count. Reading that clock is included, about half a microsecond. The fake generators and
-the fake trainer are not timed. Every sample is finished and acknowledged, generators install each
-version, prompts come back in each epoch, and lengths are heavy-tailed, so that generators run out
-of work at different times and take over each other's groups. Modes: `keep`, and `verify` with one
-step of run-ahead, where every sample generated ahead is verified when it is due (a third of them
-resume from a rejection, the others are accepted whole).
-
-`µs / event` is all of the scheduler's time divided by the number of events, so it includes the
-single events that open a whole step. The full benchmark (some minutes, about 1 GB) trains steps of
-1,048,576 samples with 4,096 generators; `--quick` stops at 512 generators.
+Only `Scheduler.on_event` is timed, in CPU seconds of this thread; fake generators and a trainer
+finish and acknowledge every sample, install each version, and run out of work at different times.
+Modes: `keep`, and `verify` with one step of run-ahead, where a third of the samples resume from a
+rejection. The statistic is all of the scheduler's time over the number of events. In full steps of
+1,048,576 samples are trained with 4,096 generators; `--quick` stops at 512.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import heapq
 import random
+import sys
 import time
 import tracemalloc
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console
-from rich.table import Table
-
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.scheduler import commands, events
 from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.scheduler import Scheduler
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, pick, report, table
 
 
 @dataclass
 class Result:
-    """Measurements of one size and mode."""
-
     generators: int
     slots: int
     mode: str
@@ -148,7 +137,6 @@ class FakeCluster:
             self.finished = command.outcome
 
     def decode(self, name: str) -> None:
-        """Put waiting samples into free slots."""
         waiting = self.waiting[name]
         while waiting and self.free[name]:
             self.free[name] -= 1
@@ -171,7 +159,6 @@ class FakeCluster:
                 self.after(seconds, event)
 
     def after(self, seconds: float, event: events.Event) -> None:
-        """Schedule an event."""
         self.count += 1
         heapq.heappush(self.due, (self.now + seconds, self.count, event))
 
@@ -218,48 +205,21 @@ def memory(generators: int, slots: int, mode: str, *, steps: int) -> tuple[float
     return sizes[0] / samples, sizes[-1] / samples
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="up to 512 generators")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
-    args = parser.parse_args(arguments)
-    steps, many, slots = (10, (2,), 8) if args.smoke else (200, (8, 256), 256)
-    largest = 4 if args.smoke else 512 if args.quick else 4096
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser_of(__doc__, "up to 512 generators").parse_args(arguments)
+    steps, many, slots = (10, (2,), 8) if options.smoke else (200, (8, 256), 256)
+    largest = pick(options, 4096, 512, 4)
     sizes = [(2, 32, "keep", 1), (max(many), slots, "keep", 0)]
     for generators in (*many, largest):
         sizes += [(generators, slots, "keep", 1), (generators, slots, "verify", 0)]
-    table = Table(title="scheduler: cost per event", show_lines=False)
-    columns = "generators,slots,mode,k,events,events/s,µs / event,longest ms,commands"
-    for title in columns.split(","):
-        table.add_column(title, justify="right")
     results = [measure(*size, steps=3 if index else steps) for index, size in enumerate(sizes)]
-    for r in results:
-        table.add_row(
-            *(str(x) for x in (r.generators, r.slots, r.mode, r.bound, r.events)),
-            f"{1e6 / r.event_us:,.0f}",
-            f"{r.event_us:.2f}",
-            f"{r.longest_ms:.1f}",
-            str(r.commands),
-        )
-    held = {
-        mode: memory(*((2, 8) if args.smoke else (8, 64)), mode, steps=steps // 5)
-        for mode in ("keep", "verify")
+    small = (2, 8) if options.smoke else (8, 64)
+    held = {mode: memory(*small, mode, steps=steps // 5) for mode in ("keep", "verify")}
+    per_second = {
+        f"scheduler_events_per_s_{r.mode}_{r.generators}": 1e6 / r.event_us for r in results[2:]
     }
-    console = Console()
-    console.print(table)
-    for r in results[-2:]:
-        console.print(r.mode, {k: round(v, 2) for k, v in r.by_event_us.items()})
-    for mode, (first, last) in held.items():
-        console.print(
-            f"{mode}: {first:.0f} bytes per sample that may be in flight at first, {last:.0f} at "
-            "the end"
-        )
-    ratios = {
+    ratios = per_second | {
         # The slower of the two modes with the most generators.
-        **{
-            f"scheduler_events_per_s_{r.mode}_{r.generators}": 1e6 / r.event_us for r in results[2:]
-        },
         "scheduler_event_us": max(r.event_us for r in results[-2:]),
         "scheduler_event_us_keep": results[-2].event_us,
         "scheduler_event_us_verify": results[-1].event_us,
@@ -267,14 +227,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "scheduler_bytes_per_sample": max(last for _, last in held.values()),
         "scheduler_memory_growth": max(last / first for first, last in held.values()),
     }
-    console.print(ratios)
-    if args.json:
-        raw = {
-            "sizes": [{**vars(r), "event_us": r.event_us} for r in results],
-            "bytes_per_sample": {mode: list(both) for mode, both in held.items()},
-        }
-        write_json(args.json, "scheduler", raw, ratios, smoke=args.smoke)
+    raw = {
+        "sizes": [{**vars(r), "event_us": r.event_us} for r in results],
+        "bytes_per_sample": {mode: list(both) for mode, both in held.items()},
+    }
+    shown = table(
+        "scheduler: cost per event",
+        "mode,generators,slots,k,events,µs / event,longest ms,commands",
+        (
+            (r.mode, r.generators, r.slots, r.bound, r.events, r.event_us, r.longest_ms, r.commands)
+            for r in results
+        ),
+    )
+    by_event = [(r.mode, {k: round(v, 2) for k, v in r.by_event_us.items()}) for r in results[-2:]]
+    report(options, "scheduler", raw, ratios, shown, table("by event", "mode,µs", by_event))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

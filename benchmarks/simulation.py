@@ -16,23 +16,20 @@ simulates 32 generators.
 
 from __future__ import annotations
 
-import argparse
-import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from asyncrl.simulation.fit import Fit, fit_run
 from asyncrl.simulation.study import MODES, Cluster, as_json, cluster, compare
 from asyncrl.simulation.tables import mode_table
-from benchmarks.report import add_smoke, write_json
-from benchmarks.run_command import run_command
+from benchmarks.harness import parser_of, pick, report, run_command, table
 from benchmarks.tiny_models import smoke_settings
 
 EXAMPLE = "examples/arithmetic.yaml"
@@ -74,11 +71,8 @@ def predicted(fit: Fit, like: Fit) -> float:
     return sum(outcome.step_seconds for outcome in outcomes) / len(outcomes)
 
 
-def validate(fits: dict[str, Fit], console: Console) -> dict[str, Any]:
-    """Print and return measured and simulated step times."""
-    table = Table(title=f"seconds of a step, fitted to the run {FITTED!r}")
-    for column in ("run", "measured s", "simulated s", "ratio", "fitted to itself"):
-        table.add_column(column, justify="left" if column == "run" else "right")
+def validate(fits: dict[str, Fit]) -> dict[str, Any]:
+    """Measured and simulated step times."""
     found: dict[str, Any] = {}
     for name, fit in fits.items():
         simulated, own = predicted(fits[FITTED], fit), predicted(fit, fit)
@@ -88,61 +82,53 @@ def validate(fits: dict[str, Fit], console: Console) -> dict[str, Any]:
             "ratio": simulated / fit.step_seconds,
             "own_ratio": own / fit.step_seconds,
         }
-        table.add_row(
-            name, f"{fit.step_seconds:.3f}", f"{simulated:.3f}",
-            f"{simulated / fit.step_seconds:.2f}", f"{own / fit.step_seconds:.2f}",
-        )  # fmt: skip
-    console.print(table)
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="short runs, 32 generators")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "short runs, 32 generators")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="keep the runs here")
     parser.add_argument("--no-runs", action="store_true", help="only the cluster, no real runs")
-    add_smoke(parser)
-    args = parser.parse_args(arguments)
-    console = Console(width=120)
+    options = parser.parse_args(arguments)
     raw: dict[str, Any] = {}
     ratios: dict[str, float] = {}
-    if not args.no_runs:
-        steps = SMOKE_STEPS if args.smoke else 20 if args.quick else 60
-        chosen = SMOKE_RUNS if args.smoke else tuple(RUNS)
-        load = os.getloadavg()[0]
+    shown: list[Table] = []
+    if not options.no_runs:
+        steps = pick(options, 60, 20, SMOKE_STEPS)
+        chosen = SMOKE_RUNS if options.smoke else tuple(RUNS)
         with TemporaryDirectory(prefix="asyncrl-simulation-") as temporary:
-            directory = args.runs or Path(temporary)
+            directory = options.runs or Path(temporary)
             names = {name: f"simulation-{index}" for index, name in enumerate(RUNS)}
-            small = [*smoke_settings(directory), SLOW] if args.smoke else ()
+            small = [*smoke_settings(directory), SLOW] if options.smoke else ()
             paths = {n: real_run(names[n], RUNS[n], steps, directory, small) for n in chosen}
             fits = {name: fit_run(path) for name, path in paths.items()}
-        raw["validation"] = validate(fits, console)
-        raw["load_before"] = load
-        console.print(f"load before: {load:.1f} of {os.cpu_count()} cores")
+        raw["validation"] = validate(fits)
+        rows = ((name, *one.values()) for name, one in raw["validation"].items())
+        columns = "run,measured s,simulated s,ratio,fitted to itself"
+        shown.append(table(f"seconds of a step, fitted to the run {FITTED!r}", columns, rows))
         ratios["simulated_over_measured_worst"] = max(
             (found["ratio"] for found in raw["validation"].values()), key=lambda r: abs(r - 1)
         )
-    size = Cluster(generators=2 if args.smoke else 32 if args.quick else 256)
+    size = Cluster(generators=pick(options, 256, 32, 2))
+    block = replace(size, rule="block")
     for name, large in {
         "token": size,
-        "block": replace(size, rule="block"),
-        "block_new_length": replace(size, rule="block", new_length=1.0),
+        "block": block,
+        "block_new_length": replace(block, new_length=1.0),
     }.items():
         outcomes = compare(large, MODES)
-        console.print(mode_table(large, outcomes))
+        shown.append(mode_table(large, outcomes))
         raw[name] = as_json(outcomes)
-        suffix = "" if name == "token" else f"_{name}"
-        sync = outcomes["sync"].step_seconds
-        ratios[f"sim256_sync_over_verify{suffix}"] = sync / outcomes["verify"].step_seconds
-        ratios[f"sim256_sync_over_verify_3_ahead{suffix}"] = (
-            sync / outcomes["verify, 3 ahead"].step_seconds
-        )
-        ratios[f"sim256_sync_over_verify_k1{suffix}"] = sync / outcomes["verify, k=1"].step_seconds
-    console.print(ratios)
-    if args.json:
-        write_json(args.json, "simulation", raw, ratios, smoke=args.smoke)
+        sync, suffix = outcomes["sync"].step_seconds, "" if name == "token" else f"_{name}"
+        for mode, label in (
+            ("verify", ""),
+            ("verify, 3 ahead", "_3_ahead"),
+            ("verify, k=1", "_k1"),
+        ):
+            ratios[f"sim256_sync_over_verify{label}{suffix}"] = sync / outcomes[mode].step_seconds
+    report(options, "simulation", raw, ratios, *shown)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

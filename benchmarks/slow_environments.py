@@ -6,16 +6,15 @@ python -m benchmarks.slow_environments --gpus 64 --latency 1   one place
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from asyncrl.simulation.environments import GO_BACK, Environments
 from asyncrl.simulation.network import Network
 from asyncrl.simulation.study import Cluster
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, report
 
 GPUS = (8, 64, 256, 1024)
 LATENCIES = (0.1, 1.0, 10.0)
@@ -45,7 +44,6 @@ def cluster(gpus: int, latency: float, **changes: Any) -> Cluster:
 
 
 def one(gpus: int, latency: float, mode: str, **changes: Any) -> dict[str, Any]:
-    """One row."""
     found = asdict(cluster(gpus, latency, **changes).simulate(mode))
     row = {"gpus": gpus, "latency": latency, "mode": mode, **found}
     print(
@@ -58,16 +56,12 @@ def one(gpus: int, latency: float, mode: str, **changes: Any) -> dict[str, Any]:
     return row
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the tables, and write what they are made of."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "up to 64 GPUs")
     parser.add_argument("--gpus", type=int, action="append")
     parser.add_argument("--latency", type=float, action="append")
     parser.add_argument("--mode", action="append")
-    parser.add_argument("--quick", action="store_true", help="up to 64 GPUs")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--variants", action="store_true", help="one thing changed, on 64 GPUs")
-    add_smoke(parser)
     given = parser.parse_args(arguments)
     if given.quick:
         given.gpus = given.gpus or [8, 64]
@@ -91,13 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows += [one(64, 10.0, mode, sessions=SLOTS) for mode in MODES]
         print("room for the KV of 16 thousand tokens:")
         rows.append(one(64, 10.0, "verify", kv_room=16_384.0))
-    if given.json is not None:
-        seconds = {
-            f"step_seconds_{row['gpus']}_{row['latency']:g}_{row['mode']}": row["step_seconds"]
-            for row in ([] if given.variants else rows)
-        }
-        write_json(given.json, "slow_environments", {"rows": rows}, seconds, smoke=given.smoke)
+    seconds = {
+        f"step_seconds_{row['gpus']}_{row['latency']:g}_{row['mode']}": row["step_seconds"]
+        for row in ([] if given.variants else rows)
+    }
+    report(given, "slow_environments", {"rows": rows}, seconds)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

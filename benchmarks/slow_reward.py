@@ -12,6 +12,5 @@ SECONDS = 0.02
 
 
 def score(prompt: str, response: str, example: dict[str, Any]) -> float:
-    """1.0 for a right answer, later."""
     time.sleep(SECONDS)
     return arithmetic(prompt, response, example)

@@ -1,31 +1,20 @@
-"""A run that is steered for an hour: does it lose anything, and does anything grow?
+"""Does a run that is steered for an hour lose anything, and does anything grow?
 
     python -m benchmarks.soak [--minutes 60] [--quick] [--json FILE]
 
-A tiny Llama (`examples/your_own`) trains with the command line, verified and with run-ahead. All
-the time it gets orders, as a user gives them: settings are changed, generators come and leave, it
-is paused and continued, writes checkpoints, and evaluates. It is stopped when both the minutes and
-the steps are reached: 60 and 10,000, with --quick 5 and 500. Then, from its files and from /proc:
-
-ended               processes that ended without an order, and a controller that did not exit with 0
-lost, twice         groups that were not trained on, and those that were twice
-                    (`asyncrl.monitoring.records.group_account`)
-failed              groups that were reported failed
-memory_growth_mb    of the process that grew most, after the first tenth of the steps: private
-                    memory in the last quarter less that in the first quarter, medians; only
-                    processes that lived through
-descriptor_growth   the same of open files, of the process that has the most more
-
-Memory and files are read while one generator runs and nothing is paused. Exit code 1 unless the
-first four are 0, memory has grown by at most 20 MB and descriptors by at most 2.
+A tiny Llama (`examples/your_own`) trains, verified and with run-ahead, and gets orders all the
+time: settings change, generators come and leave, it is paused and continued, writes checkpoints,
+and evaluates. It is stopped when both the minutes and the steps are reached: 60 and 10,000, with
+--quick 5 and 500. From its files and /proc: `ended` processes without an order; `lost`, `twice` and
+`failed` groups; `memory_growth_mb` and `descriptor_growth` of the process that grew most, medians
+of the last quarter less those of the first, after the first tenth of the steps, taken while one
+generator runs and nothing is paused. Exit code 1 unless counts are 0 and growth is within limits.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import os
 import runpy
 import statistics
 import sys
@@ -34,17 +23,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from asyncrl.launch.identity import ProcessIdentity, identity_of, is_running
 from asyncrl.monitoring.records.group_account import GroupAccount, read_account
 from asyncrl.steering.control_socket import ask
 from asyncrl.wire.messages import control
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, pick, report, table
 from benchmarks.watched_run import own_bytes
 
 OWN = Path(__file__).parents[1] / "examples" / "your_own"
@@ -63,8 +48,6 @@ _PAUSE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Extent:
-    """How long the run is."""
-
     minutes: float
     steps: int
 
@@ -74,8 +57,6 @@ FULL, QUICK, SMOKE = Extent(60.0, 10_000), Extent(5.0, 500), Extent(0.0, 20)
 
 @dataclass(frozen=True)
 class Sample:
-    """A process at one moment."""
-
     step: int
     own_bytes: int
     descriptors: int
@@ -83,8 +64,6 @@ class Sample:
 
 @dataclass
 class Grown:
-    """The samples of each process."""
-
     names: dict[ProcessIdentity, str] = field(default_factory=dict)
     samples: dict[ProcessIdentity, list[Sample]] = field(default_factory=dict)
 
@@ -130,8 +109,6 @@ def _median(samples: Sequence[Sample], what: str) -> float:
 
 @dataclass
 class Outcome:
-    """What came of the run."""
-
     steps: int
     minutes: float
     orders: dict[str, int]
@@ -143,7 +120,6 @@ class Outcome:
     series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     def ratios(self) -> dict[str, float]:
-        """One number per name."""
         return {
             "steps": self.steps,
             "minutes": self.minutes,
@@ -170,11 +146,7 @@ def holds(ratios: Mapping[str, float]) -> bool:
 
 
 class Soak:
-    """The run, the orders that it gets, and what is known of its processes.
-
-    Args:
-        run: started.
-    """
+    """The run, the orders that it gets, and what is known of its processes."""
 
     def __init__(self, run: LiveRun) -> None:
         self._run = run
@@ -304,47 +276,32 @@ def measure(extent: Extent, folder: Path) -> Outcome:
     )
 
 
-def _raw(outcome: Outcome, extent: Extent, load: float) -> dict[str, Any]:
-    return {
-        "wanted_minutes": extent.minutes,
-        "wanted_steps": extent.steps,
-        "load_before": load,
-        "load_after": os.getloadavg()[0],
-        "orders": outcome.orders,
-        "ended": outcome.ended,
-        "growth_mb_and_descriptors": outcome.growth,
-        "steps_and_mb": outcome.series,
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print, write the file. Returns 1 if something that must hold does not."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="5 minutes and 500 steps")
+    parser = parser_of(__doc__, "5 minutes and 500 steps")
     parser.add_argument("--minutes", type=float, help="at least so many, instead of 60 or 5")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
     options = parser.parse_args(arguments)
-    extent = SMOKE if options.smoke else QUICK if options.quick else FULL
+    extent = pick(options, FULL, QUICK, SMOKE)
     extent = Extent(options.minutes or extent.minutes, extent.steps)
-    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         try:
             outcome = measure(extent, Path(folder))
         except ChaosError as error:
             print(error)
             return 1
-    ratios = outcome.ratios()
-    table = Table(title="a steered run")
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    for name, value in ratios.items():
-        table.add_row(name.replace("_", " "), f"{value:,.4g}")
-    for name, (grown, descriptors) in outcome.growth.items():
-        table.add_row(f"{name} grew by", f"{grown:.1f} MB, {descriptors:+g} files")
-    Console(width=100).print(table, *outcome.ended)
-    if options.json:
-        write_json(options.json, "soak", _raw(outcome, extent, load), ratios, smoke=options.smoke)
+    grown = ((name, *both) for name, both in outcome.growth.items())
+    ratios, raw = (
+        outcome.ratios(),
+        {
+            "wanted_minutes": extent.minutes,
+            "wanted_steps": extent.steps,
+            "orders": outcome.orders,
+            "ended": outcome.ended,
+            "growth_mb_and_descriptors": outcome.growth,
+            "steps_and_mb": outcome.series,
+        },
+    )
+    print(*outcome.ended, sep="\n")
+    report(options, "soak", raw, ratios, table("growth", "process,MB,open files", grown))
     return int(not holds(ratios))
 
 

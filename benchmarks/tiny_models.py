@@ -1,4 +1,4 @@
-"""Models that are made in a moment: random ones whose responses can be enumerated, and a start."""
+"""Models and trajectories that are made in a moment."""
 
 from __future__ import annotations
 
@@ -6,24 +6,84 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.initialization import no_init_weights
 
+from asyncrl.rollout.trajectory import (
+    IntArray,
+    Provenance,
+    SampleId,
+    TrajectoryBuilder,
+    VerifiableTrajectory,
+)
 from asyncrl.tasks.builtin.warm_start_recipe import MINIATURE
 from asyncrl.tasks.model import ensure_builtin_model
+
+
+def widen(source: str, target: Path, intermediate_size: int, seed: int = 0) -> int:
+    """Write the widened copy of a gated-MLP model (Qwen, Llama) and return its parameter count."""
+    small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    old = int(small.config.intermediate_size)
+    if intermediate_size <= old:
+        raise ValueError(f"intermediate_size {intermediate_size} must be above the model's {old}")
+    config = type(small.config).from_dict(
+        small.config.to_dict() | {"intermediate_size": intermediate_size}
+    )
+    with no_init_weights():
+        wide = type(small)(config)
+    wide.tie_weights()  # skipped together with the random initialisation
+    own = wide.state_dict()
+    filler = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in small.state_dict().items():
+            if ".mlp.gate_proj." in name or ".mlp.up_proj." in name:
+                own[name].normal_(std=0.02, generator=filler)
+                own[name][:old] = tensor
+            elif ".mlp.down_proj." in name:
+                own[name].zero_()
+                own[name][:, :old] = tensor
+            else:
+                own[name].copy_(tensor)
+    wide.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    return sum(parameter.numel() for parameter in wide.parameters())
+
 
 SMOKE_START = MINIATURE
 
 
 def smoke_settings(folder: Path, task: Literal["arithmetic", "agent"] = "arithmetic") -> list[str]:
-    """Of a run whose steps take a moment, with the built-in model in miniature.
-
-    Args:
-        folder: where the model goes.
-        task: that the model is for.
-    """
+    """Of a run whose steps take a moment, with the built-in model in miniature."""
     made = ensure_builtin_model(folder / "smoke-model", None, replace(SMOKE_START, task=task))
     few = ("scheduler.groups_per_step=4", "scheduler.group_size=4", "engine.slots=16")
     return [f"model.path={made}", *few]
+
+
+def qwen3(vocabulary: int, hidden: int = 64, layers: int = 2, *, seed: int = 0, **more: Any) -> Any:
+    """A Qwen3 with random weights as transformers makes them, in float32; no token is special.
+
+    Heads have 64 numbers, every second one has keys and values; `more` are other settings.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    settings = {
+        "intermediate_size": 3 * hidden,
+        "num_attention_heads": max(1, hidden // 64),
+        "num_key_value_heads": max(1, hidden // 128),
+        "head_dim": 64,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        **more,
+    }
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, **settings
+    )
+    return Qwen3ForCausalLM(config).float().eval()
 
 
 def random_qwen3(
@@ -36,34 +96,40 @@ def random_qwen3(
 ) -> Any:
     """A random Qwen3 whose next-token distributions are neither flat nor certain.
 
-    Args:
-        seed: of the weights.
-        vocabulary: number of token ids; none of them is special.
-        max_length: longest sequence, prompt included.
-        embedding_scale: standard deviation of the (tied) embeddings.
-        weight_scale: standard deviation of the other matrices.
+    The scales are standard deviations of the (tied) embeddings and of the other matrices.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=vocabulary,
-            hidden_size=32,
-            num_hidden_layers=2,
-            intermediate_size=64,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,  # the smallest that vLLM's CPU attention supports
-            max_position_embeddings=max_length,
-            tie_word_embeddings=True,
-            eos_token_id=None,
-            bos_token_id=None,
-        )
-    )
+    model = qwen3(
+        vocabulary, 32, 2, seed=seed, intermediate_size=64, num_attention_heads=2,
+        head_dim=32,  # the smallest that vLLM's CPU attention supports
+        max_position_embeddings=max_length,
+    )  # fmt: skip
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 scale = embedding_scale if "embed" in name else weight_scale
                 parameter.copy_(torch.randn_like(parameter) * scale)
-    return model.float().eval()
+    return model
+
+
+def random_trajectory(
+    rng: np.random.Generator,
+    sample: SampleId,
+    prompt: IntArray,
+    length: int,
+    vocabulary: int,
+    policy_version: int,
+) -> VerifiableTrajectory:
+    """So many random tokens, sampled by a policy to which all are alike."""
+    tokens = rng.integers(3, vocabulary, length).astype(np.int32)
+    logprobs = np.full(length, -np.log(vocabulary), np.float32)
+    builder = TrajectoryBuilder(sample, f"prompt {sample.group}", prompt)
+    builder.append(
+        tokens=tokens,
+        logprobs=logprobs,
+        topk_ids=tokens[:, None],
+        topk_logprobs=logprobs[:, None],
+        noise_seeds=np.zeros(length, np.uint64),
+        provenance=np.full(length, Provenance.SAMPLED, np.uint8),
+        policy_version=policy_version,
+    )
+    return builder.finish("stop")

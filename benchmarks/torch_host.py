@@ -1,25 +1,18 @@
-"""What a step of the torch engine costs on the host, with a model that costs nothing.
+"""What does a step of the torch engine cost on the host, with a model that costs nothing?
 
     python -m benchmarks.torch_host [--quick] [--json FILE]
 
-256 rows of a random model with one layer, a hidden size of 16 and a vocabulary of 32 generate 96
-tokens each, as in a run: K = 8, siblings share prompts, the cache is fed, and the planner keeps its
-books. A full step has no room for drafts. Medians over rounds, CPU time of the thread, in
-microseconds per row and step:
-
-    forward   the model's forward pass: arithmetic, and the calls that start it
-    draw      from logits to tokens and lists: arithmetic
-    host      **torch_host_us_per_row_step**: all the rest of a step, which is our own Python:
-              admission, layout, random numbers, what each row appends, chunks, the cache
-
-Requests begin and end in a round, so what a request costs is spread over its tokens. The event loop
-and the decode thread around the core are not part of it; `benchmarks.vllm_host` measures them.
+256 rows of a random model with one layer and a hidden size of 16 generate 96 tokens each, as in a
+run: K = 8, siblings share prompts, the cache is fed, and the planner keeps its books; full steps
+have no room for drafts. Medians over rounds of the thread's CPU time, in µs per row and step:
+`forward` is the model's forward pass, `draw` from logits to tokens and lists, and `host`
+(**torch_host_us_per_row_step**) all the rest, which is our own Python. What a request costs is
+spread over its tokens; the event loop and the decode thread are not part of it.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,8 +22,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree.rollout_tree import RolloutCache
@@ -39,7 +30,8 @@ from asyncrl.engine.sampling import logits
 from asyncrl.engine.torch.core import CoreSettings, DecodeCore
 from asyncrl.engine.torch.kernels import warm_up
 from asyncrl.engine.torch.model import SlotModel, load_model
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import medians, parser_of, pick, report, table
+from benchmarks.tiny_models import qwen3
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,8 +49,6 @@ class Clock:
         self.seconds = 0.0
 
     def timed(self, function: Callable[P, R]) -> Callable[P, R]:
-        """The function, with its time counted."""
-
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             began = time.thread_time()
             try:
@@ -71,22 +61,10 @@ class Clock:
 
 def smallest_model(folder: Path, rows: int) -> SlotModel:
     """One layer, 16 numbers per token: the host is all there is."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=128,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    qwen3(
+        32, 16, 1, intermediate_size=16, head_dim=8, max_position_embeddings=128,
+        tie_word_embeddings=False,
+    ).save_pretrained(folder)  # fmt: skip
     cpu = torch.device("cpu")
     return load_model(str(folder), slots=rows, max_len=128, device=cpu, dtype=torch.float32)
 
@@ -94,11 +72,7 @@ def smallest_model(folder: Path, rows: int) -> SlotModel:
 def core_of(model: SlotModel, rows: int) -> DecodeCore:
     """A core with a cache, whose steps have room for their rows and nothing else."""
     settings = CoreSettings(
-        max_step_tokens=rows,
-        max_draft_tokens=8,
-        max_prefill_tokens=4096,
-        chunk_tokens=16,
-        top_k=K,
+        max_step_tokens=rows, max_draft_tokens=8, max_prefill_tokens=4096, chunk_tokens=16, top_k=K
     )
     return DecodeCore(model, settings, RolloutCache(CacheConfig(max_bytes=1 << 26)), seed=0)
 
@@ -139,7 +113,6 @@ def measure(core: DecodeCore, round_: int, rows: int, tokens: int) -> dict[str, 
 
 
 def run(rounds: int, rows: int, tokens: int) -> dict[str, Any]:
-    """All numbers of the benchmark."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = smallest_model(Path(folder), rows)
@@ -147,29 +120,18 @@ def run(rounds: int, rows: int, tokens: int) -> dict[str, Any]:
     core = core_of(model, rows)
     measure(core, 0, rows, tokens)  # everything loaded, memory touched
     measured = [measure(core, 1 + i, rows, tokens) for i in range(rounds)]
-    parts = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
-    return {"us_per_row_step": parts, "rounds": measured}
+    return {"us_per_row_step": medians(measured), "rounds": measured}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print a table and write JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.torch_host")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", type=Path, help="where the numbers are written")
-    add_smoke(parser)
-    chosen = parser.parse_args(arguments)
-    rows, tokens = (16, 24) if chosen.smoke else (ROWS, TOKENS)
-    results = run(1 if chosen.smoke else 5 if chosen.quick else 25, rows, tokens)
-    table = Table(title=f"torch engine, {rows} rows, µs per row and step")
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser_of(__doc__, "fewer rounds").parse_args(arguments)
+    rows, tokens = (16, 24) if options.smoke else (ROWS, TOKENS)
+    results = run(pick(options, 25, 5, 1), rows, tokens)
     parts = results["us_per_row_step"]
-    for name in parts:
-        table.add_column(name, justify="right")
-    table.add_row(*(f"{value:.2f}" for value in parts.values()))
-    Console().print(table)
-    if chosen.json:
-        ratios = {"torch_host_us_per_row_step": parts["host"]}
-        write_json(chosen.json, "torch_host", results, ratios, smoke=chosen.smoke)
+    shown = table(f"torch engine, {rows} rows, µs per row and step", "part,µs", parts.items())
+    report(options, "torch_host", results, {"torch_host_us_per_row_step": parts["host"]}, shown)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,57 +1,197 @@
-"""What a turn costs when many came before it.
+"""Does a turn cost more when many came before it?
 
     python -m benchmarks.turns [--quick] [--part torch] [--part outside] [--json FILE]
 
-A turn is 16 tokens of the policy and 16 observed ones. Each is a request of its own, made as a
-generator makes it: with all tokens so far as its prefix. Three responses take turns, so that a
-machine that becomes slower does so for all of them:
+A turn is 16 tokens of the policy and 16 observed ones, a request with all tokens so far as its
+prefix. Contestants are three responses that take turns on one engine:
 
     early     at its 8th turn, at about 250 tokens
     late      at its 128th turn, at about 4,000 tokens
-    control   at its 8th turn, and its first prompt was so long that it has as many tokens as `late`
+    control   at its 8th turn, with a first prompt so long that it has as many tokens as `late`
 
-So two causes are told apart, by ratios of the medians of their seconds:
+Ratios of median seconds: `turn_cost_growth` late / control (at most 1.1), `context_growth` control
+/ early (`decode_context_growth` of the 15 tokens after the first), `whole_growth` late / early. A
+late turn without a session is fed as a whole by the embedded engine; others have prefix caches.
 
-    turn_cost_growth      late / control    what the number of turns before costs; at most 1.1
-    context_growth        control / early   what as many more tokens cost, in whatever turns
-    whole_growth          late / early      both
-
-A longer context costs more in any engine: attention reads more keys. `decode_context_growth` is
-context_growth of the 15 tokens after a turn's first one. The model is one whose attention is little
-next to its other layers.
-
-The embedded engine keeps the KV of a session. The last column is a late turn that names none, so
-that it is fed again as a whole there; vLLM and SGLang have prefix caches and need no name.
-
-The part `outside` is all that a turn costs besides the engine; see `benchmarks.turns_outside`.
+Outside the engine: CPU seconds of a generator's own code (`SampleGenerator`, `Episodes`, the chat
+template's tokens) with a real environment and an engine that has all tokens of a turn at once; then
+the sample is verified, and every token accepted.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
+import itertools
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from importlib import util
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError
-from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams
-from asyncrl.rollout.trajectory import SampleId, TrajectoryBuilder
-from benchmarks.report import add_smoke, write_json
-from benchmarks.sglang_interpreter import sglang_python
-from benchmarks.turns_outside import measure_outside
+from asyncrl.engine.protocol import (
+    Engine,
+    GenerateRequest,
+    SamplingParams,
+    TokenChunk,
+    provenance_of,
+)
+from asyncrl.environments.config import EnvironmentConfig
+from asyncrl.environments.rendering import TurnRenderer
+from asyncrl.environments.translation import Translation
+from asyncrl.environments.workers.pool import EnvironmentPool
+from asyncrl.generator.sample_runner import SampleGenerator
+from asyncrl.generator.sample_state import HeldSample, SampleGeneration
+from asyncrl.generator.turns.environment_turns import Episodes
+from asyncrl.rewards.config import RewardConfig
+from asyncrl.rollout.trajectory import Provenance, SampleId, TrajectoryBuilder
+from asyncrl.tasks.builtin.tokenizer import builtin_tokenizer
+from asyncrl.wire.messages.frames import digest_of, encode_tokens, encode_trajectory
+from asyncrl.wire.messages.to_generator import PromptPayload
+from benchmarks.harness import parser_of, pick, report, sglang_python, table
+from benchmarks.tiny_models import qwen3
+
+TURNS_OUTSIDE_K = 64
+"""Of the lists that come with each token, as by default."""
+_MAX_TOKENS = 1 << 16
+
+
+class ReadyEngine:
+    """Has all tokens of a turn at once, and accepts all that it is to verify."""
+
+    def __init__(self, turn: list[int]) -> None:
+        self._turn = np.array(turn, np.int32)
+        self.clocks: list[tuple[float, float]] = []
+        """CPU and wall seconds, when each request came."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """The turn in two chunks, as from an engine; kept tokens first."""
+        self.clocks.append((time.process_time(), time.perf_counter()))
+        if request.kept is not None:
+            kept = request.kept
+            origins = provenance_of(kept, len(kept))
+            yield _chunk(request, kept.tokens, origins, version=1, ended=True)
+            return
+        drawn = np.full(TOKENS, Provenance.SAMPLED, np.uint8)
+        yield _chunk(request, self._turn[:1], drawn[:1])
+        yield _chunk(request, self._turn[1:], drawn[1:], ended=True)
+
+    def end_session(self, session: str) -> None:
+        """Nothing is kept."""
+
+
+def _chunk(
+    request: GenerateRequest, tokens: Any, provenance: Any, *, version: int = 0, ended: bool = False
+) -> TokenChunk:
+    n = len(tokens)
+    return TokenChunk(
+        request.request_id,
+        tokens,
+        np.full(n, -1.0, np.float32),
+        np.zeros((n, TURNS_OUTSIDE_K), np.int32),
+        np.full((n, TURNS_OUTSIDE_K), -5.0, np.float32),
+        np.zeros(n, np.uint64),
+        provenance,
+        version,
+        "stop" if ended else None,
+    )
+
+
+class _NoRewards:
+    """Rewards are no part of a turn."""
+
+    def start(self, *_: Any) -> Any:
+        return asyncio.get_running_loop().create_future()
+
+
+class Played(NamedTuple):
+    turns: list[tuple[float, float]]
+    """CPU and wall seconds of each turn but the last."""
+    verification: float
+    """CPU seconds of its verification, in which every token is accepted."""
+    encoding: float
+    """CPU seconds of encoding and digesting it, as a finished sample is."""
+
+
+async def measure_outside(early: int, late: int, samples: int) -> dict[str, float]:
+    """Milliseconds of turns around an early and a late one; a turn's share of what follows them."""
+    environment = EnvironmentConfig(name="guessing", args={"guesses": 1 << 20})
+    pool = EnvironmentPool(environment, RewardConfig(functions=()))
+    await pool.start()
+    try:
+        shorts = [await _play(pool, early, number) for number in range(samples)]
+        longs = [await _play(pool, late + 8, number) for number in range(samples)]
+    finally:
+        await pool.close()
+    out = {}
+    for turn, length, played in ((early, early, shorts), (late, late + 8, longs)):
+        near = [seconds for one in longs for seconds in one.turns[turn - 4 : turn + 4]]
+        cpu, wall = (1000 * statistics.median(column) for column in zip(*near, strict=True))
+        verification = statistics.median(one.verification for one in played)
+        encoding = statistics.median(one.encoding for one in played)
+        out |= {
+            f"turn_{turn}_cpu_ms": cpu,
+            f"turn_{turn}_wall_ms": wall,
+            f"verification_of_{turn}_cpu_ms_per_turn": 1000 * verification / length,
+            f"encoding_of_{turn}_cpu_ms_per_turn": 1000 * encoding / length,
+        }
+    return out
+
+
+async def _play(pool: EnvironmentPool, turns: int, number: int) -> Played:
+    """Generate a sample of so many turns, and verify it."""
+    tokenizer = builtin_tokenizer()
+    stop = tokenizer.eos_token_id
+    said = tokenizer("what is to find").input_ids
+    engine = ReadyEngine([*(said * TOKENS)[: TOKENS - 1], stop])
+    pool.config = pool.config.model_copy(update={"max_turns": turns})
+    translation = Translation(
+        TurnRenderer(tokenizer, stop_tokens=(stop,)),
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        len(tokenizer),
+        max_observation_tokens=256,
+    )
+    episodes = Episodes(pool, translation, max_tokens=_MAX_TOKENS, max_model_len=2 * _MAX_TOKENS)
+    rewards: Any = _NoRewards()
+    served: Any = engine
+    generator = SampleGenerator(served, rewards, SamplingParams(_MAX_TOKENS), episodes=episodes)
+    prompt = PromptPayload("p", encode_tokens(np.array([1, 2], np.int32)), {"prompt": "guess"})
+    sample = SampleId(number, turns)
+    held = await generator.generate(SampleGeneration(sample, prompt, seed=number))
+    seconds = [
+        (after[0] - before[0], after[1] - before[1])
+        for before, after in itertools.pairwise(engine.clocks)
+    ]
+    began = time.process_time()
+    again = await generator.generate(_verification(held, prompt, number))
+    verification = time.process_time() - began
+    assert np.array_equal(again.trajectory.tokens, held.trajectory.tokens)
+    began = time.process_time()
+    digest_of(encode_trajectory(held.trajectory, reward=0.0, step=0))
+    encoding = time.process_time() - began
+    again.close()
+    return Played(seconds, verification, encoding)
+
+
+def _verification(held: HeldSample, prompt: PromptPayload, number: int) -> SampleGeneration:
+    return SampleGeneration(
+        held.trajectory.id,
+        prompt,
+        number + 1000,
+        tokens_to_verify=held.trajectory.kept(),
+        min_version=1,
+        previously_held=held,
+        episode=held.episode,
+    )
+
 
 KINDS = ("torch", "vllm", "sglang")
 OUTSIDE = "outside"
@@ -66,24 +206,9 @@ K = 8
 
 def save_model(path: Path) -> None:
     """A random Qwen3 of 13 million parameters, with small heads and wide layers."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        num_hidden_layers=2,
-        intermediate_size=8192,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).float().eval().save_pretrained(path)
+    settings = {"intermediate_size": 8192, "num_attention_heads": 2, "num_key_value_heads": 1}
+    lengths = {"head_dim": 32, "max_position_embeddings": MAX_LENGTH}
+    qwen3(VOCABULARY, 256, 2, **settings, **lengths).save_pretrained(path)
 
 
 def engine_of(kind: str, path: str) -> Engine:
@@ -115,14 +240,6 @@ def engine_of(kind: str, path: str) -> Engine:
 
 
 class Response:
-    """One response of many turns.
-
-    Args:
-        engine: that generates it.
-        number: of the response.
-        prompt: tokens of its prompt.
-    """
-
     def __init__(self, engine: Engine, number: int, prompt: int = PROMPT) -> None:
         self._engine = engine
         self._number = number
@@ -185,7 +302,6 @@ async def alternate(engine: Engine, rounds: int, late_turn: int) -> dict[str, fl
 
 
 async def measure(kind: str, path: str, rounds: int, late: int) -> dict[str, float]:
-    """The numbers of one engine."""
     engine = engine_of(kind, path)
     await engine.start()
     try:
@@ -231,81 +347,60 @@ def _decoding(found: dict[str, float], turn: str | int) -> float:
 
 
 def table_of_engines(results: dict[str, dict[str, float]], ratios: dict[str, float]) -> Table:
-    """What was found of engines."""
-    table = Table(title="A turn of 16 tokens and its answer of 16, milliseconds")
-    measured = {
-        "8th turn": "turn_8_ms",
-        "control": "turn_control_ms",
-        "128th turn": "turn_128_ms",
-        "128th without session": "turn_128_without_session_ms",
-    }
-    derived = {
-        "turn_cost_growth": "turn_cost_growth",
-        "of context": "context_growth",
-        "of it decoding": "decode_context_growth",
-        "both": "whole_growth",
-    }
-    for name in ("engine", *measured, *derived):
-        table.add_column(name, justify="right")
-    for kind, found in results.items():
-        table.add_row(
-            kind,
-            *(f"{found[key]:.1f}" for key in measured.values()),
-            *(f"{ratios[f'{kind}_{key}']:.3f}" for key in derived.values()),
-        )
-    return table
+    measured = ("turn_8", "turn_control", "turn_128", "turn_128_without_session")
+    derived = ("turn_cost_growth", "context_growth", "decode_context_growth", "whole_growth")
+    return table(
+        "A turn of 16 tokens and its answer of 16, milliseconds",
+        ("engine", *measured, *derived),
+        (
+            (
+                kind,
+                *(found[f"{key}_ms"] for key in measured),
+                *(ratios[f"{kind}_{key}"] for key in derived),
+            )
+            for kind, found in results.items()
+        ),
+    )
 
 
-def table_outside(found: dict[str, float], growth: float) -> Table:
-    """What was found outside the engine."""
-    table = Table(title="Outside the engine, milliseconds a turn")
-    for name in ("", "8 turns", "128 turns"):
-        table.add_column(name, justify="right")
+def table_outside(found: dict[str, float]) -> Table:
     rows = {
         "a turn, CPU of the generator": "turn_{}_cpu_ms",
         "a turn, wall, environment included": "turn_{}_wall_ms",
         "verification of all, CPU": "verification_of_{}_cpu_ms_per_turn",
         "encoding of all, CPU": "encoding_of_{}_cpu_ms_per_turn",
     }
-    for name, key in rows.items():
-        table.add_row(name, *(f"{found[key.format(turn)]:.3f}" for turn in (EARLY, LATE)))
-    table.add_row("outside_turn_cost_growth", "", f"{growth:.3f}")
-    return table
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print tables and write JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.turns")
-    parser.add_argument("--quick", action="store_true", help="fewer responses")
-    parser.add_argument(
-        "--part", action="append", choices=(*KINDS, OUTSIDE), help="an engine, or outside it; all"
+    return table(
+        "Outside the engine, milliseconds a turn",
+        "part,8 turns,128 turns",
+        (
+            (name, *(found[key.format(turn)] for turn in (EARLY, LATE)))
+            for name, key in rows.items()
+        ),
     )
-    parser.add_argument("--json", type=Path, help="where the numbers are written")
-    add_smoke(parser)
-    chosen = parser.parse_args(arguments)
-    parts, load = chosen.part or (*KINDS, OUTSIDE), os.getloadavg()[0]
-    if chosen.smoke:
-        parts = chosen.part or (KINDS[0], OUTSIDE)
-    rounds, samples = (1, 1) if chosen.smoke else (2, 16) if chosen.quick else (6, 48)
-    late = 2 * EARLY if chosen.smoke else LATE
-    results = run([one for one in parts if one != OUTSIDE], rounds, late)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "fewer responses")
+    parts = (*KINDS, OUTSIDE)
+    parser.add_argument("--part", action="append", choices=parts, help="an engine, or outside it")
+    options = parser.parse_args(arguments)
+    chosen = options.part or ((KINDS[0], OUTSIDE) if options.smoke else parts)
+    rounds, samples = pick(options, (6, 48), (2, 16), (1, 1))
+    late = 2 * EARLY if options.smoke else LATE
+    results = run([one for one in chosen if one != OUTSIDE], rounds, late)
     raw: dict[str, Any] = {"engines": results}
-    ratios = {
-        name: ratio for kind, one in results.items() for name, ratio in ratios_of(kind, one).items()
-    }
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    if results:
-        console.print(table_of_engines(results, ratios))
-    if OUTSIDE in parts:
-        found = asyncio.run(measure_outside(EARLY, LATE, samples))
-        raw[OUTSIDE] = found
-        ratios |= ratios_of(OUTSIDE, found)
-        console.print(table_outside(found, ratios["outside_turn_cost_growth"]))
-    raw |= {"load_before": load, "load_after": os.getloadavg()[0]}
-    console.print(f"load before {load:.1f}, after {raw['load_after']:.1f}")
-    if chosen.json:
-        write_json(chosen.json, "turns", raw, ratios, smoke=chosen.smoke)
+    ratios: dict[str, float] = {}
+    for kind, found in results.items():
+        ratios |= ratios_of(kind, found)
+    shown = [table_of_engines(results, ratios)] if results else []
+    if OUTSIDE in chosen:
+        raw[OUTSIDE] = asyncio.run(measure_outside(EARLY, LATE, samples))
+        ratios |= ratios_of(OUTSIDE, raw[OUTSIDE])
+        shown.append(table_outside(raw[OUTSIDE]))
+    report(options, "turns", raw, ratios, *shown)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

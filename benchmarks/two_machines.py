@@ -21,9 +21,7 @@ locally or on stale tokens, or if accuracies after training differ by more than 
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,9 +34,9 @@ from benchmarks.chaos.cluster_faults import RANKS_APART
 from benchmarks.chaos.cluster_run import ClusterRun
 from benchmarks.chaos.live_run import LiveRun, Setup, carry_out
 from benchmarks.chaos.main import CONFIG
+from benchmarks.harness import parser_of, pick, report
 from benchmarks.machines.namespaces import NoMachinesError
 from benchmarks.machines.ray import ray_machines
-from benchmarks.report import add_smoke, write_json
 
 SETTINGS = ("launcher.generators=2", "monitoring.live=plain")
 PLACED = (
@@ -50,15 +48,10 @@ ERRORS = 4.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Both runs. Returns 1 if something that must hold does not."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="20 steps")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    parser = parser_of(__doc__, "20 steps")
     parser.add_argument("--ranks", action="store_true", help="two ranks of the trainer")
-    add_smoke(parser)
     options = parser.parse_args(arguments)
-    steps = 2 if options.smoke else 20 if options.quick else 80
-    load = os.getloadavg()[0]
+    steps = pick(options, 80, 20, 2)
     with tempfile.TemporaryDirectory() as made:
         try:
             local, placed = _both(Path(made), steps, ranks=options.ranks)
@@ -66,15 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(str(error))
         ratios = _ratios(local, placed)
         raw = {
-            "load_before": load,
-            "load_after": os.getloadavg()[0],
             "local": msgspec.to_builtins(_result(local)),
             "two_machines": msgspec.to_builtins(_result(placed)),
         }
-    for name, value in ratios.items():
-        print(f"{name}: {value:g}")
-    if options.json:
-        write_json(options.json, "two_machines", raw, ratios, smoke=options.smoke)
+    report(options, "two_machines", raw, ratios)
     must_be_zero = ("groups_lost", "groups_twice", "steps_with_other_groups", "staleness_max")
     failed = any(ratios[name] for name in must_be_zero)
     return 1 if failed or abs(ratios["difference_in_standard_errors"]) > ERRORS else 0

@@ -27,13 +27,10 @@ WINDOW = "15s"
 
 @dataclass(frozen=True)
 class Prometheus:
-    """Prometheus's HTTP API."""
-
     port: int
     server: subprocess.Popen[bytes]
 
     def kill(self) -> None:
-        """End it with SIGKILL."""
         self.server.kill()
         self.server.wait(60)
 
@@ -55,12 +52,10 @@ class Prometheus:
         return any(not math.isnan(float(value)) for one in series for _, value in one["values"])
 
     def firing(self) -> set[str]:
-        """Names of the alerts that fire."""
         alerts = self.ask("alerts").get("alerts", [])
         return {one["labels"]["alertname"] for one in alerts if one["state"] == "firing"}
 
     def unhealthy_rules(self) -> list[str]:
-        """Rules that cannot be evaluated."""
         groups = self.ask("rules").get("groups", [])
         assert groups, "no rules are loaded"
         return [
@@ -73,13 +68,7 @@ class Prometheus:
 
 @contextlib.contextmanager
 def watching(runs: Path, folder: Path, *, faster_by: float = 1.0) -> Iterator[Prometheus]:
-    """Watch the runs of a folder, every second, with monitoring/prometheus.yml.
-
-    Args:
-        runs: the folder.
-        folder: of Prometheus itself; it is made.
-        faster_by: see `asyncrl.monitoring.rules.__main__`.
-    """
+    """Watch the runs of a folder, every second, with monitoring/prometheus.yml."""
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(folder / "rules.yaml")]

@@ -1,31 +1,22 @@
-"""What new weights cost an engine: the pause, staging while it decodes, and memory.
+"""What do new weights cost an engine: how long is the pause, and do steps slow down before it?
 
-    python -m benchmarks.weights --quick --json FILE
+    python -m benchmarks.weights [--quick] [--engine torch|vllm|sglang] [--json FILE]
+    python -m benchmarks.weights --part engines|chain|broadcast|proof
 
-A model of 411 MB in float32 (103M parameters, random) decodes in a thread while versions of it are
-published, staged and installed, in float32 and in bfloat16 (`engine.dtype`). The way before
-(commit e685cbe) takes turns with today's: it published in the trainer's float32, converted while
-the engine was paused, and fingerprinted the parameters in the pause. The floor of an installation
-is one copy of the engine's bytes to where they already have memory.
-
-Ratios: `install_pause_vs_memcpy` and `before_pause_vs_memcpy` are the pause over that copy (the
-worse of the two data types); `stage_vs_memcpy`; `step_during_stage`, the median decode step during
-staging over that without. Run it on a quiet machine.
-
-The same for a real vLLM (`benchmarks.weights_remote`), in float32: `vllm_install_pause_vs_memcpy`,
-`vllm_before_pause_vs_memcpy` and `vllm_stage_vs_memcpy`. `--engine` chooses one of the engines;
-`--engine sglang` measures a real SGLang, which has no way before.
-
+A random model of 103M parameters decodes in a thread while versions of it are published, staged and
+installed, in float32 and in bfloat16 (`engine.dtype`); in a real vLLM or SGLang in float32
+(`benchmarks.weights_remote`). The statistic is the median over versions. Ratios to one copy of the
+engine's bytes to where they already have memory: `install_pause_vs_memcpy` (the worse data type),
+`stage_vs_memcpy`; and `step_during_stage`, the median decode step during staging over that without.
 Weights between nodes are measured by `benchmarks.weights_chain`, broadcasts by
 `benchmarks.weights_broadcast`, what an engine proves before it is ready by
-`benchmarks.weights_proof` (`--gb`: of the model's weights in bfloat16); `--part` chooses one of
-the four.
+`benchmarks.weights_proof`.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -38,17 +29,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
-from asyncrl.engine.torch.core import CoreSettings, DecodeCore, ModuleWeights
+from asyncrl.engine.torch.core import CoreSettings, DecodeCore
 from asyncrl.engine.torch.model import load_model
-from asyncrl.engine.weights import StagedWeights
-from asyncrl.wire.weights.fingerprint import fingerprint
-from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
-from asyncrl.wire.weights.reader import WeightBuffer
+from asyncrl.wire.weights.layout import SHARED_MEMORY
 from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks import weights_broadcast, weights_chain, weights_proof
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, pick, report, table
+from benchmarks.tiny_models import qwen3
 from benchmarks.weights_remote import measure_remote
 
 _ROWS = 4
@@ -62,8 +52,6 @@ _FEWEST_STEPS = 3
 
 @dataclass(frozen=True)
 class Effort:
-    """How large, and how often."""
-
     repeats: int
     """Versions of each kind."""
     chain_repeats: int
@@ -83,28 +71,9 @@ class Effort:
 
 QUICK, FULL = Effort(7, 3, 4, 5), Effort(25, 9, 12, 15)
 SMOKE = Effort(
-    1,
-    1,
-    1,
-    1,
-    nbytes=2_000_000,
-    receivers=1,
-    proof_gb=0.002,
-    hidden=128,
-    layers=2,
+    1, 1, 1, 1, nbytes=2_000_000, receivers=1, proof_gb=0.002, hidden=128, layers=2,
     kinds=("torch",),
-)
-
-
-@dataclass(slots=True)
-class Way:
-    """One way to bring new weights to an engine."""
-
-    publisher: WeightPublisher
-    stage: Callable[[WeightManifest], None]
-    install: Callable[[int], None]
-    """While no step runs."""
-    staged_bytes: Callable[[], int]
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -130,7 +99,6 @@ class Decoding:
             time.sleep(0)  # the lock is not fair
 
     def wait(self) -> None:
-        """Return after a few more steps."""
         wanted = len(self.steps) + _FEWEST_STEPS
         while len(self.steps) < wanted:
             time.sleep(0.005)
@@ -145,23 +113,12 @@ class Decoding:
 
 def make_model(folder: Path, *, hidden: int, layers: int) -> str:
     """Save a random Qwen3: 103M parameters with a hidden size of 1024 and 8 layers."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=_VOCABULARY,
-            hidden_size=hidden,
-            intermediate_size=hidden * 11 // 4,
-            num_hidden_layers=layers,
-            num_attention_heads=hidden // 64,
-            num_key_value_heads=hidden // 64,
-            head_dim=64,
-            max_position_embeddings=_MAX_LEN,
-            tie_word_embeddings=True,
-        )
-    )
-    model.save_pretrained(folder)
+    settings = {
+        "intermediate_size": hidden * 11 // 4,
+        "num_key_value_heads": hidden // 64,
+        "max_position_embeddings": _MAX_LEN,
+    }
+    qwen3(_VOCABULARY, hidden, layers, **settings).save_pretrained(folder)
     return str(folder)
 
 
@@ -187,83 +144,45 @@ def decoding(path: str, dtype: torch.dtype) -> Iterator[Decoding]:
         thread.join()
 
 
-def ways(engine: Decoding, dtype: torch.dtype) -> dict[str, Way]:
-    """Today's way, and the one of commit e685cbe."""
-    module = engine.core._model.module  # noqa: SLF001
-    weights: ModuleWeights = engine.core._weights  # noqa: SLF001
-    now = Way(
-        WeightPublisher(SHARED_MEMORY, f"bench-now-{id(engine)}", dtype=dtype),
-        engine.core.stage_weights,
-        lambda version: engine.core.install_weights(version) and None,
-        lambda: weights._staged._buffer.nbytes,  # noqa: SLF001
-    )
-    buffer = WeightBuffer()
-    staged = StagedWeights(lambda _tensors: None, buffer)
-    own = dict(module.state_dict(keep_vars=True))
-
-    def install(version: int) -> None:
-        with staged.install(version) as tensors, torch.no_grad():
-            for name, tensor in tensors:
-                own[name].copy_(tensor)
-        fingerprint(module.state_dict(keep_vars=True).items())
-
-    before = Way(
-        WeightPublisher(SHARED_MEMORY, f"bench-before-{id(engine)}"),
-        staged.stage,
-        install,
-        lambda: buffer.nbytes,
-    )
-    return {"now": now, "before": before}
-
-
 def measure(path: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
-    """Milliseconds by way and part, in turns; medians. And bytes."""
+    """Milliseconds by part; medians. And bytes."""
     torch.set_num_threads(1)
-    trainer = load_model(
-        path, slots=1, max_len=64, device=torch.device("cpu"), dtype=torch.float32
-    ).module
+    cpu = torch.device("cpu")
+    trainer = load_model(path, slots=1, max_len=64, device=cpu, dtype=torch.float32).module
     tensors = dict(trainer.named_parameters())
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with decoding(path, dtype) as engine:
+    found: dict[str, list[float]] = defaultdict(list)
+    name = f"bench-{id(found)}"
+    with decoding(path, dtype) as engine, WeightPublisher(SHARED_MEMORY, name, dtype=dtype) as made:
         size = sum(p.nbytes for p in engine.core._model.module.parameters())  # noqa: SLF001
         source, target = (np.ones(size, np.uint8) for _ in range(2))
-        both = ways(engine, dtype)
-        memory: dict[str, dict[str, int]] = {}
-        try:
-            for version in range(1, repeats + 2):  # the first one touches the memory
-                for name, way in both.items():
-                    _once(engine, way, tensors, 2 * version, found[name])
-                    memory[name] = {"staged": way.staged_bytes()}
-                with engine.lock:
-                    _timed(lambda: np.copyto(target, source), found["floor"]["memcpy"])
-        finally:
-            for name, way in both.items():
-                memory[name]["published"] = 2 * way.publisher._nbytes  # noqa: SLF001
-                way.publisher.close()
-    medians = {
-        name: {part: 1e3 * statistics.median(v[1:]) for part, v in parts.items() if v[1:]}
-        for name, parts in found.items()
-    }
+        for version in range(1, repeats + 2):  # the first one touches the memory
+            _once(engine, made, tensors, version, found)
+            with engine.lock:
+                _timed(lambda: np.copyto(target, source), found["memcpy"])
+        memory = {
+            "staged": engine.core._weights._staged._buffer.nbytes,  # noqa: SLF001
+            "published": 2 * made._nbytes,  # noqa: SLF001
+        }
+    medians = {part: 1e3 * statistics.median(v[1:]) for part, v in found.items() if v[1:]}
     return {"engine_bytes": size, "milliseconds": medians, "memory_bytes": memory}
 
 
 def _once(
     engine: Decoding,
-    way: Way,
+    publisher: WeightPublisher,
     tensors: dict[str, torch.Tensor],
     version: int,
     found: dict[str, list[float]],
 ) -> None:
     """Publish, stage and install one version while the engine decodes."""
     engine.wait()
-    manifests: list[WeightManifest] = []
-    _timed(
-        lambda: manifests.append(way.publisher.publish(tensors.items(), version)), found["publish"]
-    )
+    began = time.perf_counter()
+    manifest = publisher.publish(tensors.items(), version)
     quiet = time.perf_counter()
+    found["publish"].append(quiet - began)
     engine.wait()
     began = time.perf_counter()
-    way.stage(manifests[0])
+    engine.core.stage_weights(manifest)
     ended = time.perf_counter()
     engine.wait()  # until the steps that ran meanwhile are noted
     found["stage"].append(ended - began)
@@ -272,7 +191,7 @@ def _once(
         if step is not None:
             found[part].append(step)
     with engine.lock:
-        _timed(lambda: way.install(version), found["pause"])
+        _timed(lambda: engine.core.install_weights(version), found["pause"])
 
 
 def _timed(call: Callable[[], object], into: list[float]) -> None:
@@ -283,75 +202,54 @@ def _timed(call: Callable[[], object], into: list[float]) -> None:
 
 def ratios_of(raw: dict[str, dict[str, Any]]) -> dict[str, float]:
     """The worse of both data types. A ratio is missing if no step fell into what it compares."""
-
-    def worst(name: str, part: str, below: str, of: str | None = None) -> float | None:
-        pairs = (
-            (one["milliseconds"][name].get(part), one["milliseconds"][of or name].get(below))
-            for one in raw.values()
-        )
-        return max((a / b for a, b in pairs if a is not None and b is not None), default=None)
-
-    ratios = {
-        "install_pause_vs_memcpy": worst("now", "pause", "memcpy", "floor"),
-        "before_pause_vs_memcpy": worst("before", "pause", "memcpy", "floor"),
-        "stage_vs_memcpy": worst("now", "stage", "memcpy", "floor"),
-        "step_during_stage": worst("now", "step during stage", "step"),
+    asked = {
+        "install_pause_vs_memcpy": ("pause", "memcpy"),
+        "stage_vs_memcpy": ("stage", "memcpy"),
+        "step_during_stage": ("step during stage", "step"),
     }
-    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    times = [one["milliseconds"] for one in raw.values()]
+    known = {
+        name: [one[part] / one[below] for one in times if part in one and below in one]
+        for name, (part, below) in asked.items()
+    }
+    return {name: max(values) for name, values in known.items() if values}
 
 
 def remote_ratios(kind: str, raw: dict[str, Any]) -> dict[str, float]:
-    """Of what `measure_remote` gives."""
     times = raw["milliseconds"]
-    floor = times["floor"]["memcpy"]
-    ratios = {
-        f"{kind}_install_pause_vs_memcpy": times["now"]["pause"] / floor,
-        f"{kind}_stage_vs_memcpy": times["now"]["stage"] / floor,
+    return {
+        f"{kind}_install_pause_vs_memcpy": times["pause"] / times["memcpy"],
+        f"{kind}_stage_vs_memcpy": times["stage"] / times["memcpy"],
     }
-    if "before" in times:
-        ratios[f"{kind}_before_pause_vs_memcpy"] = times["before"]["pause"] / floor
-    return ratios
 
 
-def print_remote_table(kind: str, raw: dict[str, Any], ratios: dict[str, float]) -> None:
-    for way, parts in raw["milliseconds"].items():
-        print(f"{kind} {way:8}" + "".join(f"  {part} {ms:.1f} ms" for part, ms in parts.items()))
-    for name, value in ratios.items():
-        print(f"{name:28} {value:.2f}")
-
-
-def print_table(raw: dict[str, dict[str, Any]], ratios: dict[str, float]) -> None:
-    parts = ["publish", "stage", "pause", "step", "step during stage"]
-    print(f"{'engine':10} {'way':8}" + "".join(f"{part:>19}" for part in parts) + "     (ms)")
-    for dtype, one in raw.items():
-        times = one["milliseconds"]
-        for name in ("before", "now"):
-            cells = "".join(f"{times[name].get(part, float('nan')):19.1f}" for part in parts)
-            memory = {key: value >> 20 for key, value in one["memory_bytes"][name].items()}
-            print(f"{dtype:10} {name:8}{cells}     MiB: {memory}")
-        print(f"{dtype:10} floor    copy of {one['engine_bytes'] >> 20} MiB: "
-              f"{times['floor']['memcpy']:.1f} ms")  # fmt: skip
-    for name, value in ratios.items():
-        print(f"{name:28} {value:.2f}")
-
-
-def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="7 versions of each kind, not 25")
-    parser.add_argument("--json", help="file to write")
-    parser.add_argument(
-        "--engine", choices=("torch", "vllm", "sglang"), help="only this one; default: torch, vllm"
+def table_of(engines: dict[str, dict[str, Any]]) -> Table:
+    """Milliseconds of each engine or data type."""
+    parts = list(dict.fromkeys(part for one in engines.values() for part in one["milliseconds"]))
+    return table(
+        "milliseconds; memcpy: of the engine's bytes",
+        ("engine", *parts),
+        (
+            (name, *(one["milliseconds"].get(part) for part in parts))
+            for name, one in engines.items()
+        ),
     )
-    parser.add_argument(
-        "--part", choices=("engines", "chain", "broadcast", "proof"), help="only this one"
-    )
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "7 versions of each kind, not 25")
+    kinds = ("torch", "vllm", "sglang")
+    parser.add_argument("--engine", choices=kinds, help="only this one; default: torch, vllm")
+    parts = ("engines", "chain", "broadcast", "proof")
+    parser.add_argument("--part", choices=parts, help="only this one")
     parser.add_argument("--gb", type=float, help="of the model of `--part proof`; default: 1")
-    add_smoke(parser)
-    arguments = parser.parse_args(given)
-    effort = SMOKE if arguments.smoke else QUICK if arguments.quick else FULL
+    options = parser.parse_args(given)
+    effort = pick(options, FULL, QUICK, SMOKE)
     raw: dict[str, Any] = {}
     ratios: dict[str, float] = {}
-    if arguments.part in (None, "chain") and arguments.engine is None:
+    shown: list[Table] = []
+    every = options.part is None and options.engine is None
+    if every or options.part == "chain":
         raw["chain"] = weights_chain.measure(
             effort.nbytes,
             effort.chain_repeats,
@@ -360,26 +258,26 @@ def main(given: Sequence[str] | None = None) -> None:
             lambda folder: make_model(folder, hidden=effort.hidden // 2, layers=effort.layers // 2),
         )
         ratios |= weights_chain.ratios_of(raw["chain"])
-        weights_chain.print_table(raw["chain"], ratios)
-    if arguments.part in (None, "broadcast") and arguments.engine is None:
+        shown += weights_chain.tables(raw["chain"])
+    if every or options.part == "broadcast":
         raw["broadcast"] = weights_broadcast.measure(
             effort.nbytes, effort.broadcast_repeats, four=effort.receivers == 4
         )
-        of_broadcasts = weights_broadcast.ratios_of(raw["broadcast"])
-        ratios |= of_broadcasts
-        weights_broadcast.print_table(raw["broadcast"], of_broadcasts)
-    if arguments.part == "proof" or (arguments.part is None and arguments.engine is None):
-        gb = arguments.gb or effort.proof_gb
+        ratios |= weights_broadcast.ratios_of(raw["broadcast"])
+        shown.append(weights_broadcast.table_of(raw["broadcast"]))
+    if every or options.part == "proof":
+        layers = _layers(options.gb or effort.proof_gb, effort.hidden)
         with TemporaryDirectory() as folder:
-            path = make_model(Path(folder), hidden=effort.hidden, layers=_layers(gb, effort.hidden))
-            raw["proof"] = weights_proof.measure(path, arguments.engine or "torch")
-        ratios |= weights_proof.ratios_of(raw["proof"])
-        weights_proof.print_table(raw["proof"], ratios)
-    if arguments.part in (None, "engines"):
-        kinds = (arguments.engine,) if arguments.engine else effort.kinds
-        _measure_engines(kinds, effort, raw, ratios)
-    if arguments.json:
-        write_json(arguments.json, "weights", raw, ratios, smoke=arguments.smoke)
+            path = make_model(Path(folder), hidden=effort.hidden, layers=layers)
+            raw["proof"] = weights_proof.measure(path, options.engine or "torch")
+        ratios["proof_gb_per_second"] = raw["proof"]["bytes"] / raw["proof"]["seconds"] / 1e9
+        shown.append(table("proof", "what,value", raw["proof"].items()))
+    if options.part in (None, "engines"):
+        chosen = (options.engine,) if options.engine else effort.kinds
+        _measure_engines(chosen, effort, raw, ratios)
+        shown.append(table_of({n: one for n, one in raw.items() if "milliseconds" in one}))
+    report(options, "weights", raw, ratios, *shown)
+    return 0
 
 
 def _layers(gb: float, hidden: int) -> int:
@@ -391,20 +289,16 @@ def _layers(gb: float, hidden: int) -> int:
 def _measure_engines(
     kinds: Sequence[str], effort: Effort, raw: dict[str, Any], ratios: dict[str, float]
 ) -> None:
-    """Add what these engines need."""
     with TemporaryDirectory() as folder:
         path = make_model(Path(folder), hidden=effort.hidden, layers=effort.layers)
         if "torch" in kinds:
             found = {n: measure(path, dtype, effort.repeats) for n, dtype in _DTYPES.items()}
             raw |= found
             ratios |= ratios_of(found)
-            print_table(found, ratios_of(found))
         for kind in (one for one in kinds if one != "torch"):
             raw[kind] = measure_remote(kind, path, torch.float32, effort.repeats)
-            of_kind = remote_ratios(kind, raw[kind])
-            print_remote_table(kind, raw[kind], of_kind)
-            ratios |= of_kind
+            ratios |= remote_ratios(kind, raw[kind])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,11 +19,13 @@ from contextlib import closing
 from typing import Any
 
 import msgspec
+from rich.table import Table
 
 from asyncrl.wire.weights.broadcast.control_codes import Outcome
 from asyncrl.wire.weights.broadcast.sending import WeightSender
 from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher
+from benchmarks.harness import table
 from benchmarks.weights_chain import memcpy_seconds, versions
 
 _LIMIT_SECONDS = 150.0
@@ -54,7 +56,6 @@ class Receivers:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        """End them."""
         for process in self._processes:
             process.kill()
             process.communicate()
@@ -91,13 +92,6 @@ def measure_receivers(count: int, nbytes: int, repeats: int) -> dict[str, Any]:
 
 
 def measure(nbytes: int, repeats: int, *, four: bool = True) -> dict[str, Any]:
-    """All numbers, in seconds.
-
-    Args:
-        nbytes: of the weights.
-        repeats: that count.
-        four: False: those of one receiver stand for those of four.
-    """
     one = measure_receivers(1, nbytes, repeats)
     return {
         "nbytes": nbytes,
@@ -108,7 +102,6 @@ def measure(nbytes: int, repeats: int, *, four: bool = True) -> dict[str, Any]:
 
 
 def ratios_of(raw: dict[str, Any]) -> dict[str, float]:
-    """Of what `measure` gives."""
     return {
         "broadcast_vs_memcpy": raw["one"]["broadcast"] / raw["memcpy_seconds"],
         "broadcast4_vs_one": raw["four"]["broadcast"] / raw["one"]["broadcast"],
@@ -116,11 +109,10 @@ def ratios_of(raw: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def print_table(raw: dict[str, Any], ratios: dict[str, float]) -> None:
-    print(f"{raw['nbytes'] / 1e6:.0f} MB on one machine, seconds until all receivers have it")
-    print(f"  {'a copy in memory':32} {raw['memcpy_seconds']:8.3f}")
-    for name in ("one", "four"):
-        for way in ("file", "broadcast"):
-            print(f"  {f'{name}, by {way}':32} {raw[name][way]:8.3f}")
-    for ratio, value in ratios.items():
-        print(f"{ratio:28} {value:.3f}")
+def table_of(raw: dict[str, Any]) -> Table:
+    rows = [["a copy in memory", raw["memcpy_seconds"]]]
+    rows += [
+        [f"{n}, by {way}", raw[n][way]] for n in ("one", "four") for way in ("file", "broadcast")
+    ]
+    title = f"{raw['nbytes'] / 1e6:.0f} MB on one machine, until all receivers have it"
+    return table(title, "what,seconds", rows)

@@ -1,31 +1,162 @@
-"""Weights between nodes: processes on loopback TCP, and what deltas save.
+"""Weights between nodes: how fast are they passed on, and what do deltas save?
 
-    python -m benchmarks.weights --part chain --quick --json FILE
-
-`tcp_vs_memcpy`: seconds until one receiver has 400 MB (encrypted; `tcp_plain_vs_memcpy` without),
-over one copy in memory. `tree4_vs_one`: until four receivers have it, over one. All processes share
-this machine's cores, so links are paced to a stated bandwidth for that ratio: then it says what the
-chain does, not what the processor does; `tree4_vs_one_unpaced` is the other.
-`delta_bytes_share`: see `benchmarks.weights_deltas`. The table of 7B and 32B is arithmetic: bytes
-over bandwidth, and a chunk for each node in between.
+A part of `python -m benchmarks.weights`: processes on loopback TCP. `tcp_vs_memcpy`: seconds until
+one receiver has 400 MB (encrypted; `tcp_plain_vs_memcpy` without), over one copy in memory.
+`tree4_vs_one`: until four receivers have it, over one, with links paced to a stated bandwidth,
+since all share this machine's cores (`tree4_vs_one_unpaced`). `delta_bytes_share`: what a node is
+sent of a step over all bytes, for real steps of a trained and a random model, the worst step. The
+table of 7B and 32B is arithmetic: bytes over bandwidth, and a chunk for each node in between.
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 
-from asyncrl.wire.weights.chunks import CHUNK_BYTES
-from asyncrl.wire.weights.layout import SHARED_MEMORY
+from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.torch.core import CoreSettings, DecodeCore
+from asyncrl.engine.torch.model import load_model
+from asyncrl.rewards.functions import arithmetic
+from asyncrl.rollout.trajectory import SampleId, Trajectory, TrajectoryBuilder
+from asyncrl.tasks.config import TaskConfig
+from asyncrl.tasks.loading import load_task
+from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
+from asyncrl.tasks.prompts import Prompt
+from asyncrl.trainer.base.config import TrainerConfig
+from asyncrl.trainer.learner import Learner
+from asyncrl.wire.messages.chain import Ask
+from asyncrl.wire.weights.chain.source import PublishedVersions
+from asyncrl.wire.weights.chunks import CHUNK_BYTES, Grid, name_of
+from asyncrl.wire.weights.layout import SHARED_MEMORY, WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher
-from benchmarks.weights_deltas import measure as measure_deltas
+from benchmarks.harness import table
 from benchmarks.weights_nodes import Answer, Link, Nodes, nodes
+
+LEARNING_RATE = 1e-6
+_GROUPS, _GROUP_SIZE, _TOKENS = 4, 4, 48
+_MAX_LEN = 160
+
+Reward = Callable[[Prompt, Trajectory], float]
+
+
+def share_of(versions: PublishedVersions, before: WeightManifest, after: WeightManifest) -> float:
+    """Bytes that a node which holds one version is sent of the next, over all bytes."""
+    sent = 0
+    for index in range(Grid(after.nbytes).count):
+        held, base = versions.to_send(Ask(name_of(after), index, name_of(before)))
+        sent += sum(map(len, held.encoded(index, base)[1]))
+    return sent / after.nbytes
+
+
+class _Run:
+    """Samples, steps and publishes in one process."""
+
+    def __init__(
+        self, model: str, directory: Path, prompts: Sequence[Prompt], stop: tuple[int, ...]
+    ) -> None:
+        cpu = torch.device("cpu")
+        config = TrainerConfig(learning_rate=LEARNING_RATE, device="cpu", warmup_steps=0)
+        self.learner = Learner(config, model, group_size=_GROUP_SIZE, seed=0)
+        slots = _GROUPS * _GROUP_SIZE
+        loaded = load_model(
+            model, slots=slots + 2, max_len=_MAX_LEN, device=cpu, dtype=torch.bfloat16
+        )
+        self.core = DecodeCore(loaded, CoreSettings(None, 0, 4096, 16, 8), None, seed=0)
+        self.publisher = WeightPublisher(directory, "deltas", dtype=torch.bfloat16)
+        self._prompts, self._stop = prompts, stop
+
+    def publish(self) -> WeightManifest:
+        version = self.learner.policy_version
+        manifest = self.publisher.publish(self.learner.tensors(), version)
+        self.core.stage_weights(manifest)
+        self.core.install_weights(version)
+        return manifest
+
+    def step(self, reward: Reward) -> float:
+        version = self.learner.policy_version
+        builders: dict[str, TrajectoryBuilder] = {}
+        for group in range(_GROUPS):
+            prompt = self._prompts[(version * _GROUPS + group) % len(self._prompts)]
+            for index in range(_GROUP_SIZE):
+                name = f"{group}.{index}"
+                sample = SampleId(version * _GROUPS + group, index)
+                builders[name] = TrajectoryBuilder(sample, prompt.prompt_id, prompt.tokens)
+                sampling = SamplingParams(
+                    max_tokens=_TOKENS,
+                    stop_tokens=self._stop,
+                    top_k_logprobs=8,
+                    seed=1000 * version + 10 * group + index,
+                )
+                self.core.add(GenerateRequest(name, "", prompt.tokens, sampling))
+        ended: dict[str, Trajectory] = {}
+        while len(ended) < len(builders):
+            for chunk in self.core.step():
+                chunk.append_to(builders[chunk.request_id])
+                if chunk.finish_reason is not None:
+                    ended[chunk.request_id] = builders[chunk.request_id].finish(chunk.finish_reason)
+        for group in range(_GROUPS):
+            prompt = self._prompts[(version * _GROUPS + group) % len(self._prompts)]
+            drawn = [ended[f"{group}.{index}"] for index in range(_GROUP_SIZE)]
+            rewards = np.array([reward(prompt, one) for one in drawn], np.float32)
+            self.learner.add_group(drawn, rewards)
+        return float(self.learner.step().learning.grad_norm)
+
+
+def steps(
+    model: str, prompts: Sequence[Prompt], reward: Reward, count: int, stop: tuple[int, ...] = ()
+) -> dict[str, Any]:
+    """The shares of `count` consecutive steps, and the scale of the weights."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        run, versions = _Run(model, Path(folder), prompts, stop), PublishedVersions()
+        try:
+            before = run.publish()
+            versions.add(before)
+            shares, norms = [], []
+            for _ in range(count):
+                norms.append(run.step(reward))
+                after = run.publish()
+                versions.add(after)
+                shares.append(share_of(versions, before, after))
+                before = after
+        finally:
+            run.publisher.close()
+        matrices = [t for _, t in run.learner.tensors() if t.ndim > 1]
+        scale = float(torch.cat([t.flatten() for t in matrices]).std())
+    return {
+        "parameters": sum(t.numel() for _, t in run.learner.tensors()),
+        "standard_deviation": scale,
+        "shares": shares,
+        "gradient_norms": norms,
+    }
+
+
+def measure_deltas(make_random: Callable[[Path], str], count: int) -> dict[str, Any]:
+    """Both models. `make_random` saves the random one into a folder and returns its path."""
+    trained = str(ensure_builtin_model(default_cache_dir()))
+    task = load_task(TaskConfig(), trained, seed=0)
+
+    def right(prompt: Prompt, drawn: Trajectory) -> float:
+        return arithmetic("", task.tokenizer.decode(drawn.tokens[:-1]), prompt.example)
+
+    found = {"trained": steps(trained, task.train, right, count, task.stop_tokens)}
+    with tempfile.TemporaryDirectory() as folder:
+        rng = np.random.default_rng(0)
+        prompts = [
+            Prompt(f"p{i}", rng.integers(0, 4000, 24).astype(np.int32), "", {}) for i in range(8)
+        ]
+        model = make_random(Path(folder))
+        found["random"] = steps(model, prompts, lambda *_: float(rng.normal()), count)
+    return found
+
 
 NBYTES = 400_000_000
 PACE = 50_000_000.0
@@ -45,7 +176,6 @@ def versions(nbytes: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def memcpy_seconds(nbytes: int, repeats: int) -> float:
-    """Of one copy in memory; median."""
     source, target = (np.ones(nbytes, np.uint8) for _ in range(2))
     seconds = []
     for _ in range(repeats):
@@ -90,7 +220,7 @@ class _Measurement:
         return self._publisher.publish(self._tensors, self._version)
 
 
-def arithmetic(share: float) -> list[dict[str, float | str]]:
+def seconds_by_arithmetic(share: float) -> list[dict[str, float | str]]:
     """Seconds by model and bandwidth until 1 and 16 nodes have a version."""
     rows: list[dict[str, float | str]] = []
     for model, nbytes in _SIZES.items():
@@ -133,7 +263,7 @@ def measure(
     finally:
         run.close()
     raw["deltas"] = measure_deltas(make_random, steps)
-    raw["arithmetic"] = arithmetic(ratios_of(raw)["delta_bytes_share"])
+    raw["arithmetic"] = seconds_by_arithmetic(ratios_of(raw)["delta_bytes_share"])
     return raw
 
 
@@ -153,29 +283,35 @@ def ratios_of(raw: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def print_table(raw: dict[str, Any], ratios: dict[str, float]) -> None:
-    size = raw["nbytes"] / 1e6
-    print(f"{size:.0f} MB over loopback TCP, seconds until all receivers have it")
-    print(f"  {'a copy in memory':32} {raw['memcpy_seconds']:8.3f}")
-    for name, what in (
-        ("one", "1 receiver, encrypted"),
-        ("one_plain", "1 receiver, not encrypted"),
-        ("one_delta", f"1 receiver, delta ({_CHANGED:.0%} changed)"),
-        ("four", "4 receivers in a chain"),
-        ("one_paced", f"1 receiver, {raw['paced_bytes_per_second'] / 1e6:.0f} MB/s links"),
-        ("four_paced", "4 receivers, same links"),
-    ):
-        one = raw[name]
-        print(f"  {what:32} {one['seconds']:8.3f}   {max(one['bytes']) / 1e6:8.1f} MB each")
-    for name, one in raw["deltas"].items():
-        shares = ", ".join(f"{share:.3f}" for share in one["shares"])
-        print(
-            f"delta over whole, {name} model of {one['parameters'] / 1e6:.1f}M (weights' standard "
-            f"deviation {one['standard_deviation']:.3f}), step by step: {shares}"
-        )
-    print("arithmetic, seconds: model, Gbit/s, 1 node, 16 nodes, 16 nodes by deltas, 16 by a star")
-    for row in raw["arithmetic"]:
-        cells = [value for value in row.values() if isinstance(value, float)]
-        print(f"  {row['model']:4} {row['gigabits']:4}" + "".join(f"{c:10.2f}" for c in cells))
-    for ratio, value in ratios.items():
-        print(f"{ratio:28} {value:.3f}")
+def tables(raw: dict[str, Any]) -> list[Table]:
+    """Seconds over loopback TCP, the shares of deltas step by step, and the arithmetic."""
+    pace = f"{raw['paced_bytes_per_second'] / 1e6:.0f} MB/s links"
+    names = {
+        "one": "1 receiver, encrypted",
+        "one_plain": "1 receiver, not encrypted",
+        "one_delta": f"1 receiver, delta ({_CHANGED:.0%} changed)",
+        "four": "4 receivers in a chain",
+        "one_paced": f"1 receiver, {pace}",
+        "four_paced": f"4 receivers, {pace}",
+    }
+    rows = [["a copy in memory", raw["memcpy_seconds"], raw["nbytes"] / 1e6]]
+    for name, what in names.items():
+        rows.append([what, raw[name]["seconds"], max(raw[name]["bytes"]) / 1e6])
+    arithmetic = raw["arithmetic"]
+    return [
+        table("over loopback TCP, until all receivers have it", "what,seconds,MB each", rows),
+        table(
+            "delta over whole, step by step",
+            "model,M parameters,standard deviation,shares",
+            (
+                (
+                    name,
+                    one["parameters"] / 1e6,
+                    one["standard_deviation"],
+                    ", ".join(f"{share:.3f}" for share in one["shares"]),
+                )
+                for name, one in raw["deltas"].items()
+            ),
+        ),
+        table("arithmetic", list(arithmetic[0]), (list(row.values()) for row in arithmetic)),
+    ]

@@ -29,16 +29,12 @@ _ANY = "tcp://127.0.0.1:0"
 
 
 class Link(msgspec.Struct, frozen=True):
-    """How nodes are connected."""
-
     encrypted: bool = True
     bytes_per_second: float | None = None
     """That a node may send; None: as fast as it can."""
 
 
 class Role(msgspec.Struct):
-    """What a process is."""
-
     name: str
     keys: HubKeys | None
     folder: str
@@ -137,7 +133,6 @@ class Nodes:
         return time.perf_counter() - began, answers
 
     def close(self) -> None:
-        """End the processes."""
         for process in self._processes:
             if process.stdin is not None:
                 process.stdin.close()

@@ -19,8 +19,10 @@ from asyncrl.engine.remote.worker.shadow_model import Twin
 from asyncrl.engine.remote.worker.staging import WorkerWeights
 from asyncrl.engine.vllm.client.engine import VllmEngine
 from asyncrl.wire.weights.pretrained import load_causal_lm
-from benchmarks.weights_remote import EXTENSION, RELOADING, config_of
+from benchmarks.weights_remote import config_of
 
+EXTENSION = "asyncrl.engine.vllm.client.launch.EXTENSION_PATH"
+PROVING = "benchmarks.weights_worker.ProvingExtension"
 _DTYPE = torch.bfloat16
 
 
@@ -35,7 +37,6 @@ class CopyLoader:
         self.model: torch.nn.Module = load_causal_lm(path, _DTYPE)
 
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy by name."""
         held = dict(model.named_parameters())
         for name, tensor in tensors:
             held[name].data.copy_(tensor)
@@ -54,12 +55,7 @@ class CopyLoader:
 
 
 def measure(path: str, kind: str) -> dict[str, Any]:
-    """Seconds of the proof, and the bytes of the weights.
-
-    Args:
-        path: of the model.
-        kind: "vllm", or "torch" for the loader that copies.
-    """
+    """Seconds of the proof, and the bytes of the weights."""
     if kind == "vllm":
         return asyncio.run(_on_vllm(path))
     loader = CopyLoader(path)
@@ -73,7 +69,7 @@ def measure(path: str, kind: str) -> dict[str, Any]:
 
 
 async def _on_vllm(path: str) -> dict[str, Any]:
-    with patch(EXTENSION, RELOADING):
+    with patch(EXTENSION, PROVING):
         engine = VllmEngine(
             config_of("vllm", _DTYPE), path, cache_config=CacheConfig(enabled=False), seed=1
         )
@@ -84,15 +80,3 @@ async def _on_vllm(path: str) -> dict[str, Any]:
         finally:
             await engine.close()
     return {"engine": "vllm", "seconds": seconds, "bytes": nbytes}
-
-
-def ratios_of(raw: dict[str, Any]) -> dict[str, float]:
-    """Of what `measure` gives."""
-    return {"proof_gb_per_second": raw["bytes"] / raw["seconds"] / 1e9}
-
-
-def print_table(raw: dict[str, Any], ratios: dict[str, float]) -> None:
-    print(
-        f"proof on {raw['engine']}: {raw['bytes'] / 1e9:.2f} GB in {raw['seconds']:.1f} s, "
-        f"{ratios['proof_gb_per_second']:.2f} GB/s"
-    )

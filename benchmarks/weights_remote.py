@@ -1,8 +1,7 @@
-"""New weights in a real vLLM or SGLang on this machine: the pause, and staging while it generates.
+"""New weights in a real vLLM or SGLang: the pause, and staging while it generates.
 
 A part of `python -m benchmarks.weights`. The pause is the time between two steps in which nothing
-is generated. On vLLM the way before (commit 8ea730f) takes turns with today's, in one engine: vLLM
-reloaded the model while it was paused, and the fingerprint was taken in the pause.
+is generated; medians over versions.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 from unittest.mock import patch
@@ -30,34 +29,20 @@ from asyncrl.engine.vllm.client.engine import VllmEngine
 from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 from asyncrl.wire.weights.writer import WeightPublisher
-from benchmarks.sglang_interpreter import sglang_python
+from benchmarks.harness import sglang_python
 
 _ROWS, _LENGTH = 4, 512
-EXTENSION = "asyncrl.engine.vllm.client.launch.EXTENSION_PATH"
-RELOADING = "benchmarks.weights_worker.ReloadingExtension"
-_Found = dict[str, dict[str, list[float]]]
 
 
 def measure_remote(kind: str, path: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
-    """Milliseconds by way and part, in turns; medians. And the bytes of the weights.
-
-    Args:
-        kind: "vllm" or "sglang".
-        path: of the model.
-        dtype: of the engine.
-        repeats: versions of each way.
-    """
-    trainer = load_model(
-        path, slots=1, max_len=64, device=torch.device("cpu"), dtype=torch.float32
-    ).module
-    found: _Found = defaultdict(lambda: defaultdict(list))
-    size = asyncio.run(
-        _versions(kind, path, dict(trainer.named_parameters()), dtype, repeats, found)
-    )
-    medians = {
-        name: {part: 1e3 * statistics.median(times) for part, times in parts.items()}
-        for name, parts in found.items()
-    }
+    """Milliseconds by part; medians. And the bytes of the weights."""
+    cpu = torch.device("cpu")
+    trainer = load_model(path, slots=1, max_len=64, device=cpu, dtype=torch.float32).module
+    tensors = dict(trainer.named_parameters())
+    size = sum(one.numel() for one in tensors.values()) * dtype.itemsize
+    found = asyncio.run(_versions(kind, path, tensors, dtype, repeats, size))
+    # The first version takes the memory that the others find.
+    medians = {part: 1e3 * statistics.median(times[1:]) for part, times in found.items()}
     return {"engine_bytes": size, "milliseconds": medians}
 
 
@@ -67,43 +52,32 @@ async def _versions(
     tensors: dict[str, torch.Tensor],
     dtype: torch.dtype,
     repeats: int,
-    found: _Found,
-) -> int:
-    """Publish, stage and install versions while the engine generates."""
-    size = sum(one.numel() for one in tensors.values()) * dtype.itemsize
+    size: int,
+) -> dict[str, list[float]]:
+    """Publish, stage and install versions while the engine generates; seconds by part."""
+    found: dict[str, list[float]] = defaultdict(list)
     source, target = (np.ones(size, np.uint8) for _ in range(2))
-    publisher = WeightPublisher(SHARED_MEMORY, f"bench-{kind}", dtype=dtype)
-    ways = ("now", "before") if kind == "vllm" else ("now",)
-    try:
-        async with _GENERATING[kind](path, dtype) as engine:
-            for turn in range(len(ways) * (repeats + 1)):
-                version, way = turn + 1, ways[turn % len(ways)]
-                # The first one takes the memory that the others find.
-                into = found if turn >= len(ways) else defaultdict(lambda: defaultdict(list))
+
+    async def timed(part: str, action: Awaitable[Any]) -> Any:
+        began = time.perf_counter()
+        result = await action
+        found[part].append(time.perf_counter() - began)
+        return result
+
+    async def copy() -> None:
+        np.copyto(target, source)
+
+    with WeightPublisher(SHARED_MEMORY, f"bench-{kind}", dtype=dtype) as publisher:
+        async with _generating(kind, path, dtype) as engine:
+            for version in range(1, repeats + 2):
                 manifest = publisher.publish(tensors.items(), version)
-                began = time.perf_counter()
-                await engine.stage_weights(manifest)
-                into[way]["stage"].append(time.perf_counter() - began)
-                began = time.perf_counter()
-                if way == "now":
-                    into[way]["pause"].append(await _install(engine, version))
-                    into[way]["install"].append(time.perf_counter() - began)
-                    began = time.perf_counter()
-                    await engine.fingerprint()
-                    into[way]["fingerprint"].append(time.perf_counter() - began)
-                else:
-                    assert isinstance(engine, VllmEngine)
-                    into[way]["pause"].append(await _install_as_before(engine, version))
-                    into[way]["install"].append(time.perf_counter() - began)
-                if way == ways[-1]:
-                    await engine.pause()
-                    began = time.perf_counter()
-                    np.copyto(target, source)
-                    into["floor"]["memcpy"].append(time.perf_counter() - began)
-                    await engine.resume()
-    finally:
-        publisher.close()
-    return size
+                await timed("stage", engine.stage_weights(manifest))
+                found["pause"].append(await timed("install", _install(engine, version)))
+                await timed("fingerprint", engine.fingerprint())
+                await engine.pause()
+                await timed("memcpy", copy())
+                await engine.resume()
+    return found
 
 
 def config_of(kind: str, dtype: torch.dtype) -> EngineConfig:
@@ -126,8 +100,11 @@ def config_of(kind: str, dtype: torch.dtype) -> EngineConfig:
 
 
 @asynccontextmanager
-async def _generating(engine: RemoteEngine) -> AsyncIterator[RemoteEngine]:
-    """Starts an engine, which generates inside the block."""
+async def _generating(kind: str, path: str, dtype: torch.dtype) -> AsyncIterator[RemoteEngine]:
+    """An engine, which generates inside the block."""
+    config, cache = config_of(kind, dtype), CacheConfig(enabled=False)
+    make = VllmEngine if kind == "vllm" else SglangEngine
+    engine: RemoteEngine = make(config, path, cache_config=cache, seed=1)
     try:
         await engine.start()
         rows = [asyncio.create_task(_row(engine, row)) for row in range(_ROWS)]
@@ -141,26 +118,7 @@ async def _generating(engine: RemoteEngine) -> AsyncIterator[RemoteEngine]:
         await engine.close()
 
 
-@asynccontextmanager
-async def _vllm(path: str, dtype: torch.dtype) -> AsyncIterator[RemoteEngine]:
-    config, cache = config_of("vllm", dtype), CacheConfig(enabled=False)
-    with patch(EXTENSION, RELOADING):
-        async with _generating(VllmEngine(config, path, cache_config=cache, seed=1)) as engine:
-            yield engine
-
-
-@asynccontextmanager
-async def _sglang(path: str, dtype: torch.dtype) -> AsyncIterator[RemoteEngine]:
-    config, cache = config_of("sglang", dtype), CacheConfig(enabled=False)
-    async with _generating(SglangEngine(config, path, cache_config=cache, seed=1)) as engine:
-        yield engine
-
-
-_GENERATING = {"vllm": _vllm, "sglang": _sglang}
-
-
 async def _row(engine: RemoteEngine, row: int) -> None:
-    """One response after the other."""
     count = 0
     while True:
         count += 1
@@ -171,7 +129,7 @@ async def _row(engine: RemoteEngine, row: int) -> None:
 
 
 async def _install(engine: RemoteEngine, version: int) -> float:
-    """Seconds in which nothing was generated."""
+    """Install a staged version; the seconds of the pause."""
     pausing = engine._running().pausing  # noqa: SLF001
     times: list[float] = []
     stop, resume = pausing._stop, pausing._resume  # noqa: SLF001
@@ -187,15 +145,3 @@ async def _install(engine: RemoteEngine, version: int) -> float:
     with patch.object(pausing, "_stop", timed_stop), patch.object(pausing, "_resume", timed_resume):
         await engine.install_weights(version)
     return times[1] - times[0]
-
-
-async def _install_as_before(engine: VllmEngine, version: int) -> float:
-    """As `_install`; the version must be staged."""
-    parts, llm = engine._running(), engine._process.vllm.llm  # noqa: SLF001
-    shapes = parts.weights._shapes.shapes  # noqa: SLF001
-    await engine.pause()
-    began = time.perf_counter()
-    await llm.collective_rpc("install_as_before", args=(version, shapes))
-    seconds = time.perf_counter() - began
-    await engine.resume()
-    return seconds

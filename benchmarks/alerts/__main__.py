@@ -1,10 +1,6 @@
-"""`python -m benchmarks.alerts`."""
-
-from __future__ import annotations
-
-import sys
-
-from benchmarks.alerts.main import main
+"""`python -m benchmarks.alerts`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.alerts.main import main
+
+    raise SystemExit(main())

@@ -24,7 +24,6 @@ class FaultyLearner(Learner):
     """A learner that can be slow, and whose policy can jump."""
 
     def step(self) -> LearnerMetrics:
-        """Take the step, and more."""
         metrics = super().step()
         if present() == "slow trainer":
             time.sleep(SLOW_SECONDS)
@@ -36,10 +35,7 @@ class FaultyLearner(Learner):
 
 
 class FaultyWeights(ModuleWeights):
-    """Weights that can arrive wrong."""
-
     def install(self, policy_version: int) -> None:
-        """Install them, and change some."""
         super().install(policy_version)
         if present() == "wrong weights":
             with torch.no_grad():

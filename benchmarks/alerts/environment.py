@@ -18,16 +18,13 @@ class OneTurn:
 
     @property
     def replay(self) -> Replay | None:
-        """Whether it can go back."""
         return None if present() == "environment that cannot go back" else "deterministic"
 
     def reset(self, row: dict[str, Any], seed: int) -> None:
-        """The row's prompt stands."""
         del seed
         self._row = row
 
     def step(self, action: Action) -> StepResult:
-        """1 for a right answer."""
         fault = present()
         if fault == "slow environment":
             time.sleep(4.0)

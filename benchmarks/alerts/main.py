@@ -1,38 +1,182 @@
-"""Injects each fault into a real run that a real Prometheus watches, and says what fired when.
+"""Does each fault of a real run raise its alerts in a real Prometheus, and no others?
 
-    python -m benchmarks.alerts                       # all, about 20 minutes
-    python -m benchmarks.alerts --only "full disk"    # one
-    python -m benchmarks.alerts --quick               # a healthy run and two faults
+    python -m benchmarks.alerts [--quick] [--only "full disk"] [--json FILE]
 
 The rules are those of monitoring/rules with all times divided by --faster. It fails if an alert
 does not fire, if one fires in healthy time, or if one fires that does not follow from the fault.
-The full disk needs the right to mount.
+All take about 20 minutes; --quick is a healthy run and two faults. The full disk needs the right to
+mount.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 import yaml
+import zmq
 
+from asyncrl.launch.identity import send
 from asyncrl.monitoring.rules.__main__ import RULES
-from benchmarks.alerts.faults import FAULTS, NOT_INJECTED, Fault, mounted
+from asyncrl.runs.directory import read_state
 from benchmarks.alerts.switch import VARIABLE
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import overrides, parser_of, report, table
 from benchmarks.tiny_models import smoke_settings
 from benchmarks.watching_prometheus import Prometheus, watching
+
+DISK = "64m"
+"""Size of the disk that is filled."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault. With nothing to strike with, the children inject it.
+
+    They are `child`, `reward` and `environment`.
+    """
+
+    name: str
+    alerts: frozenset[str]
+    """That have to fire."""
+    follow: frozenset[str] = frozenset()
+    """That may fire too, since they are right."""
+    settings: tuple[str, ...] = ()
+    """KEY=VALUE of this run."""
+    strike: Callable[[LiveRun, Path], None] | None = None
+    """Called with the run and the folder of its disk."""
+    keeps_striking: bool = False
+    from_start: bool = False
+    """The settings are the fault, so there is no healthy time before it."""
+    small_disk: bool = False
+
+
+def kill_controller(run: LiveRun, _disk: Path) -> None:
+    run.kill()
+
+
+def kill_generators(run: LiveRun, _disk: Path) -> None:
+    """SIGKILL for each generator that there is now."""
+    for record in run.children():
+        if record.name.startswith("generator"):
+            send(record.process, signal.SIGKILL)
+
+
+def fill(_run: LiveRun, disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"x" * 4096):
+            pass
+
+
+def knock(run: LiveRun, _disk: Path) -> None:
+    """Speak to the controller without a key."""
+    state = read_state(run.path)
+    assert state is not None
+    sockets = Path(state.control_address.removeprefix("ipc://")).parent
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.setsockopt(zmq.SNDTIMEO, 1000)
+    peer.connect(f"ipc://{sockets / 'control'}")
+    for _ in range(20):
+        with contextlib.suppress(zmq.ZMQError):
+            peer.send(b"open")
+        time.sleep(0.1)
+    peer.close(linger=0)
+    context.term()
+
+
+@contextlib.contextmanager
+def mounted(path: Path) -> Iterator[Path]:
+    path.mkdir()
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "asyncrl-alerts", str(path)], check=True
+    )
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def _names(*short: str) -> frozenset[str]:
+    return frozenset(f"Asyncrl{one}" for one in short)
+
+
+_STALLED = _names("StepOverdue", "PhaseOverdue", "GeneratorIdle", "TrainerIdle")
+
+_ENVIRONMENT = ("environment.name=benchmarks/alerts/environment.py:OneTurn", "rewards.functions=[]")
+"""Settings of a run whose samples an environment judges."""
+
+FAULTS = (
+    Fault("killed controller", _names("ProcessDown"), strike=kill_controller),
+    Fault(
+        "generators killed again and again",
+        _names("NoGeneratorReady", "ProcessesRestart", "GroupsFail"),
+        follow=_STALLED | _names("ProcessDown"),
+        settings=("scheduler.max_attempts=1",),
+        strike=kill_generators,
+        keeps_striking=True,
+    ),
+    Fault("hanging reward", _names("StepOverdue", "PhaseOverdue"), follow=_STALLED),
+    Fault(
+        "slow reward",
+        _names("GeneratorIdle", "TrainerIdle"),
+        follow=_STALLED,
+        settings=("scheduler.groups_per_step=1",),
+    ),
+    Fault("slow trainer", _names("PhaseOverdue", "GeneratorIdle"), follow=_STALLED),
+    Fault(
+        "wrong weights",
+        _names("WrongPolicy", "LogprobMismatch"),
+        follow=_names("RejectedShareJumped", "NothingToLearn", "AnswersTruncated"),
+        # Of groups without signal no log-probability is computed otherwise.
+        settings=("trainer.skip_zero_variance_groups=false",),
+    ),
+    Fault(
+        "policy that runs away",
+        _names("RejectedShareJumped"),
+        follow=_names("NothingToLearn", "AnswersTruncated"),
+    ),
+    Fault("engine that scores badly", _names("NoiseFloorHigh")),
+    Fault("constant reward", _names("NothingToLearn")),
+    Fault(
+        "answers that are cut off",
+        _names("AnswersTruncated"),
+        follow=_names("NothingToLearn"),
+        settings=("sampling.max_tokens=6",),
+        from_start=True,
+    ),
+    Fault("reward that fails", _names("RewardErrors")),
+    Fault("environment that fails", _names("EnvironmentErrors"), settings=_ENVIRONMENT),
+    Fault(
+        "slow environment",
+        _names("EnvironmentsSlow"),
+        follow=_STALLED,
+        settings=(*_ENVIRONMENT, "environment.sessions=16"),
+    ),
+    Fault("environment that cannot go back", _names("SamplesStartOver"), settings=_ENVIRONMENT),
+    Fault(
+        "full disk",
+        _names("CheckpointFailed", "CheckpointOverdue", "DiskFull", "SampleLogIncomplete"),
+        strike=fill,
+        small_disk=True,
+    ),
+    Fault("stranger at a socket", _names("StrangersRefused"), strike=knock),
+)
+NOT_INJECTED = {
+    "AsyncrlKvFull": "the torch engine reserves KV space for each slot, so nothing waits for it"
+}
+"""By alert: why no fault here raises it."""
+
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "examples" / "arithmetic.yaml"
@@ -59,8 +203,6 @@ _POLL_SECONDS = 0.5
 
 @dataclass
 class Finding:
-    """What came of one fault."""
-
     fault: str
     expected: frozenset[str]
     follow: frozenset[str] = frozenset()
@@ -72,12 +214,10 @@ class Finding:
 
     @property
     def missing(self) -> set[str]:
-        """Alerts that should have fired."""
         return set(self.expected) - set(self.fired)
 
     @property
     def wrong(self) -> set[str]:
-        """Alerts that should not have fired."""
         return self.before | (set(self.fired) - self.expected - self.follow)
 
     @property
@@ -93,7 +233,6 @@ class SwitchedRun(LiveRun):
 
     @property
     def switch(self) -> Path:
-        """The file with the present fault."""
         return self.scratch / "fault"
 
     @property
@@ -103,10 +242,9 @@ class SwitchedRun(LiveRun):
     def _begin(
         self, settings: tuple[str, ...], more: tuple[str, ...], output: BinaryIO
     ) -> subprocess.Popen[bytes]:
-        overrides = [part for one in settings for part in ("--set", one)]
         command = [sys.executable, "-m", "benchmarks.alerts.command", "run", str(CONFIG)]
         return subprocess.Popen(
-            [*command, "--end-with", str(os.getpid()), *more, *overrides],
+            [*command, "--end-with", str(os.getpid()), *more, *overrides(settings)],
             cwd=ROOT,
             env=os.environ | {VARIABLE: str(self.switch)},
             stdin=subprocess.DEVNULL,
@@ -199,25 +337,15 @@ def _strike(
     look()
 
 
-def table(findings: list[Finding]) -> list[str]:
-    """The findings as lines of Markdown."""
-    lines = ["| fault | alert | fired after |", "|---|---|---|"]
-    for one in findings:
-        for alert in sorted(one.expected):
-            after = one.fired.get(alert)
-            lines.append(
-                f"| {one.fault} | {alert} | {'not' if after is None else f'{after:.0f} s'} |"
-            )
-        if not one.expected:
-            lines.append(f"| {one.fault} | none | {', '.join(sorted(one.before)) or 'nothing'} |")
-        more = sorted(set(one.fired) & (one.follow - one.expected))
-        if more:
-            lines.append(f"| | followed by {', '.join(more)} | |")
-        if one.wrong:
-            lines.append(f"| | WRONG: {', '.join(sorted(one.wrong))} | |")
-        if one.error:
-            lines.append(f"| | FAILED: {one.error.splitlines()[0]} | |")
-    return lines
+def rows_of(one: Finding) -> list[tuple[str, str, str]]:
+    """Fault, alert, and when it fired."""
+    rows = [
+        (one.fault, alert, f"{one.fired[alert]:.0f} s" if alert in one.fired else "not")
+        for alert in sorted(one.expected)
+    ] or [(one.fault, "none", ", ".join(sorted(one.before)) or "nothing")]
+    more = sorted(set(one.fired) & (one.follow - one.expected))
+    said = {"followed by": more, "WRONG": sorted(one.wrong), "FAILED": one.error.splitlines()[:1]}
+    return rows + [("", what, ", ".join(which)) for what, which in said.items() if which]
 
 
 def untested(findings: list[Finding]) -> list[str]:
@@ -232,20 +360,12 @@ def untested(findings: list[Finding]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the faults that were asked for; 0 if all and only the right alerts fired."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.alerts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, f"only {', '.join(QUICK)}")
     names = (HEALTHY, *(one.name for one in FAULTS))
     parser.add_argument("--only", action="append", choices=names, help="this fault; repeatable")
-    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
     parser.add_argument("--faster", type=float, default=30.0, help="divide times of rules by this")
     parser.add_argument("--healthy-seconds", type=float, default=20.0, help="before each fault")
     parser.add_argument("--alert-seconds", type=float, default=240.0, help="wait for the alerts")
-    parser.add_argument("--json", type=Path, help="write the findings here")
-    add_smoke(parser)
     options = parser.parse_args(arguments)
     if options.smoke:
         options.only, options.healthy_seconds = [HEALTHY], 0.2
@@ -254,25 +374,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = set(options.only or (QUICK if options.quick else names))
     findings = []
     for fault in (None, *FAULTS):
-        name = HEALTHY if fault is None else fault.name
-        if name not in chosen:
+        if (HEALTHY if fault is None else fault.name) not in chosen:
             continue
         healthy = options.healthy_seconds * (6 if fault is None else 1)
         patience = Patience(healthy, options.alert_seconds, options.faster)
-        finding = examine(fault, patience, small=options.smoke)
-        findings.append(finding)
-        print("\n".join(table([finding])[2:]), flush=True)
-        if finding.error:
-            print(finding.error, flush=True)
-    unseen = untested(findings) if chosen == set(names) else []
-    print("\n".join(["", *table(findings), *unseen]))
-    if options.json is not None:
-        raw = {one.fault: {"fired": one.fired, "wrong": sorted(one.wrong)} for one in findings}
-        write_json(
-            options.json,
-            "alerts",
-            raw,
-            {"right": sum(one.is_right for one in findings)},
-            smoke=options.smoke,
-        )
+        findings.append(examine(fault, patience, small=options.smoke))
+        print(*rows_of(findings[-1]), findings[-1].error, sep="\n", flush=True)
+    if chosen == set(names):
+        print(*untested(findings), sep="\n")
+    raw = {one.fault: {"fired": one.fired, "wrong": sorted(one.wrong)} for one in findings}
+    rows = (row for one in findings for row in rows_of(one))
+    right = {"right": sum(one.is_right for one in findings)}
+    report(options, "alerts", raw, right, table("alerts", "fault,alert,fired after", rows))
     return 0 if all(one.is_right for one in findings) else 1

@@ -10,7 +10,6 @@ from benchmarks.alerts.switch import present
 
 
 def score(prompt: str, response: str, example: dict[str, Any]) -> float:
-    """1.0 for a right answer."""
     fault = present()
     if fault == "hanging reward":
         time.sleep(3600)

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.cache`."""
-
-from benchmarks.cache.main import main
+"""`python -m benchmarks.cache`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    main()
+    from benchmarks.cache.main import main
+
+    raise SystemExit(main())

@@ -2,37 +2,158 @@
 
     python -m benchmarks.cache [--quick] [--json FILE]
 
-All drafters (`benchmarks.cache.baselines`) get the same rollouts (`benchmarks.cache.work`). One
-thread. Processor time, which depends less on other users of a shared machine (only the start of a
-process is wall time). The median of several repeats, the drafters in turns, each time from empty.
-Memory per token is the growth of a new process (`benchmarks.cache.memory`). If ArcticInference is
+All drafters (`benchmarks.cache.baselines`) get the same rollouts, in one thread and in turns, each
+time from empty. The statistic is the median of several repeats, of processor time (only the start
+of a process is wall time). Memory per token is the growth of a new process. If ArcticInference is
 not installed, its ratios are left out and a message says so.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import gc
+import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import numpy as np
 from rich.table import Table
 
 from asyncrl.cache.config import CacheConfig
+from asyncrl.cache.sharing.exchange import SharedCache
 from asyncrl.cache.tree.rollout_tree import RolloutCache, warm_up
 from asyncrl.rollout.trajectory import IntArray
-from benchmarks.cache import exchange as cache_exchange
-from benchmarks.cache import memory as cache_memory
-from benchmarks.cache.baselines import OWN_DEPTH, VLLM_DEPTH, ArcticDrafter, NaiveDrafter, arctic
-from benchmarks.cache.work import BUDGET, insert_speed, replay, rollouts, step_speed
-from benchmarks.report import add_smoke, write_json
+from benchmarks.cache.baselines import (
+    BUDGET,
+    GROUP,
+    MAX_REQUESTS,
+    OWN_DEPTH,
+    PROMPT,
+    VLLM_DEPTH,
+    ArcticDrafter,
+    NaiveDrafter,
+    arctic,
+    insert_speed,
+    replay,
+    rollouts,
+    step_speed,
+)
+from benchmarks.harness import in_turns, medians, parser_of, pick, report, table, targets_table
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def tree(samples: list[IntArray], prompts: int) -> dict[str, float]:
+    """Asyncrl's cache: bytes by the system's count and by its own."""
+    warm_up()
+    before = resident_bytes()
+    cache = RolloutCache(CacheConfig(max_bytes=1 << 30))
+    for index, tokens in enumerate(samples):
+        cache.insert(f"prompt {index % (prompts * GROUP) // GROUP}", PROMPT, tokens)
+    grown = resident_bytes() - before
+    stats = cache.stats()
+    return {"resident": grown, "own_count": stats.bytes, "tokens": stats.tokens}
+
+
+def suffix(samples: list[IntArray], prompts: int) -> dict[str, float]:  # noqa: ARG001
+    """ArcticInference's with vLLM's settings: by the system's count and by its own estimate."""
+    found = arctic()
+    if found is None:
+        raise SystemExit("arctic-inference is not installed")
+    make = found[0]
+    make(max_tree_depth=VLLM_DEPTH).start_request(0, PROMPT)  # triggers its lazy imports
+    before = resident_bytes()
+    cache = make(max_tree_depth=VLLM_DEPTH, max_cached_requests=MAX_REQUESTS)
+    total = 0
+    for request, tokens in enumerate(samples):
+        cache.start_request(request, PROMPT)
+        cache.add_active_response(request, tokens)
+        cache.stop_request(request)
+        total += len(tokens)
+    grown = resident_bytes() - before
+    estimate = cache._global_tree.estimate_memory()  # noqa: SLF001 - a cross-check, not used in a ratio
+    return {"resident": grown, "own_count": estimate, "tokens": total}
+
+
+def measure_memory(who: str, prompts: int, epochs: int, length: int) -> dict[str, float]:
+    """Bytes per token, measured in a new process."""
+    code = f"from benchmarks.cache.main import grow; grow({who!r}, {prompts}, {epochs}, {length})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    raw = json.loads(done.stdout)
+    return {
+        "tokens": raw["tokens"],
+        "bytes_per_token": raw["resident"] / raw["tokens"],
+        "bytes_per_token_own_count": raw["own_count"] / raw["tokens"],
+    }
+
+
+def grow(who: str, prompts: int, epochs: int, length: int) -> None:
+    """Print how this process grows by so many rollouts."""
+    samples = [tokens for epoch in rollouts(prompts, epochs, length) for tokens in epoch]
+    print(json.dumps({"tree": tree, "arctic": suffix}[who](samples, prompts)))
+
+
+RING = 4 << 20
+
+
+def measure_exchange(samples: list[IntArray]) -> dict[str, float]:
+    """One member finishes rollouts, another inserts them; both in this process, in turns."""
+    place = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
+    with tempfile.TemporaryDirectory(dir=place) as directory:
+        one, other = (
+            SharedCache(RolloutCache(CacheConfig()), Path(directory) / "x", name, ring_bytes=RING)
+            for name in ("one", "other")
+        )
+        plain = RolloutCache(CacheConfig())
+        one.poll()
+        publish = receive = ordinary = 0.0
+        for first in range(0, len(samples), GROUP):
+            group = samples[first : first + GROUP]
+            rows = [one.open(f"prompt {first}", PROMPT) for _ in group]
+            for row, tokens in zip(rows, group, strict=True):
+                one.extend(np.array([row]), tokens, np.array([0, len(tokens)]))
+            start = time.process_time()
+            for row in rows:
+                one.close(row)
+            middle = time.process_time()
+            while other.poll():
+                pass
+            end = time.process_time()
+            for tokens in group:
+                plain.insert(f"prompt {first}", PROMPT, tokens)
+            ordinary += time.process_time() - end
+            receive += end - middle
+            publish += middle - start
+        start = time.process_time()
+        for _ in range(1000):
+            other.poll()
+        idle = time.process_time() - start
+        sent, got = one.exchange_stats(), other.exchange_stats()
+        one.leave()
+        other.leave()
+    assert got.received_tokens == sent.published_tokens == sum(map(len, samples))
+    scale = 1e6 / sent.published_tokens
+    return {
+        "publish_us_per_token": publish * scale,
+        "receive_us_per_token": receive * scale,
+        "insert_us_per_token": ordinary * scale,
+        "idle_poll_us": idle * 1e3,
+        "bytes_per_token": sent.published_bytes / sent.published_tokens,
+    }
+
 
 TARGETS = {"insert_vs_arctic": 8.0, "step_vs_arctic": 8.0, "bytes_vs_arctic": 0.5}
 """The last one is an upper bound."""
@@ -46,8 +167,6 @@ MISSING = (
 
 @dataclass(frozen=True)
 class Plan:
-    """The amount of work."""
-
     prompts: int
     """Prompts, each with eight rollouts per epoch."""
     length: int
@@ -86,21 +205,20 @@ def speeds(
     makers: dict[str, Make], batch: Sequence[list[IntArray]], plan: Plan
 ) -> dict[str, dict[str, Any]]:
     """For each drafter the medians over repeats in turns, and the range of two of them."""
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in makers}
-    for _ in range(plan.repeats):
-        for name, make in makers.items():
-            runs[name].append(_once(make(), batch, plan.steps))
+    turns = {name: partial(_once, make, batch, plan.steps) for name, make in makers.items()}
     out = {}
-    for name, repeats in runs.items():
-        numbers = {key: statistics.median(run[key] for run in repeats) for key in repeats[0]}
+    for name, repeats in in_turns(turns, plan.repeats).items():
+        out[name] = medians(repeats)
         for key in ("insert_tokens_per_s", "step_256_rows_total_us"):
             values = [run[key] for run in repeats]
-            numbers[f"{key}_lowest"], numbers[f"{key}_highest"] = min(values), max(values)
-        out[name] = numbers
+            out[name] |= {f"{key}_lowest": min(values), f"{key}_highest": max(values)}
     return out
 
 
-def _once(drafter: Any, batch: Sequence[list[IntArray]], steps: int) -> dict[str, float]:
+def _once(
+    make: Make, batch: Sequence[list[IntArray]], steps: int, _repeat: int
+) -> dict[str, float]:
+    drafter = make()
     if isinstance(drafter, ArcticDrafter):
         insert, step = drafter.insert_speed, drafter.step_speed
     else:
@@ -137,7 +255,7 @@ def load_seconds(directory: str) -> float:
 
 def measure(plan: Plan) -> tuple[dict[str, Any], dict[str, float]]:
     """Run everything; returns the raw numbers and the ratios."""
-    raw: dict[str, Any] = {"load_average_before": os.getloadavg()}
+    raw: dict[str, Any] = {}
     if plan.compiles:
         with tempfile.TemporaryDirectory() as directory:
             raw["cold_start_s"] = load_seconds(directory)
@@ -148,15 +266,14 @@ def measure(plan: Plan) -> tuple[dict[str, Any], dict[str, float]]:
     raw |= speeds(makers, batch, plan)
     for name, numbers in quality(makers, plan).items():
         raw[name] |= numbers
-    raw["exchange"] = cache_exchange.measure(batch[0])
-    raw["tree"]["memory"] = cache_memory.measure("tree", *plan.memory)
+    raw["exchange"] = measure_exchange(batch[0])
+    raw["tree"]["memory"] = measure_memory("tree", *plan.memory)
     baseline = arctic()
     if baseline is None:
         raw["not_measured"] = {"arctic": MISSING}
     else:
         raw["arctic_inference"] = baseline[1]
-        raw[ARCTIC]["memory"] = cache_memory.measure("arctic", *plan.memory)
-    raw["load_average_after"] = os.getloadavg()
+        raw[ARCTIC]["memory"] = measure_memory("arctic", *plan.memory)
     return raw, ratios_of(raw)
 
 
@@ -180,60 +297,42 @@ def ratios_of(raw: dict[str, Any]) -> dict[str, float]:
     return out
 
 
-def tables(raw: dict[str, Any], ratios: dict[str, float]) -> list[Table]:
-    """The printed tables: the drafters side by side, and the ratios with their targets."""
+def tables(raw: dict[str, Any]) -> list[Table]:
+    """The drafters side by side, and what sharing between generators costs."""
     names = [name for name in ("tree", ARCTIC, ARCTIC_DEEP, "naive") if name in raw]
-    rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-        ("insertion, M tokens/s", lambda n: f"{n['insert_tokens_per_s'] / 1e6:.2f}"),
-        ("256 rows: add 5 + draft, us per row", lambda n: f"{n['step_256_rows_total_us']:.2f}"),
-        ("  of it drafting", lambda n: f"{n['step_256_rows_draft_us']:.2f}"),
-        ("  tokens drafted", lambda n: f"{n['step_256_rows_drafted_tokens']:.1f}"),
-        ("1 row: add 5 + draft, us", lambda n: f"{n['step_1_row_total_us']:.1f}"),
-        ("bytes per token, resident", lambda n: f"{n['memory']['bytes_per_token']:.1f}"),
-        ("  by its own count", lambda n: f"{n['memory']['bytes_per_token_own_count']:.1f}"),
-        ("tokens per step, epoch 1", lambda n: f"{n['first_epoch']['tokens_per_step']:.2f}"),
-        ("tokens per step, epoch 2", lambda n: f"{n['second_epoch']['tokens_per_step']:.2f}"),
-        ("drafts accepted, epoch 2", lambda n: f"{n['second_epoch']['accepted_share']:.2f}"),
+    rows: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
+        ("insertion, M tokens/s", lambda n: n["insert_tokens_per_s"] / 1e6),
+        ("256 rows: add 5 + draft, us per row", lambda n: n["step_256_rows_total_us"]),
+        ("  of it drafting", lambda n: n["step_256_rows_draft_us"]),
+        ("  tokens drafted", lambda n: n["step_256_rows_drafted_tokens"]),
+        ("1 row: add 5 + draft, us", lambda n: n["step_1_row_total_us"]),
+        ("bytes per token, resident", lambda n: n["memory"]["bytes_per_token"]),
+        ("  by its own count", lambda n: n["memory"]["bytes_per_token_own_count"]),
+        ("tokens per step, epoch 1", lambda n: n["first_epoch"]["tokens_per_step"]),
+        ("tokens per step, epoch 2", lambda n: n["second_epoch"]["tokens_per_step"]),
+        ("drafts accepted, epoch 2", lambda n: n["second_epoch"]["accepted_share"]),
     ]
-    sides = Table("one core, processor time", *names, title="cache")
-    for label, cell in rows:
-        sides.add_row(label, *(_cell(cell, raw[name]) for name in names))
-    compared = Table("ratio", "value", "target", title="ratios")
-    for name, value in ratios.items():
-        target = TARGETS.get(name)
-        sign = "<=" if name.startswith("bytes") else ">="
-        compared.add_row(name, f"{value:.2f}", f"{sign} {target:g}" if target else "")
-    sharing = Table("sharing between generators", "", title="exchange")
-    for name, value in raw["exchange"].items():
-        sharing.add_row(name, f"{value:.3f}")
-    return [sides, compared, sharing]
+
+    def found(of: Callable[[dict[str, Any]], float], name: str) -> float | None:
+        with contextlib.suppress(KeyError):  # memory is not measured for all
+            return of(raw[name])
+        return None
+
+    cells = ((label, *(found(of, name) for name in names)) for label, of in rows)
+    sides = table("cache", ("one core, processor time", *names), cells)
+    return [sides, table("exchange", "sharing between generators,", raw["exchange"].items())]
 
 
-def _cell(cell: Callable[[dict[str, Any]], str], numbers: dict[str, Any]) -> str:
-    try:
-        return cell(numbers)
-    except KeyError:
-        return "-"  # memory is not measured for all
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.cache", description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="less of everything: about a minute")
-    parser.add_argument("--json", metavar="FILE", help="write the numbers here")
-    add_smoke(parser)
-    options = parser.parse_args(arguments)
-    raw, ratios = measure(SMOKE if options.smoke else QUICK if options.quick else FULL)
-    console = Console()
-    for table in tables(raw, ratios):
-        console.print(table)
-    if "cold_start_s" in raw:
-        cold, warm = raw["cold_start_s"], raw["warm_start_s"]
-        console.print(f"kernels compiled in {cold:.1f} s, loaded in {warm:.1f} s")
-    console.print(
-        f"load average {raw['load_average_before'][0]:.1f} before, "
-        f"{raw['load_average_after'][0]:.1f} after"
-    )
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser_of(__doc__, "less of everything: about a minute").parse_args(arguments)
+    raw, ratios = measure(pick(options, FULL, QUICK, SMOKE))
     if "not_measured" in raw:
-        console.print(f"[bold red]{MISSING}[/]")
-    if options.json:
-        write_json(options.json, "cache", raw, ratios, smoke=options.smoke)
+        print(MISSING)
+    known = {name: target for name, target in TARGETS.items() if name in ratios}
+    limits = targets_table(ratios, known, known.keys() - {"bytes_vs_arctic"}, reached)
+    report(options, "cache", raw, ratios, *tables(raw), limits)
+    return 0
+
+
+def reached(name: str, value: float) -> bool:
+    return value <= TARGETS[name] if name.startswith("bytes") else value >= TARGETS[name]

@@ -1,8 +1,6 @@
-"""`python -m benchmarks.chaos`."""
-
-import sys
-
-from benchmarks.chaos.main import main
+"""`python -m benchmarks.chaos`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.chaos.main import main
+
+    raise SystemExit(main())

@@ -64,7 +64,6 @@ class AgentsRun(LiveRun):
         return found
 
     def agent_processes(self) -> list[ProcessIdentity]:
-        """Those of the agents."""
         found = (identity_of(agent.pid) for agent in self.agents.values())
         return [one for one in found if one is not None]
 
@@ -106,11 +105,7 @@ def _mark(process: Path) -> str:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports side by side; another process may take one until it is used.
-
-    Raises:
-        OSError: there are none.
-    """
+    """The first of so many free ports side by side."""
     for first in range(20_000 + os.getpid() % 5_000, 32_000, count):
         try:
             for port in range(first, first + count):

@@ -2,21 +2,120 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
+import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
-from asyncrl.launch.identity import ProcessIdentity, identity_of
+from asyncrl.launch.identity import ProcessIdentity, identity_of, is_running, send, session_members
 from asyncrl.monitoring.errors import RecordError
 from asyncrl.monitoring.records.group_account import GroupAccount, read_account
 from asyncrl.monitoring.records.spans import SpanKind, read_timelines
 from asyncrl.wire.records.step import StepMetrics
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
-from benchmarks.chaos.victims import Fault
+
+
+class Fault(Protocol):
+    """Something that happens to a run."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def about(self) -> str: ...
+
+    @property
+    def ends_the_run(self) -> bool:
+        """Whether the controller ends; then the run is resumed."""
+        ...
+
+    @property
+    def expected_error(self) -> str | None:
+        """What the ended run has to say; None: it was killed and says nothing."""
+        ...
+
+    def is_possible(self, run: LiveRun) -> bool: ...
+
+    def strike(self, run: LiveRun, moments: random.Random) -> None: ...
+
+    def repair(self, run: LiveRun) -> None:
+        """Put right what no run can: before it is resumed, or after it has recovered."""
+        ...
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A type of process that is killed."""
+
+    name: str
+    about: str
+    engine: str = "torch"
+    expected_error: str | None = None
+    ranks: int = 1
+    """Of the trainer of the run."""
+
+    @property
+    def ends_the_run(self) -> bool:
+        """Only where it is the run's controller."""
+        return self.name == "controller"
+
+    def is_possible(self, run: LiveRun) -> bool:
+        return find(run, self) is not None
+
+    def strike(self, run: LiveRun, moments: random.Random) -> None:
+        del moments
+        process = find(run, self)
+        if process is None:
+            raise run.error(f"lost its {self.name} before it was killed")
+        if self.ends_the_run:
+            run.kill()
+        else:
+            send(process, signal.SIGKILL)
+
+    def repair(self, run: LiveRun) -> None:
+        """Nothing to do."""
+
+
+GENERATOR = Victim("generator", "generator")
+TRAINER = Victim("trainer", "trainer")
+RANK = Victim("trainer-1", "rank 1 of a trainer of two", ranks=2)
+REWARD = Victim("reward", "reward worker")
+CONTROLLER = Victim("controller", "controller, then --resume")
+ENGINE_CORE = Victim("engine-core", "vLLM engine core", engine="vllm")
+VICTIMS = {one.name: one for one in (GENERATOR, TRAINER, RANK, REWARD, CONTROLLER, ENGINE_CORE)}
+
+
+def find(run: LiveRun, victim: Victim) -> ProcessIdentity | None:
+    """A living process of this type; None while there is none."""
+    if victim.ends_the_run:
+        return identity_of(run.controller)
+    if victim is REWARD:
+        return next(with_command(run.descendants(), b"asyncrl.rewards.worker"), None)
+    if victim is ENGINE_CORE:  # it overwrites its environment, but is in its generator's session
+        leaders = {record.process.pid for record in run.children()}
+        return next(with_command(session_members(leaders), b"EngineCore"), None)
+    alive = [
+        record.process
+        for record in run.children()
+        if record.name.startswith(victim.name) and is_running(record.process)
+    ]
+    return alive[-1] if alive else None
+
+
+def with_command(processes: Iterable[ProcessIdentity], text: bytes) -> Iterator[ProcessIdentity]:
+    """Those whose command line, or the title that they have given themselves, has this text."""
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            if text in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                yield process
+
 
 STEPS_AFTER = 3
 """Steps that must be finished after a kill before the next one: those that it can have delayed."""
@@ -26,8 +125,6 @@ MAX_SECONDS_BETWEEN = 2.0
 
 @dataclass(frozen=True)
 class Kill:
-    """One process killed."""
-
     victim: str
     step: int
     """Steps trained before it."""
@@ -69,7 +166,6 @@ class Outcome:
         return max((step.staleness.max for step in self.steps), default=0)
 
     def slowest(self) -> float | None:
-        """Largest `seconds_to_next_step`."""
         return max((kill.seconds_to_next_step for kill in self.kills), default=None)
 
     def slowest_end(self) -> float | None:
@@ -77,7 +173,6 @@ class Outcome:
         return max((one.end_seconds for one in self.kills if one.end_seconds), default=None)
 
     def median(self) -> float | None:
-        """Median `seconds_to_next_step`."""
         seconds = [kill.seconds_to_next_step for kill in self.kills]
         return statistics.median(seconds) if seconds else None
 
@@ -90,15 +185,7 @@ def kill_one_after_the_other(
     seed: int,
     make: Callable[[Setup, str, int], LiveRun] = LiveRun,
 ) -> Outcome:
-    """Carry out a run in which these processes are killed in this order.
-
-    Args:
-        setup: of the run.
-        name: of the run.
-        victims: the type of each process to kill.
-        seed: of the moments, and of the choice where there are several of a type.
-        make: the run, of setup, name and number of steps.
-    """
+    """Carry out a run in which these processes are killed in this order."""
     # Enough steps that the run is still training after the last kill.
     run = make(setup, name, 400 * (len(victims) + 1))
     outcome = Outcome(name, victims[0].about if len(set(victims)) == 1 else "", len(victims))

@@ -3,17 +3,65 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.chaos.campaign import kill_one_after_the_other
 from benchmarks.chaos.cluster_run import Child, ClusterRun
-from benchmarks.chaos.live_run import LiveRun
+from benchmarks.chaos.findings import Findings
+from benchmarks.chaos.live_run import LiveRun, Setup, carry_out
 from benchmarks.machines.namespaces import NETWORK
-from benchmarks.machines.ray import RayMachines
+from benchmarks.machines.ray import RayMachines, ray_machines
+
+CLUSTER = {"head": 0, "one": 2, "two": 1, "three": 1}
+"""Cores of each machine: room for three processes and one to spare."""
+GENERATORS = 2
+"""Of each run on a cluster whose trainer has one rank."""
+RANKS_APART = (
+    *("trainer.ranks=2", "launcher.ray.trainer.resources={each: 1}"),
+    *(f"trainer.rank_network={NETWORK}0/24", "launcher.trusted_network=true"),
+)
+"""Settings of a run whose trainer has two ranks on two machines."""
+_ONE_GENERATOR = ("launcher.generators=1", "launcher.ray.generator.resources={one: 1}")
+"""On the controller's machine, which has two cores: so one is left there and one on the third
+machine, and a rank whose machine is lost finds another one that has no rank."""
+STEPS_ALONE = 400
+"""Of the run left alone, which others are compared with as far as it goes."""
+SETTINGS = (
+    f"launcher.generators={GENERATORS}",
+    "launcher.ray.strategy=spread",
+    "launcher.ray.max_relay_restarts=1000",
+)
+
+
+def measure_cluster(
+    setup: Setup, faults: Mapping[str, int], wanted: int, seed: int
+) -> Iterator[Findings]:
+    """A run left alone, on this machine without Ray; then a run for each fault."""
+    alone = carry_out(setup, "left-alone", STEPS_ALONE).records()
+    findings = Findings(wanted, {}, alone)
+    own = dataclasses.replace(setup, settings=(*setup.settings, *SETTINGS))
+    with ray_machines(CLUSTER, setup.folder / "machines") as cluster:
+        make = functools.partial(ClusterRun, cluster=cluster, controller_machine="one")
+        for number, (name, kills) in enumerate(faults.items()):
+            with_own = dataclasses.replace(own, settings=(*own.settings, *FAULTS[name].settings))
+            outcome = kill_one_after_the_other(
+                with_own, name, [FAULTS[name]] * kills, seed=seed + number, make=make
+            )
+            findings.outcomes[name] = outcome
+            print(f"{name}: {len(outcome.kills)} of {kills}", outcome.failure or "", flush=True)
+            yield findings
+            if outcome.failure is None:
+                restore_nodes(cluster)
+            else:
+                cluster.begin_anew()
+
 
 _HEAD_LOST = "has not answered for"
 _NODE_LOST = "this machine's node has left the Ray cluster"
@@ -31,13 +79,11 @@ class ClusterFault:
     repaired_by: Callable[[ClusterRun], None] | None = None
     ends_the_run: bool = False
     expected_error: str | None = None
-    engine: str = "torch"
     ranks: int = 1
     """Of the trainer of the run, each on a machine of its own. With two there is one generator."""
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Of the run."""
         return () if self.ranks == 1 else (*RANKS_APART, *_ONE_GENERATOR)
 
     def is_possible(self, run: LiveRun) -> bool:
@@ -57,18 +103,6 @@ class ClusterFault:
         """Give the cluster back what the fault has taken."""
         if self.repaired_by is not None:
             self.repaired_by(_of_cluster(run))
-
-
-GENERATORS = 2
-"""Of each run on a cluster whose trainer has one rank."""
-RANKS_APART = (
-    *("trainer.ranks=2", "launcher.ray.trainer.resources={each: 1}"),
-    *(f"trainer.rank_network={NETWORK}0/24", "launcher.trusted_network=true"),
-)
-"""Settings of a run whose trainer has two ranks on two machines."""
-_ONE_GENERATOR = ("launcher.generators=1", "launcher.ray.generator.resources={one: 1}")
-"""On the controller's machine, which has two cores: so one is left there and one on the third
-machine, and a rank whose machine is lost finds another one that has no rank."""
 
 
 def _of_cluster(run: LiveRun) -> ClusterRun:
@@ -98,7 +132,6 @@ def _child(role: str) -> Callable[[ClusterRun, random.Random], Sequence[Child]]:
 
 
 def _rank(run: ClusterRun, moments: random.Random) -> Sequence[Child]:
-    """Any of them; all end."""
     ranks = run.on("trainer")
     _kill(moments.choice(ranks).pid)
     return ranks
@@ -124,8 +157,7 @@ def _keeper(run: ClusterRun, moments: random.Random) -> None:
     victim = moments.choice(keepers)
     _kill(victim)
     run.until(
-        lambda: victim not in (now := run.keepers()) and len(now) >= len(keepers),
-        "another keeper",
+        lambda: victim not in (now := run.keepers()) and len(now) >= len(keepers), "another keeper"
     )
 
 
@@ -135,20 +167,6 @@ def _raylet(run: ClusterRun, moments: random.Random) -> Sequence[Child]:
     return [one for one in run.on() if one.machine is machine]
 
 
-def _machine(run: ClusterRun, moments: random.Random) -> None:
-    moments.choice(_elsewhere(run)).machine.power_off()
-
-
-def _head(run: ClusterRun, moments: random.Random) -> None:
-    del moments
-    _kill(run.nodes.head_process())
-
-
-def _head_is_cut(run: ClusterRun, moments: random.Random) -> None:
-    del moments
-    run.nodes.machines[run.nodes.head].cut()
-
-
 SHORT_SECONDS = 8.0
 """A cut that nobody takes for a loss: less than `launcher.silence_seconds` and than what Ray's head
 waits for a node (about 20 s)."""
@@ -156,8 +174,11 @@ END_SECONDS = 120.0
 """For the processes of a machine that was cut off to end by themselves when they are back."""
 
 
+def _machine(run: ClusterRun, moments: random.Random) -> None:
+    moments.choice(_elsewhere(run)).machine.power_off()
+
+
 def _cut_for_a_moment(run: ClusterRun, moments: random.Random) -> None:
-    """Nothing may be replaced in consequence."""
     before = {one.name for one in run.on()}
     machine = moments.choice(_elsewhere(run)).machine
     machine.cut()
@@ -190,11 +211,6 @@ def _heal(run: ClusterRun) -> None:
     restore_nodes(run.nodes)
 
 
-def _controller_is_cut(run: ClusterRun, moments: random.Random) -> None:
-    del moments
-    run.here.cut()
-
-
 def _heal_controller(run: ClusterRun) -> None:
     """What is elsewhere is to end by itself, before the controller's machine is back."""
     _see_that_all_ends(run)
@@ -203,22 +219,12 @@ def _heal_controller(run: ClusterRun) -> None:
     restore_nodes(run.nodes)
 
 
-def _own_raylet(run: ClusterRun, moments: random.Random) -> None:
-    del moments
-    _kill(run.nodes.raylet(run.controller_machine))
-
-
 def _broker(run: ClusterRun, moments: random.Random) -> None:
     del moments
     broker = run.broker()
     if broker is None:
         raise run.error("has no broker")
     _kill(broker)
-
-
-def _controller(run: ClusterRun, moments: random.Random) -> None:
-    del moments
-    run.kill()
 
 
 def restore_nodes(nodes: RayMachines) -> None:
@@ -231,10 +237,6 @@ def restore_nodes(nodes: RayMachines) -> None:
             nodes.start(name)
             nodes.wait_for([name])
     nodes.wait_for(nodes.machines)
-
-
-def _restore_nodes(run: ClusterRun) -> None:
-    restore_nodes(run.nodes)
 
 
 def _see_that_all_ends(run: ClusterRun) -> None:
@@ -255,6 +257,19 @@ def _restore_all(run: ClusterRun) -> None:
     nodes.start_all()
 
 
+def _always(act: Callable[[ClusterRun], object]) -> Callable[[ClusterRun, random.Random], None]:
+    """A fault that chance has no part in."""
+
+    def happens(run: ClusterRun, _moments: random.Random) -> None:
+        act(run)
+
+    return happens
+
+
+def _restore_nodes(run: ClusterRun) -> None:
+    restore_nodes(run.nodes)
+
+
 FAULTS = {
     one.name: one
     for one in (
@@ -272,26 +287,32 @@ FAULTS = {
         ClusterFault("relay", "relay of a node", _child("relay")),
         ClusterFault("short-cut", f"machine cut off for {SHORT_SECONDS:g} s", _cut_for_a_moment),
         ClusterFault("cut", "machine cut off until it is replaced", _cut, _heal),
-        ClusterFault("controller", "controller, then --resume", _controller, ends_the_run=True),
+        ClusterFault(
+            "controller", "controller, then --resume", _always(ClusterRun.kill), ends_the_run=True
+        ),
         ClusterFault(
             "broker", "broker, then --resume", _broker, ends_the_run=True,
             expected_error=_BROKER_LOST,
         ),
         ClusterFault(
-            "own-raylet", "raylet of the controller's node, then --resume", _own_raylet,
+            "own-raylet", "raylet of the controller's node, then --resume",
+            _always(lambda run: _kill(run.nodes.raylet(run.controller_machine))),
             _restore_nodes, ends_the_run=True, expected_error=_NODE_LOST,
         ),
         ClusterFault(
-            "head", "head, then --resume", _head, _restore_all, ends_the_run=True,
+            "head", "head, then --resume", _always(lambda run: _kill(run.nodes.head_process())),
+            _restore_all, ends_the_run=True,
             expected_error=_HEAD_LOST,
         ),
         ClusterFault(
-            "head-cut", "head's machine cut off, then --resume", _head_is_cut, _restore_all,
+            "head-cut", "head's machine cut off, then --resume",
+            _always(lambda run: run.nodes.machines[run.nodes.head].cut()), _restore_all,
             ends_the_run=True, expected_error=_HEAD_LOST,
         ),
         ClusterFault(
-            "controller-cut", "controller's machine cut off, then --resume", _controller_is_cut,
-            _heal_controller, ends_the_run=True, expected_error=_HEAD_LOST,
+            "controller-cut", "controller's machine cut off, then --resume",
+            _always(lambda run: run.here.cut()), _heal_controller, ends_the_run=True,
+            expected_error=_HEAD_LOST,
         ),
     )
 }  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -15,6 +14,7 @@ from asyncrl.launch.records import MARK_VARIABLE, ProcessRecord
 from asyncrl.monitoring.records.jsonl import read_jsonl
 from benchmarks.chaos.agents_run import CHILD, words
 from benchmarks.chaos.live_run import LiveRun
+from benchmarks.harness import overrides
 from benchmarks.machines.namespaces import Machine
 from benchmarks.machines.ray import RayMachines
 
@@ -51,23 +51,17 @@ class ClusterRun(LiveRun):
 
     @property
     def nodes(self) -> RayMachines:
-        """The cluster."""
         assert self.cluster is not None
         return self.cluster
 
     @property
     def here(self) -> Machine:
-        """The controller's machine."""
         return self.nodes.machines[self.controller_machine]
 
     def _begin(
         self, settings: tuple[str, ...], more: tuple[str, ...], output: BinaryIO
     ) -> subprocess.Popen[bytes]:
-        pairs = [
-            part
-            for setting in ("launcher.kind=ray", self.nodes.setting, *settings)
-            for part in ("--set", setting)
-        ]
+        pairs = overrides(("launcher.kind=ray", self.nodes.setting, *settings))
         command = [sys.executable, "-m", "asyncrl", "run", str(self.setup.config), *more, *pairs]
         return self.here.start(command, output=output)
 
@@ -125,15 +119,7 @@ class ClusterRun(LiveRun):
         return {
             "processes": len(self.descendants()),
             "sockets": sum(folder.exists() for folder in self._sockets),
-            "shared_memory": len(set(_inodes(files))),
+            # Machines may share memory.
+            "shared_memory": len({(path.stat().st_dev, path.stat().st_ino) for path in files}),
             "actors": sum(len(machine.having("ray::ProcessActor")) for machine in machines),
         }
-
-
-def _inodes(files: Iterable[Path]) -> list[tuple[int, int]]:
-    """Which files these are, where machines share memory."""
-    found = []
-    for path in files:
-        status = path.stat()
-        found.append((status.st_dev, status.st_ino))
-    return found

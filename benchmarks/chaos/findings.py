@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,41 @@ from rich.table import Table
 
 from asyncrl.wire.records.step import StepMetrics
 from benchmarks.chaos.campaign import STEPS_AFTER, Outcome
-from benchmarks.chaos.lengths import FALSE_ALARM, lengths_of, p_value
+from benchmarks.harness import table
+
+FALSE_ALARM = 0.001
+"""Probability, at most, of calling two equal distributions different. The test is conservative
+here: lengths are discrete, and both runs draw for the same prompts with the same seeds, so that
+most of their responses are alike."""
+
+
+def lengths_of(steps: Sequence[StepMetrics]) -> Counter[int]:
+    """Samples trained on by response length, over these steps."""
+    total: Counter[int] = Counter()
+    for step in steps:
+        total.update(step.batch.response_lengths)
+    return total
+
+
+def p_value(one: Counter[int], other: Counter[int]) -> float:
+    """The asymptotic p-value of the two-sample Kolmogorov-Smirnov test.
+
+    With D the largest distance of the two distribution functions and n, m samples, it is
+    2 * sum over k of (-1)^(k-1) exp(-2 k^2 D^2 n m / (n + m)).
+    """
+    n, m = one.total(), other.total()
+    if not n or not m:
+        raise ValueError("a distribution of lengths has no sample")
+    distance, below, below_other = 0.0, 0, 0
+    for length in sorted(one.keys() | other.keys()):
+        below += one[length]
+        below_other += other[length]
+        distance = max(distance, abs(below / n - below_other / m))
+    x = 2 * distance**2 * n * m / (n + m)
+    if x < 0.05:  # the series converges slowly, to 1
+        return 1.0
+    total = math.fsum((1 if k % 2 else -1) * math.exp(-x * k * k) for k in range(1, 101))
+    return min(1.0, max(0.0, 2 * total))
 
 
 @dataclass(frozen=True)
@@ -42,8 +78,6 @@ def compare(outcome: Outcome, alone: Sequence[StepMetrics]) -> Comparison | None
 
 @dataclass
 class Findings:
-    """All runs of the benchmark."""
-
     wanted: int
     """Kills of each type that were to be made."""
     outcomes: dict[str, Outcome]
@@ -75,7 +109,6 @@ class Findings:
         }
 
     def raw(self) -> dict[str, Any]:
-        """All numbers, by type of process."""
         return {
             "wanted_kills_by_type": self.wanted,
             "steps_after_a_kill": STEPS_AFTER,
@@ -115,32 +148,20 @@ class Findings:
 
     def table(self) -> Table:
         """One line per type; "named": from a fault that ends the run to the end of the command."""
-        table = Table(title=f"{self.wanted} random SIGKILLs of each type of process")
-        for column in (
-            *("killed", "kills", "recovered", "next step, s", "max", "starts, max", "named, max"),
-            *("groups lost", "twice", "failed", "same ids", "lengths, p", "staleness", "left over"),
-        ):
-            table.add_column(column, justify="left" if column == "killed" else "right")
-        for name, outcome in self.outcomes.items():
-            comparison = compare(outcome, self.alone)
-            account = outcome.account
-            starts = max((kill.engine_start_seconds for kill in outcome.kills), default=None)
-            table.add_row(
-                outcome.about or name,
-                str(outcome.wanted or self.wanted),
-                str(len(outcome.kills)),
-                _seconds(outcome.median()),
-                _seconds(outcome.slowest()),
-                _seconds(starts),
-                _seconds(outcome.slowest_end()),
-                *(str(len(groups)) for groups in (account.lost, account.twice, account.failed)),
-                "-" if comparison is None else ("yes" if comparison.same_groups else "NO"),
-                "-" if comparison is None else f"{comparison.length_p_value:.2f}",
-                str(outcome.staleness_max),
-                str(sum(outcome.leftovers.values())),
-            )
-        return table
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+        rows = []
+        for name, one in self.outcomes.items():
+            comparison, account = compare(one, self.alone), one.account
+            rows.append([
+                one.about or name, one.wanted or self.wanted, len(one.kills), one.median(),
+                one.slowest(), max((kill.engine_start_seconds for kill in one.kills), default=None),
+                one.slowest_end(), len(account.lost), len(account.twice), len(account.failed),
+                comparison and ("yes" if comparison.same_groups else "NO"),
+                comparison and comparison.length_p_value, one.staleness_max,
+                sum(one.leftovers.values()),
+            ])  # fmt: skip
+        return table(
+            f"{self.wanted} random SIGKILLs of each type of process",
+            "killed,kills,recovered,next step s,max,starts max,named max,groups lost,twice,failed,"
+            "same ids,lengths p,staleness,left over",
+            rows,
+        )

@@ -19,7 +19,7 @@ from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.runs.directory import read_state
 from asyncrl.wire.records.step import StepMetrics
 from asyncrl.wire.weights.layout import SHARED_MEMORY
-from benchmarks.run_command import run_command
+from benchmarks.harness import run_command
 
 _POLL_SECONDS = 0.05
 _LAST_LINE_BYTES = 1 << 18
@@ -59,17 +59,14 @@ class LiveRun:
 
     @property
     def path(self) -> Path:
-        """The run's folder."""
         return self.setup.folder / self.name
 
     @property
     def _log(self) -> Path:
-        """What the controllers have printed."""
         return self.setup.folder / f"{self.name}.log"
 
     @property
     def controller(self) -> int:
-        """Process id of the controller."""
         return self._running().pid
 
     def start(self, *more: str) -> None:
@@ -102,7 +99,6 @@ class LiveRun:
             self._sockets.add(Path(state.control_address.removeprefix("ipc://")).parent)
 
     def kill(self) -> None:
-        """Kill the controller with SIGKILL."""
         process = self._running()
         process.kill()
         process.wait()
@@ -112,14 +108,7 @@ class LiveRun:
         return self._running().poll()
 
     def wait_for_the_end(self, expected_error: str | None) -> None:
-        """Wait until the controller has ended by itself, with 1 and these words.
-
-        Args:
-            expected_error: None: it was killed.
-
-        Raises:
-            ChaosError: it did not.
-        """
+        """Wait until the controller has ended by itself, with 1 and these words."""
         before = self._output_at_start
         code = self._wait_for_exit()
         if expected_error is None:
@@ -143,11 +132,7 @@ class LiveRun:
             raise self.error("did not end") from error
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition while the run is active.
-
-        Raises:
-            ChaosError: the run ended, or the wait was too long.
-        """
+        """Wait for a condition while the run is active."""
         deadline = time.monotonic() + self.setup.timeout_seconds
         while not condition():
             if self.exit_code() is not None:
@@ -177,7 +162,6 @@ class LiveRun:
         return msgspec.json.decode(lines[-2], type=_Moment)
 
     def records(self) -> list[StepMetrics]:
-        """The records of all steps."""
         return read_metrics(self.path / "metrics.jsonl")
 
     def children(self) -> list[ProcessRecord]:
@@ -218,7 +202,6 @@ class LiveRun:
         return self._process
 
     def output(self) -> str:
-        """What its controllers have printed."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def error(self, what: str) -> ChaosError:

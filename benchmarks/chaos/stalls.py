@@ -7,7 +7,6 @@ is renamed, and the proxy listens in its place. A held connection takes no bytes
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import signal
 import socket
@@ -22,14 +21,19 @@ from typing import Any
 from rich.table import Table
 
 from asyncrl.config.run_config import load_config
+from asyncrl.errors import AsyncrlError
 from asyncrl.launch.identity import ProcessIdentity, identity_of, is_running, send
 from asyncrl.monitoring.errors import RecordError
 from asyncrl.monitoring.records.group_account import GroupAccount, read_account
 from asyncrl.runs.directory import read_state
+from asyncrl.steering.control_socket import ask
 from asyncrl.tasks.model import resolve_model
+from asyncrl.wire.errors import WireError
+from asyncrl.wire.messages import control
 from benchmarks.chaos.agents_run import AgentsRun
+from benchmarks.chaos.campaign import with_command
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
-from benchmarks.chaos.victims import with_command
+from benchmarks.harness import environment, table
 
 LENGTHS = (3.0, 8.0, 15.0)
 """Seconds of a stall."""
@@ -67,11 +71,7 @@ _CHUNK = 1 << 16
 
 
 class Proxy:
-    """Stands between those who connect to the sockets of a folder and the sockets.
-
-    Args:
-        folder: in which the run makes its folder of sockets.
-    """
+    """Stands between those who connect to the sockets of a folder and the sockets."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -90,11 +90,7 @@ class Proxy:
         self.let_go()
 
     def hold(self, name: str, moments: random.Random) -> None:
-        """Hold one of the connections of this socket; all that come of that of users.
-
-        Raises:
-            ChaosError: there is none.
-        """
+        """Hold one of the connections of this socket; all that come of that of users."""
         with self._changed:
             if name == _USER:
                 self._held_users = True
@@ -105,7 +101,6 @@ class Proxy:
             self._held.add((name, moments.choice(numbers)))
 
     def let_go(self) -> None:
-        """Hold none."""
         with self._changed:
             self._held.clear()
             self._held_users = False
@@ -169,8 +164,6 @@ class Proxy:
 
 @dataclass(frozen=True)
 class Stall:
-    """One of them."""
-
     kind: str
     seconds: float
     step: int
@@ -183,15 +176,12 @@ class Stall:
 
 @dataclass
 class Stalled:
-    """What came of the runs."""
-
     wanted: int = 0
     stalls: list[Stall] = field(default_factory=list)
     accounts: list[GroupAccount] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     def ratios(self) -> dict[str, float]:
-        """One number per name."""
         return {
             "stalls": len(self.stalls),
             "not_survived": self.wanted - len(self.stalls),
@@ -213,20 +203,26 @@ class Stalled:
         return any(ratios[name] for name in (*zeros, "runs_failed"))
 
     def raw(self) -> dict[str, Any]:
-        """All of it."""
         return {"stalls": [asdict(one) for one in self.stalls], "failures": self.failures}
 
     def table(self) -> Table:
         """A line for each kind."""
-        table = Table(title="processes stopped and connections held for some seconds")
-        for column in ("stalled", "stalls", "killed", "next step, s, max"):
-            table.add_column(column, justify="left" if column == "stalled" else "right")
-        for kind in dict.fromkeys(one.kind for one in self.stalls):
-            of_kind = [one for one in self.stalls if one.kind == kind]
-            slowest = max(one.seconds_to_next_step for one in of_kind)
-            killed = sum(len(one.killed) for one in of_kind)
-            table.add_row(kind, str(len(of_kind)), str(killed), f"{slowest:.1f}")
-        return table
+        by_kind: dict[str, list[Stall]] = {}
+        for one in self.stalls:
+            by_kind.setdefault(one.kind, []).append(one)
+        return table(
+            "processes stopped and connections held for some seconds",
+            "stalled,stalls,killed,next step s max",
+            (
+                (
+                    kind,
+                    len(stalls),
+                    sum(len(one.killed) for one in stalls),
+                    max(one.seconds_to_next_step for one in stalls),
+                )
+                for kind, stalls in by_kind.items()
+            ),
+        )
 
 
 def measure_stalls(
@@ -236,15 +232,7 @@ def measure_stalls(
     lengths: Sequence[float],
     seed: int,
 ) -> Stalled:
-    """Carry out the runs, each with all its stalls in a random order.
-
-    Args:
-        setup: of the runs; its configuration is an example next to those of `RUNS`.
-        kinds: what is stalled in each run of `RUNS`.
-        times: stalls of each kind and length.
-        lengths: in seconds.
-        seed: of the order, the moments, and the choice of connections.
-    """
+    """Carry out the runs, each with all its stalls in a random order."""
     found = Stalled()
     for name, of_run in kinds.items():
         moments = random.Random(seed)
@@ -287,16 +275,9 @@ def _stall_one_after_the_other(
 def _between(folder: Path) -> Iterator[Proxy]:
     """Runs make their folder of sockets in this one, and their connections pass the proxy."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    before = os.environ.get("XDG_RUNTIME_DIR")
-    os.environ["XDG_RUNTIME_DIR"] = str(folder)
     proxy = Proxy(folder)
-    try:
+    with environment(XDG_RUNTIME_DIR=str(folder)), contextlib.closing(proxy):
         yield proxy
-    finally:
-        proxy.close()
-        os.environ.pop("XDG_RUNTIME_DIR")
-        if before is not None:
-            os.environ["XDG_RUNTIME_DIR"] = before
 
 
 def _stall(run: LiveRun, proxy: Proxy, kind: str, seconds: float, moments: random.Random) -> Stall:
@@ -305,8 +286,15 @@ def _stall(run: LiveRun, proxy: Proxy, kind: str, seconds: float, moments: rando
     before = _processes(run)
     step = run.last_step() + 1
     name = kind.removeprefix("connection:")
-    with _stopped(_find(run, kind, moments)) if name == kind else _held(proxy, name, moments):
-        _hold_for(run, kind, seconds)
+    if name == kind:
+        with _stopped(_find(run, kind, moments)):
+            time.sleep(seconds)
+    else:
+        proxy.hold(name, moments)
+        if name == _USER:  # of users there is no connection unless one asks
+            threading.Thread(target=_ask, args=(run,), daemon=True).start()
+        time.sleep(seconds)
+        proxy.let_go()
     ended = time.time()
     for _ in range(STEPS_AFTER):
         last = run.last_step_at()
@@ -316,19 +304,7 @@ def _stall(run: LiveRun, proxy: Proxy, kind: str, seconds: float, moments: rando
     return Stall(kind, seconds, step, min(later, default=time.time()) - ended, gone)
 
 
-def _hold_for(run: LiveRun, kind: str, seconds: float) -> None:
-    """Wait; of users there is no connection unless one asks."""
-    if kind == "connection:user":
-        threading.Thread(target=_ask, args=(run,), daemon=True).start()
-    time.sleep(seconds)
-
-
 def _ask(run: LiveRun) -> None:
-    from asyncrl.errors import AsyncrlError
-    from asyncrl.steering.control_socket import ask
-    from asyncrl.wire.errors import WireError
-    from asyncrl.wire.messages import control
-
     with contextlib.suppress(AsyncrlError, WireError):
         ask(run.path, control.StatusRequest())
 
@@ -342,15 +318,6 @@ def _stopped(processes: Sequence[ProcessIdentity]) -> Iterator[None]:
     finally:
         for one in processes:
             send(one, signal.SIGCONT)
-
-
-@contextlib.contextmanager
-def _held(proxy: Proxy, name: str, moments: random.Random) -> Iterator[None]:
-    proxy.hold(name, moments)
-    try:
-        yield
-    finally:
-        proxy.let_go()
 
 
 def _processes(run: LiveRun) -> dict[ProcessIdentity, str]:

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.controller`."""
-
-from benchmarks.controller.main import main
+"""`python -m benchmarks.controller`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    main()
+    from benchmarks.controller.main import main
+
+    raise SystemExit(main())

@@ -23,18 +23,231 @@ process wakes up for each frame.
 
 from __future__ import annotations
 
-import argparse
+import asyncio
+import gc
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
+import numpy as np
 from rich.table import Table
 
-from benchmarks.controller.measured import Cost, Load, measure
+from asyncrl.config.run_config import parse_config
+from asyncrl.controller.controller import Controller, Message
+from asyncrl.fleet.process_fleet import Fleet
+from asyncrl.launch.child_spec import (
+    ChildSpec,
+    GeneratorSpec,
+    RelaySpec,
+    SpecsOfRun,
+    TrainerSpec,
+    is_relay,
+)
+from asyncrl.runs.directory import RunDirectory
+from asyncrl.tasks.prompts import LoadedTask, Prompt
+from asyncrl.wire import Hub, RunKey, RuntimeDirectory
+from asyncrl.wire.transport import outbox
 from benchmarks.controller.peers import SLOTS
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, pick, report, table
+from benchmarks.plain_sockets import without_curve
+
+GROUP_SIZE = 8
+
+
+class Process:
+    """A process that the fleet believes in; the peers share another one."""
+
+    node = ""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self.spec = spec
+
+    lost_with_machine = False
+
+    def cause(self) -> str:
+        return ""
+
+    def exit_code(self) -> int | None:
+        return None
+
+    def end(self, *, by_force: bool) -> None:
+        """Nothing happens."""
+
+    def log_tail(self, lines: int = 12) -> str:  # noqa: ARG002 - as the protocol has it
+        return ""
+
+
+class Launcher:
+    threads = 1
+    uses_relays = False
+
+    def start(self, spec: ChildSpec, _keys: Any) -> Process:
+        return Process(spec)
+
+
+class Progress:
+    """Counts what the scheduler is told, and takes what the user would be told."""
+
+    def __init__(self) -> None:
+        self.events: Counter[str] = Counter()
+        self.scheduler_seconds = 0.0
+
+    def decided(self, event: str, seconds: float) -> None:
+        """The scheduler handled one event of this type."""
+        self.events[event] += 1
+        self.scheduler_seconds += seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_args, **_named: None
+
+
+@dataclass(frozen=True)
+class Load:
+    """Who speaks to the controller, and how."""
+
+    generators: int = 2
+    slots: int = 256
+    together: int = 1
+    """Samples of a generator that end at one step of its engine."""
+    tick: float = 0.004
+    """Seconds between two steps of a fake engine."""
+    batched: bool = True
+    """False: each message in a frame of its own."""
+    per_relay: int = 0
+    """Generators behind one relay; 0: each is connected itself."""
+    tcp: bool = False
+    """Over loopback TCP; otherwise over ipc."""
+    curve: bool = True
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one run, from the first step to the last."""
+
+    load: Load
+    samples: int
+    events: int
+    """Of samples, that the scheduler was told: finished (again after a verification), delivered."""
+    cpu_seconds: float
+    """Of all threads of the controller's process."""
+    main_seconds: float
+    """Of its main thread; the rest is ZeroMQ's."""
+    scheduler_seconds: float
+    seconds: float
+
+    @property
+    def us_per_sample(self) -> float:
+        """Microseconds of CPU per sample that was trained on."""
+        return 1e6 * self.cpu_seconds / self.samples
+
+    @property
+    def us_per_event(self) -> float:
+        """Microseconds of CPU per event of a sample, with the commands that follow from it."""
+        return 1e6 * self.cpu_seconds / self.events
+
+    @property
+    def events_per_s(self) -> float:
+        """Events of samples that one core carries."""
+        return self.events / self.cpu_seconds
+
+    def record(self) -> dict[str, Any]:
+        numbers = {name: value for name, value in asdict(self).items() if name != "load"}
+        return asdict(self.load) | numbers | {
+            "us_per_sample": self.us_per_sample, "us_per_event": self.us_per_event,
+        }  # fmt: skip
+
+
+def measure(load: Load, *, steps: int) -> Cost:
+    """Train so many steps of as many samples as there are rows."""
+    limit, outbox.MAX_MESSAGES = outbox.MAX_MESSAGES, 1024 if load.batched else 1
+    try:
+        with without_curve(enabled=not load.curve), tempfile.TemporaryDirectory() as folder:
+            return asyncio.run(_measure(Path(folder), load, steps=steps))
+    finally:
+        outbox.MAX_MESSAGES = limit
+
+
+def _specs(folder: str) -> SpecsOfRun:
+    trainer = TrainerSpec(
+        name="trainer", run_directory=folder, model_path="model", control_address="ipc://a",
+        data_address="ipc://b", parent=1, threads=1,
+    )  # fmt: skip
+    generator = GeneratorSpec(
+        name="generator", run_directory=folder, model_path="model", control_address="ipc://a",
+        data_address="ipc://b", parent=1, threads=1,
+    )  # fmt: skip
+    relay = RelaySpec(
+        name="relay", run_directory=folder, control_address="ipc://a", parent=1, threads=1
+    )
+    return SpecsOfRun(trainer, generator, relay)
+
+
+async def _measure(folder: Path, load: Load, *, steps: int) -> Cost:
+    groups = load.generators * load.slots // GROUP_SIZE
+    sections = {
+        "run": {"name": "measured", "directory": str(folder), "steps": steps},
+        "scheduler": {"group_size": GROUP_SIZE, "groups_per_step": groups},
+        "evaluation": {"prompts": 1},
+        "launcher": {"generators": load.generators},
+    }
+    config = parse_config(sections, source="benchmarks.controller")
+    directory = RunDirectory.create(config, resume=False, clean=False)
+    directory.state.accuracy_before, directory.state.evaluation_samples = 1.0, 1
+    prompts = [Prompt(f"p{i}", np.arange(200, dtype=np.int32), "", {}) for i in range(1024)]
+    runtime, key = RuntimeDirectory(), RunKey.new()
+    key.write(folder / "key")
+    address = "tcp://127.0.0.1:*" if load.tcp else runtime.address("control")
+    hub: Hub[Message] = Hub(address, key.hub("control"), Message, is_relay=is_relay)
+    fleet = Fleet(config.launcher, Launcher(), _specs(str(folder)), hub, key)  # type: ignore[arg-type]
+    progress = Progress()
+    controller = Controller(
+        config,
+        LoadedTask(prompts, prompts[:1], (0,), None),
+        directory=directory,
+        fleet=fleet,
+        hub=hub,
+        progress=progress,  # type: ignore[arg-type]
+    )
+    options = asdict(load) | {
+        "key": str(folder / "key"),
+        "address": hub.address,
+        "folder": str(runtime.path),
+        "max_messages": outbox.MAX_MESSAGES,
+    }
+    command = [sys.executable, "-m", "benchmarks.controller.peers", json.dumps(options)]
+    running = asyncio.create_task(controller.run())
+    await asyncio.sleep(0)
+    peers = subprocess.Popen(command, env=os.environ)  # noqa: ASYNC220 - it starts at once
+    try:
+        async with asyncio.timeout(120):
+            while not fleet.all_ready:
+                if running.done():
+                    running.result()
+                await asyncio.sleep(0.01)
+        gc.collect()
+        began, cpu, main = time.monotonic(), time.process_time(), time.thread_time()
+        await running
+        spent = time.process_time() - cpu, time.thread_time() - main, time.monotonic() - began
+    finally:
+        running.cancel()
+        peers.kill()
+        peers.wait()
+        hub.close()
+        runtime.close()
+    told = progress.events["SampleFinished"] + progress.events["SampleDelivered"]
+    samples = steps * groups * GROUP_SIZE
+    used, main_used, seconds = spent
+    return Cost(load, samples, told, used, main_used, progress.scheduler_seconds, seconds)
+
 
 GENERATORS = 2
 TARGET = 25_000
@@ -42,12 +255,10 @@ TARGET = 25_000
 PACED_TICK = 0.1
 """Seconds between two samples of a generator, where the controller has little to do."""
 
-Measured = tuple[list[Table], list[Cost], dict[str, float]]
+Measured = tuple[Table, list[Cost], dict[str, float]]
 
 
 class Effort(NamedTuple):
-    """How much is measured."""
-
     samples: tuple[int, int]
     """Steps and repeats of this part."""
     relays: tuple[int, int]
@@ -69,22 +280,24 @@ def samples_part(effort: Effort) -> Measured:
         for together in (1, 8, 32)
         for batched in (False, True)
     ]
-    table = Table(
-        title=f"controller: {GENERATORS} generators of {effort.rows} rows, µs of CPU / sample"
-    )
-    for title in ("ending together", "alone", "in frames of several", "samples/s measured at"):
-        table.add_column(title, justify="right")
-    ratios: dict[str, float] = {}
+    rows, ratios = [], dict[str, float]()
     for together in (1, 8, 32):
-        per, rate = {}, 0.0
-        for batched in (False, True):
-            of = [c for c in costs if (c.load.together, c.load.batched) == (together, batched)]
-            per[batched] = statistics.median(c.us_per_sample for c in of)
-            rate = statistics.median(c.samples / c.seconds for c in of)
-        table.add_row(str(together), f"{per[False]:.0f}", f"{per[True]:.0f}", f"{rate:.0f}")
-        ratios[f"controller_us_per_sample_{together}"] = per[True]
-        ratios[f"controller_alone_over_together_{together}"] = per[False] / per[True]
-    return [table], costs, ratios
+        of = {
+            batched: [c for c in costs if (c.load.together, c.load.batched) == (together, batched)]
+            for batched in (False, True)
+        }
+        alone, per = (statistics.median(c.us_per_sample for c in each) for each in of.values())
+        rows.append(
+            (together, alone, per, statistics.median(c.samples / c.seconds for c in of[True]))
+        )
+        ratios[f"controller_us_per_sample_{together}"] = per
+        ratios[f"controller_alone_over_together_{together}"] = alone / per
+    shown = table(
+        f"controller: {GENERATORS} generators of {effort.rows} rows, µs of CPU / sample",
+        "ending together,alone,in frames of several,samples/s measured at",
+        rows,
+    )
+    return shown, costs, ratios
 
 
 def relays_part(effort: Effort) -> Measured:
@@ -98,47 +311,41 @@ def relays_part(effort: Effort) -> Measured:
     paced = [replace(fast[relayed, True], tick=PACED_TICK) for relayed in (False, True)]
     costs = [measure(load, steps=steps) for _ in range(repeats) for load in fast.values()]
     costs += [measure(load, steps=1) for load in paced]
-    table = Table(title=f"controller: {many} generators of {many} rows over TCP, µs of CPU / event")
-    for title in ("connected", "CURVE", "all", "main thread", "events/s on one core",
-                  "events/s measured at"):  # fmt: skip
-        table.add_column(title, justify="right")
-    ratios: dict[str, float] = {}
+    rows, ratios = [], dict[str, float]()
     for load in (*fast.values(), *paced):
         of = [cost for cost in costs if cost.load == load]
         rate = statistics.median(cost.events_per_s for cost in of)
-        table.add_row(
-            "through relays of 8" if load.per_relay else "themselves",
-            "on" if load.curve else "off",
-            f"{statistics.median(cost.us_per_event for cost in of):.1f}",
-            f"{statistics.median(1e6 * cost.main_seconds / cost.events for cost in of):.1f}",
-            f"{rate:,.0f}",
-            f"{statistics.median(cost.events / cost.seconds for cost in of):,.0f}",
-        )
+        rows.append((
+            "through relays of 8" if load.per_relay else "themselves", load.curve,
+            statistics.median(cost.us_per_event for cost in of),
+            statistics.median(1e6 * cost.main_seconds / cost.events for cost in of), rate,
+            statistics.median(cost.events / cost.seconds for cost in of),
+        ))  # fmt: skip
         name = "control_messages_per_s" + ("" if load.per_relay else "_direct")
         name += ("" if load.curve else "_plain") + ("_paced" if load in paced else "")
         ratios[name] = rate
-    return [table], costs, ratios
+    shown = table(
+        f"controller: {many} generators of {many} rows over TCP, µs of CPU / event",
+        "connected,CURVE,all,main thread,events/s on one core,events/s measured at",
+        rows,
+    )
+    return shown, costs, ratios
 
 
 PARTS = {"samples": samples_part, "relays": relays_part}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer steps and repeats")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "fewer steps and repeats")
     parser.add_argument("--part", choices=PARTS, help="only this part")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
-    args = parser.parse_args(arguments)
-    effort = SMOKE if args.smoke else QUICK if args.quick else FULL
-    console, runs, ratios = Console(), [], {}
-    for part in (args.part,) if args.part else PARTS:
-        tables, costs, found = PARTS[part](effort)
-        for table in tables:
-            console.print(table)
+    options = parser.parse_args(arguments)
+    effort = pick(options, FULL, QUICK, SMOKE)
+    shown, runs, ratios = list[Table](), list[Cost](), dict[str, float]()
+    for part in (options.part,) if options.part else PARTS:
+        made, costs, found = PARTS[part](effort)
+        shown.append(made)
         runs += costs
         ratios |= found
-    console.print({name: round(value, 2) for name, value in ratios.items()})
-    if args.json:
-        raw: dict[str, Any] = {"runs": [cost.record() for cost in runs], "target": TARGET}
-        write_json(args.json, "controller", raw, ratios, smoke=args.smoke)
+    raw: dict[str, Any] = {"runs": [cost.record() for cost in runs], "target": TARGET}
+    report(options, "controller", raw, ratios, *shown)
+    return 0

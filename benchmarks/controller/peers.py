@@ -36,15 +36,6 @@ def weights(version: int) -> WeightManifest:
 
 
 class Generator:
-    """A generator of `SLOTS` rows.
-
-    Args:
-        controller: the line to the controller.
-        slots: its rows.
-        together: samples that end at one tick.
-        tick: seconds between two ticks.
-    """
-
     def __init__(self, controller: ControllerLine, slots: int, together: int, tick: float) -> None:
         self._controller = controller
         self._slots = slots
@@ -55,7 +46,6 @@ class Generator:
         self._verifying: list[SampleId] = []
 
     async def run(self) -> None:
-        """Serve until cancelled."""
         name, send = self._controller.generator, self._controller.send
         await send(from_generator.GeneratorReady(name, self._slots, 0, Fingerprint({}, ""), None))
         async with asyncio.TaskGroup() as loops:
@@ -119,7 +109,6 @@ class Generator:
 
 
 async def train(line: Line[Any]) -> None:
-    """Serve as a trainer until cancelled."""
     await line.send(from_trainer.TrainerReady(0, weights(0)))
     while True:
         match await line.receive():
@@ -132,7 +121,6 @@ async def train(line: Line[Any]) -> None:
 
 
 async def report(line: Line[Any]) -> None:
-    """Say that the trainer is alive."""
     while True:
         await asyncio.sleep(REPORT_SECONDS)
         await line.send(from_trainer.TrainerReport(0, 0, 0.0))
@@ -166,7 +154,6 @@ def lines_of(options: dict[str, Any], key: RunKey, tasks: asyncio.TaskGroup) -> 
 
 
 async def serve(options: dict[str, Any]) -> None:
-    """Run all of them until cancelled."""
     key = RunKey.read(Path(options["key"]))
     async with asyncio.TaskGroup() as peers:
         trainer: Line[Any] = Line(

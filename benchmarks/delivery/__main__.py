@@ -1,6 +1,6 @@
-"""`python -m benchmarks.delivery`."""
-
-from benchmarks.delivery.main import main
+"""`python -m benchmarks.delivery`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    main()
+    from benchmarks.delivery.main import main
+
+    raise SystemExit(main())

@@ -24,21 +24,352 @@ only, without. `intake_mb_per_s` is what arrives, is compared and is acknowledge
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import ctypes
+import hashlib
+import multiprocessing
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from rich.console import Console
+import numpy as np
+import zmq
+import zmq.asyncio
 from rich.table import Table
 
-from benchmarks.delivery.ends import GROUP, delivery_of, trajectory_of
-from benchmarks.delivery.paths import PATHS, compare_paths, floor, stages
-from benchmarks.delivery.rank import Rank, Way, take_in
-from benchmarks.report import add_smoke, write_json
+from asyncrl.rollout.trajectory import Provenance, SampleId, Trajectory, TrajectoryBuilder
+from asyncrl.trainer.objective.group_check import check_trajectory
+from asyncrl.trainer_process.delivery_check import Intake
+from asyncrl.trainer_process.group_queue import GroupQueue
+from asyncrl.wire import Hub, Line, RunKey, RuntimeDirectory
+from asyncrl.wire.messages.data import Received, TrajectoryDelivery
+from asyncrl.wire.messages.frames import decode_trajectory, digest_of, encode_trajectory
+from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
+from asyncrl.wire.transport.keys import LineKeys
+from asyncrl.wire.transport.outbox import ONE_PART, join, split
+from benchmarks.harness import parser_of, pick, report, table
+from benchmarks.plain_sockets import without_curve
+
+VOCAB = 151_936
+MAX_BYTES = 64 << 20
+"""Longest message; far above the longest of the benchmark."""
+WINDOW = 64
+"""Deliveries that a sender has under way."""
+NAME = "generator-0"
+"""The sender."""
+GROUP = 8
+"""Samples of a group."""
+_PROMPT = 200
+
+
+def trajectory_of(tokens: int) -> Trajectory:
+    """A trajectory of random tokens, half of them drafted.
+
+    Its stored top-K is empty: that does not travel to the trainer.
+    """
+    rng = np.random.default_rng(tokens)
+    builder = TrajectoryBuilder(sample_of(0), "train-17", rng.integers(0, VOCAB, _PROMPT, np.int32))
+    builder.append(
+        tokens=rng.integers(0, VOCAB, tokens, np.int32),
+        logprobs=-rng.exponential(1.0, tokens).astype(np.float32),
+        topk_ids=np.empty((tokens, 0), np.int32),
+        topk_logprobs=np.empty((tokens, 0), np.float32),
+        noise_seeds=np.zeros(tokens, np.uint64),
+        provenance=rng.integers(0, Provenance.OBSERVED, tokens, np.uint8),
+        policy_version=0,
+    )
+    return builder.finish("stop")
+
+
+def sample_of(index: int) -> SampleId:
+    """The samples of group 0 come first."""
+    return SampleId(*divmod(index, GROUP))
+
+
+def delivery_of(trajectory: Trajectory) -> TrajectoryDelivery:
+    return encode_trajectory(trajectory, reward=1.0, step=0, terms=(1.0,))
+
+
+class TrainerEnd:
+    """The intake and the queue of a trainer at version 0, which takes each group at once."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self._queue = GroupQueue(GROUP)
+        self._intake = Intake(
+            self._queue, lambda one: check_trajectory(one, VOCAB, 0), steps=1, functions=1
+        )
+        self._trajectory = trajectory
+        self._ordered = 0
+
+    def order(self) -> Trajectory:
+        """The next sample, which is reported and ordered."""
+        trajectory = replace(self._trajectory, id=sample_of(self._ordered))
+        self._ordered += 1
+        digest = digest_of(encode_trajectory(trajectory, reward=0.0, step=0))
+        expected = ExpectedSample(trajectory.id, len(trajectory.tokens), 0, digest)
+        for _ in self._intake.expect(Expect(0, NAME, (expected,)), next_step=0).here:
+            raise AssertionError("nothing was delivered yet")
+        return trajectory
+
+    def take_in(self, delivery: TrajectoryDelivery) -> None:
+        """Keep a delivery that was ordered. Raises DeliveryNotKept."""
+        if not self._intake.receive(NAME, delivery, next_step=0):
+            raise AssertionError(f"sample {delivery.sample} was not ordered")
+        self._queue.take(0, allowed=None)
+
+
+PATHS = ("bare", "digest", "checks", "ipc", "curve", "whole")
+
+
+class Paths:
+    def __init__(
+        self, trajectory: Trajectory, folder: RuntimeDirectory, closing: ExitStack
+    ) -> None:
+        key = RunKey.new()
+        self._trajectory = trajectory
+        self._decoder = msgspec.msgpack.Decoder(TrajectoryDelivery)
+        self._hub: Hub[TrajectoryDelivery] = Hub(
+            folder.address("data"), key.hub("data"), TrajectoryDelivery, max_bytes=MAX_BYTES
+        )
+        self._line: Line[Received] = Line(folder.address("data"), key.line("data", NAME), Received)
+        closing.callback(self._hub.close)
+        closing.callback(self._line.close)
+        context = zmq.asyncio.Context.instance()
+        self._plain_hub, self._plain_line = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+        self._plain_hub.bind(folder.address("plain"))
+        self._plain_line.connect(folder.address("plain"))
+        for socket in (self._plain_hub, self._plain_line):
+            closing.callback(socket.close, 0)
+        self._here, self._there = TrainerEnd(trajectory), TrainerEnd(trajectory)
+
+    def path(self, name: str) -> Callable[[], Awaitable[None]]:
+        """The path of this name; each call delivers once."""
+        path: Callable[[], Awaitable[None]] = getattr(self, f"_{name}")
+        return path
+
+    def _decode(self, body: bytes) -> TrajectoryDelivery:
+        delivery = self._decoder.decode(body)
+        decode_trajectory(delivery)
+        return delivery
+
+    async def _bare(self) -> None:
+        self._decode(msgspec.msgpack.encode(delivery_of(self._trajectory)))
+
+    async def _digest(self) -> None:
+        digest = digest_of(encode_trajectory(self._trajectory, reward=0.0, step=0))
+        delivery = self._decode(msgspec.msgpack.encode(delivery_of(self._trajectory)))
+        if digest_of(delivery) != digest:
+            raise AssertionError("its contents differ")
+
+    async def _checks(self) -> None:
+        body = msgspec.msgpack.encode(delivery_of(self._here.order()))
+        self._here.take_in(self._decoder.decode(body))
+
+    async def _ipc(self) -> None:
+        body = msgspec.msgpack.encode(delivery_of(self._trajectory))
+        await self._plain_line.send_multipart(split(body))
+        parts = await self._plain_hub.recv_multipart()
+        self._decode(join(parts[1:], max_bytes=MAX_BYTES))
+
+    async def _curve(self) -> None:
+        await self._line.send(delivery_of(self._trajectory))
+        decode_trajectory((await self._hub.receive())[1])
+
+    async def _whole(self) -> None:
+        await self._line.send(delivery_of(self._there.order()))
+        self._there.take_in((await self._hub.receive())[1])
+
+
+async def compare_paths(
+    trajectory: Trajectory, *, repeats: int, rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Run the paths in turns; another one begins each round."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in PATHS}
+    with ExitStack() as closing:
+        folder = RuntimeDirectory()
+        closing.callback(folder.close)
+        paths = Paths(trajectory, folder, closing)
+        for turn in range(rounds + 1):
+            first = turn % len(PATHS)
+            for name in PATHS[first:] + PATHS[:first]:
+                path = paths.path(name)
+                wall, cpu = time.perf_counter(), time.process_time()
+                for _ in range(repeats):
+                    await path()
+                if turn:  # the first round connects and warms up
+                    spent = time.perf_counter() - wall, time.process_time() - cpu
+                    times[name].append((spent[0] / repeats * 1e6, spent[1] / repeats * 1e6))
+    return times
+
+
+def timed(call: Callable[[], object], repeats: int, rounds: int) -> float:
+    """Microseconds of CPU time of a call, in the cheapest round."""
+    best = float("inf")
+    for _ in range(rounds):
+        began = time.thread_time()
+        for _ in range(repeats):
+            call()
+        best = min(best, time.thread_time() - began)
+    return best / repeats * 1e6
+
+
+def stages(trajectory: Trajectory, repeats: int, rounds: int) -> dict[str, float]:
+    delivery = delivery_of(trajectory)
+    body = msgspec.msgpack.encode(delivery)
+    decoder = msgspec.msgpack.Decoder(TrajectoryDelivery)
+    received = decoder.decode(body)
+    decoded = decode_trajectory(received)
+    calls: dict[str, Callable[[], object]] = {
+        "arrays to message": lambda: delivery_of(trajectory),
+        "message to bytes": lambda: msgspec.msgpack.encode(delivery),
+        "bytes to message": lambda: decoder.decode(body),
+        "message to arrays": lambda: decode_trajectory(received),
+        "check": lambda: check_trajectory(decoded, VOCAB, 0),
+        "digest": lambda: digest_of(received),
+    }
+    return {name: timed(call, repeats, rounds) for name, call in calls.items()}
+
+
+def floor(size: int, repeats: int, rounds: int) -> dict[str, float]:
+    """Microseconds of the work on this many bytes that the whole path cannot avoid."""
+    data = np.random.default_rng(0).bytes(size)
+    target = bytearray(size)
+
+    def copy() -> None:
+        target[:] = data
+
+    calls: dict[str, Callable[[], object]] = {
+        "copy": copy,
+        "digest": lambda: hashlib.sha256(data).digest(),
+    }
+    library = _libsodium()
+    if library is not None:
+        out, length = ctypes.create_string_buffer(size + 16), ctypes.c_ulonglong(size)
+        calls["curve"] = lambda: library.crypto_box_easy_afternm(
+            out, data, length, b"n" * 24, b"k" * 32
+        )
+    return {name: timed(call, repeats, rounds) for name, call in calls.items()}
+
+
+def _libsodium() -> ctypes.CDLL | None:
+    """The library with which ZeroMQ encrypts in this process; None if it is linked statically."""
+    mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    files = [line.split(maxsplit=5)[-1] for line in mapped]  # whose names may hold spaces
+    found = next((file for file in files if "libsodium" in file), None)
+    return None if found is None else ctypes.CDLL(found)
+
+
+_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Way:
+    tcp: bool = False
+    """Over loopback TCP; otherwise over ipc."""
+    curve: bool = True
+    together: int = 1
+    """Trajectories that leave in one turn of the generator's event loop."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Microseconds per trajectory of a process that takes trajectories in."""
+
+    wall_us: float
+    main_us: float
+    """CPU time of the main thread, which decodes and compares."""
+    io_us: float
+    """CPU time of ZeroMQ's thread, which decrypts."""
+    bytes_each: int = 0
+    """Of a trajectory's message."""
+
+    @property
+    def per_s(self) -> float:
+        """Trajectories per second, with a core for each of the two threads."""
+        return 1e6 / max(self.main_us, self.io_us)
+
+    @property
+    def mb_per_s(self) -> float:
+        """Megabytes per second, as measured, with what else the machine did."""
+        return self.bytes_each / self.wall_us
+
+    @property
+    def mb_per_s_of_cores(self) -> float:
+        """Megabytes per second with a core for each of the two threads."""
+        return self.bytes_each / max(self.main_us, self.io_us)
+
+
+def take_in(tokens: int, count: int, way: Way = Way()) -> Rank:
+    """Take in what another process sends as fast as it can."""
+    with without_curve(enabled=not way.curve):
+        return asyncio.run(_take_in(tokens, count, way))
+
+
+async def _take_in(tokens: int, count: int, way: Way) -> Rank:
+    trajectory = trajectory_of(tokens)
+    end = TrainerEnd(trajectory)
+    for _ in range(count):
+        end.order()
+    key, folder = RunKey.new(), RuntimeDirectory()
+    address = "tcp://127.0.0.1:*" if way.tcp else folder.address("data")
+    hub: Hub[TrajectoryDelivery] = Hub(
+        address, key.hub("data"), TrajectoryDelivery, max_bytes=MAX_BYTES
+    )
+    sender = multiprocessing.get_context("spawn").Process(
+        target=send, args=(hub.address, key.line("data", NAME), tokens, count, way)
+    )
+    sender.start()
+    try:
+        async with asyncio.timeout(_SECONDS):
+            await _receive(hub, end)
+            began = _clocks()
+            for _ in range(count - 1):
+                await _receive(hub, end)
+            wall, main, cpu = (
+                (now - then) / (count - 1) * 1e6 for now, then in zip(_clocks(), began, strict=True)
+            )
+        await asyncio.to_thread(sender.join, _SECONDS)
+    finally:
+        sender.kill()
+        hub.close()
+        folder.close()
+    io = max(0.0, cpu - main)  # the kernel adds up other threads' time by ticks
+    return Rank(wall, main, io, len(msgspec.msgpack.encode(delivery_of(trajectory))))
+
+
+async def _receive(hub: Hub[TrajectoryDelivery], end: TrainerEnd) -> None:
+    peer, delivery = await hub.receive()
+    end.take_in(delivery)
+    hub.send_soon(peer, Received(delivery.sample))
+
+
+def _clocks() -> tuple[float, float, float]:
+    return time.perf_counter(), time.thread_time(), time.process_time()
+
+
+def send(address: str, keys: LineKeys, tokens: int, count: int, way: Way) -> None:
+    """Deliver `count` trajectories, with WINDOW of them unacknowledged. Runs in its own process."""
+
+    async def deliver() -> None:
+        line: Line[Received] = Line(address, keys, Received, together_bytes=ONE_PART)
+        trajectory = trajectory_of(tokens)
+        for index in range(count + WINDOW):
+            if index >= WINDOW and index - WINDOW < count:
+                await line.receive_within(_SECONDS, what="an acknowledgement")
+            if index < count:
+                line.send_soon(delivery_of(replace(trajectory, id=sample_of(index))))
+                if index % way.together == way.together - 1:
+                    await asyncio.sleep(0)
+        line.close()
+
+    with without_curve(enabled=not way.curve):
+        asyncio.run(deliver())
+
 
 TOKENS = (64, 1_000, 8_000, 32_000)
 NEEDED_PER_S = 12_800
@@ -46,8 +377,6 @@ NEEDED_PER_S = 12_800
 
 
 class Effort(NamedTuple):
-    """How much is measured."""
-
     rounds: int
     megabytes: float
     """That each path delivers in each round, but at most 400 trajectories."""
@@ -87,7 +416,6 @@ class Result:
 
 
 def measure(tokens: int, effort: Effort) -> Result:
-    """All measurements of one length."""
     rounds = effort.rounds
     trajectory = trajectory_of(tokens)
     size = len(msgspec.msgpack.encode(delivery_of(trajectory)))
@@ -119,45 +447,32 @@ def ratios_of(results: list[Result]) -> dict[str, float]:
 
 def tables(results: list[Result]) -> list[Table]:
     """The paths, the stages, and one rank."""
-    paths = _table(
-        "delivery: CPU µs per trajectory (wall µs)",
-        (*PATHS, "floor", "whole / curve", "whole / ipc", "whole / floor"),
-    )
-    parts = _table(
-        "stages without sockets: CPU µs per trajectory; in the floor: µs once",
-        (*results[0].stage_us, *(f"floor: {name}" for name in results[0].floor_parts_us)),
-    )
-    rank = _table(
-        f"one rank of the trainer; 1,000 GPUs finish {NEEDED_PER_S:,} samples/s",
-        ("wall µs", "main µs", "I/O µs", "samples/s", "GB/s", "ranks for 1,000 GPUs"),
-    )
-    for r in results:
-        head = (f"{r.tokens:,}", f"{r.size:,}")
-        whole, one = r.cpu_us["whole"], r.rank
-        paths.add_row(
-            *head,
-            *(f"{r.cpu_us[name]:.0f} ({r.wall_us[name]:.0f})" for name in PATHS),
-            f"{r.floor_us:.0f}",
-            f"{whole / r.cpu_us['curve']:.2f}",
-            f"{whole / r.cpu_us['ipc']:.2f}",
-            f"{whole / r.floor_us:.2f}",
-        )
-        stage_times = (*r.stage_us.values(), *r.floor_parts_us.values())
-        parts.add_row(*head, *(f"{each:.1f}" for each in stage_times))
-        rank.add_row(
-            *head,
-            *(f"{each:.0f}" for each in (one.wall_us, one.main_us, one.io_us, one.per_s)),
-            f"{one.per_s * r.size / 1e9:.2f}",
-            f"{r.ranks_needed:.1f}",
-        )
-    return [paths, parts, rank]
-
-
-def _table(title: str, columns: tuple[str, ...]) -> Table:
-    table = Table(title=title)
-    for column in ("tokens", "bytes", *columns):
-        table.add_column(column, justify="right")
-    return table
+    heads = [(f"{r.tokens:,}", f"{r.size:,}") for r in results]
+    each = list(zip(heads, results, strict=True))
+    first = results[0]
+    return [
+        table(
+            "delivery: CPU µs per trajectory (wall µs)",
+            ("tokens", "bytes", *PATHS, "floor"),
+            (
+                (*head, *(f"{r.cpu_us[n]:.0f} ({r.wall_us[n]:.0f})" for n in PATHS), r.floor_us)
+                for head, r in each
+            ),
+        ),
+        table(
+            "stages without sockets: CPU µs per trajectory; in the floor: µs once",
+            ("tokens", "bytes", *first.stage_us, *(f"floor: {n}" for n in first.floor_parts_us)),
+            ((*head, *r.stage_us.values(), *r.floor_parts_us.values()) for head, r in each),
+        ),
+        table(
+            f"one rank of the trainer; 1,000 GPUs finish {NEEDED_PER_S:,} samples/s",
+            "tokens,bytes,wall µs,main µs,I/O µs,samples/s,ranks for 1,000 GPUs",
+            (
+                (*head, r.rank.wall_us, r.rank.main_us, r.rank.io_us, r.rank.per_s, r.ranks_needed)
+                for head, r in each
+            ),
+        ),
+    ]
 
 
 WAYS = {
@@ -170,53 +485,40 @@ WAYS = {
 
 def intake(effort: Effort) -> tuple[Table, list[dict[str, float | str]], dict[str, float]]:
     """What one intake takes in over loopback TCP: a table, the numbers, and ratios."""
-    table = _table(
-        "one intake over loopback TCP, with acknowledgement",
-        ("sent", "wall µs", "main µs", "I/O µs", "MB/s measured", "MB/s with a core each"),
-    )
-    rows: list[dict[str, float | str]] = []
-    ratios: dict[str, float] = {}
+    shown, rows, ratios = [], list[dict[str, float | str]](), dict[str, float]()
     for tokens in effort.lengths:
         for name, way in WAYS.items():
             size = 9 * tokens + 1000
             count = GROUP * max(8, min(500, int(effort.megabytes * effort.rounds * 1e6 / size / 8)))
             rank = take_in(tokens, count, way)
             rows.append({"tokens": tokens, "way": name, **asdict(rank)})
-            shown = (rank.wall_us, rank.main_us, rank.io_us, rank.mb_per_s, rank.mb_per_s_of_cores)
-            table.add_row(
-                f"{tokens:,}", f"{rank.bytes_each:,}", name, *(f"{each:.0f}" for each in shown)
-            )
-            key = name.replace(", ", "_")
-            ratios[f"intake_mb_per_s_{key}_{tokens}"] = rank.mb_per_s_of_cores
-    return table, rows, ratios
+            times = (rank.wall_us, rank.main_us, rank.io_us, rank.mb_per_s, rank.mb_per_s_of_cores)
+            shown.append((name, f"{tokens:,}", f"{rank.bytes_each:,}", *times))
+            key = f"intake_mb_per_s_{name.replace(', ', '_')}_{tokens}"
+            ratios[key] = rank.mb_per_s_of_cores
+    made = table(
+        "one intake over loopback TCP, with acknowledgement",
+        "sent,tokens,bytes,wall µs,main µs,I/O µs,MB/s measured,MB/s with a core each",
+        shown,
+    )
+    return made, rows, ratios
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write; the command line by default."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "fewer rounds")
     parser.add_argument("--part", choices=("paths", "intake"), help="only this part")
-    add_smoke(parser)
-    args = parser.parse_args(arguments)
-    effort = SMOKE if args.smoke else QUICK if args.quick else FULL
-    if args.part == "intake":
-        table, rows, found = intake(effort)
-        Console(width=140).print(table)
-        Console().print(found)
-        if args.json:
-            write_json(args.json, "delivery", {"intake": rows}, found, smoke=args.smoke)
-        return
-    results = [measure(tokens, effort) for tokens in effort.lengths]
-    ratios = ratios_of(results)
-    console = Console(width=160)
-    for table in tables(results):
-        console.print(table)
-    raw: dict[str, Any] = {"lengths": [asdict(r) for r in results], "needed_per_s": NEEDED_PER_S}
-    if args.part is None:
-        table, raw["intake"], found = intake(effort)
-        console.print(table)
+    options = parser.parse_args(arguments)
+    effort = pick(options, FULL, QUICK, SMOKE)
+    raw: dict[str, Any] = {"needed_per_s": NEEDED_PER_S}
+    ratios: dict[str, float] = {}
+    shown: list[Table] = []
+    if options.part != "intake":
+        results = [measure(tokens, effort) for tokens in effort.lengths]
+        raw["lengths"], ratios = [asdict(r) for r in results], ratios_of(results)
+        shown = tables(results)
+    if options.part != "paths":
+        made, raw["intake"], found = intake(effort)
+        shown.append(made)
         ratios |= found
-    console.print(ratios)
-    if args.json:
-        write_json(args.json, "delivery", raw, ratios, smoke=args.smoke)
+    report(options, "delivery", raw, ratios, *shown)
+    return 0

@@ -1,8 +1,6 @@
-"""`python -m benchmarks.engines`."""
-
-import sys
-
-from benchmarks.engines.main import main
+"""`python -m benchmarks.engines`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.engines.main import main
+
+    raise SystemExit(main())

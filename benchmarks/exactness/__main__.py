@@ -1,8 +1,6 @@
-"""`python -m benchmarks.exactness`."""
-
-import sys
-
-from benchmarks.exactness.main import main
+"""`python -m benchmarks.exactness`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.exactness.main import main
+
+    raise SystemExit(main())

@@ -8,6 +8,7 @@ in which hardly any tokens were drafted or kept certifies nothing, so it is `Una
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -17,26 +18,75 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncrl.cache.config import CacheConfig
 from asyncrl.cache.tree.rollout_tree import RolloutCache
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError
-from asyncrl.engine.protocol import Engine, GenerateRequest, TokenChunk
-from asyncrl.rollout.trajectory import Provenance
+from asyncrl.engine.protocol import Engine, GenerateRequest, SamplingParams, TokenChunk
+from asyncrl.rollout.trajectory import KeptTokens, Provenance
 from asyncrl.wire.records.step import EngineStats
 from asyncrl.wire.weights.writer import published
-from benchmarks.exactness.model import Codes
-from benchmarks.exactness.responses import (
-    LENGTH,
-    TOP_K,
-    VOCABULARY,
-    cells_of,
-    enumerate_policy,
-    kept_of,
-    make_request,
-)
+from benchmarks.exactness.model import Codes, TabularPolicy, cells, nucleus
 from benchmarks.tiny_models import random_qwen3
+
+VOCABULARY, LENGTH, STOP, TOP_K = 6, 4, 5, 3
+TEMPERATURE, TOP_P = 0.8, 0.95
+PROMPT = np.array([1, 2, 3], np.int32)
+
+
+@torch.no_grad()
+def enumerate_policy(model: Any) -> TabularPolicy:
+    """The policy of a model after every context; a response that stopped continues with STOP."""
+    model = model.double()
+    tables = []
+    for at in range(LENGTH):
+        texts = np.array(list(itertools.product(range(VOCABULARY), repeat=at)), np.int64)
+        texts = texts.reshape(VOCABULARY**at, at)
+        prompts = np.broadcast_to(PROMPT, (len(texts), len(PROMPT)))
+        logits = model(torch.from_numpy(np.concatenate([prompts, texts], axis=1))).logits[:, -1]
+        table = nucleus(torch.softmax(logits / TEMPERATURE, -1).numpy(), TOP_P)
+        table[(texts == STOP).any(axis=1)] = np.eye(VOCABULARY)[STOP]
+        tables.append(table)
+    model.float()
+    return TabularPolicy(tuple(tables))
+
+
+def make_request(name: str, cache_key: str, kept: KeptTokens | None = None) -> GenerateRequest:
+    """A request whose seed the engine chooses, so kept tokens were drawn with another one."""
+    sampling = SamplingParams(
+        max_tokens=LENGTH,
+        temperature=TEMPERATURE,
+        top_p=TOP_P,
+        stop_tokens=(STOP,),
+        top_k_logprobs=TOP_K,
+    )
+    return GenerateRequest(name, cache_key, PROMPT, sampling, kept=kept)
+
+
+def kept_of(chunks: Sequence[TokenChunk], cut: int) -> KeptTokens:
+    """The first `cut` tokens of a response.
+
+    The cut must not depend on the response. A random share of its *length* does, because the length
+    tells where it stopped. (This benchmark did that at first, and its own test failed.)
+    """
+    fields = ("tokens", "logprobs", "topk_ids", "topk_logprobs", "noise_seeds")
+    parts = [np.concatenate([getattr(chunk, field) for chunk in chunks]) for field in fields]
+    return KeptTokens(*(part[:cut].copy() for part in parts))
+
+
+def cells_of(responses: Sequence[Sequence[TokenChunk]]) -> Codes:
+    """`[n]` cell of each response, padded with STOP."""
+    texts: NDArray[np.int64] = np.full((len(responses), LENGTH), STOP, np.int64)
+    for row, chunks in enumerate(responses):
+        tokens = np.concatenate([chunk.tokens for chunk in chunks])
+        ended = len(tokens) == LENGTH or (len(tokens) > 0 and tokens[-1] == STOP)
+        assert ended, f"{chunks[0].request_id} generated {tokens}"
+        assert not (tokens[:-1] == STOP).any(), f"{chunks[0].request_id} generated {tokens}"
+        texts[row, : len(tokens)] = tokens
+    return cells(texts, VOCABULARY)
+
 
 KINDS = ("torch", "vllm", "sglang")
 MODES = (
@@ -100,11 +150,7 @@ class Bench(ABC):
         """Release everything."""
 
     def waves(self, mode: str, samples: int) -> Iterator[Wave]:
-        """`samples` cells in waves, with the numbers of tokens drafted and accepted.
-
-        Raises:
-            UnavailableError: hardly any tokens were drafted or kept.
-        """
+        """`samples` cells in waves, with the numbers of tokens drafted and accepted."""
         self.prepare(mode)
         wave = self._verified if mode.endswith("verify") else self._drafted
         drafted = accepted = 0.0
@@ -193,7 +239,6 @@ class TorchBench(Bench):
         return list(found.values())
 
     def stats(self) -> EngineStats:
-        """The core's counters."""
         return self._core.stats()
 
     def close(self) -> None:
@@ -231,7 +276,6 @@ class EngineBench(Bench):
         return found
 
     def stats(self) -> EngineStats:
-        """The engine's counters."""
         return self._engine.stats()
 
     def close(self) -> None:
@@ -286,7 +330,7 @@ def _vllm(path: str, old: Any, new: Any, seed: int) -> Bench:
 def _sglang(path: str, old: Any, new: Any, seed: int) -> Bench:
     from asyncrl.engine.sglang.client.engine import SglangEngine
     from asyncrl.engine.sglang.config import SglangConfig
-    from benchmarks.sglang_interpreter import sglang_python
+    from benchmarks.harness import sglang_python
 
     config = EngineConfig(
         kind="sglang",

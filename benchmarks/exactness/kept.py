@@ -6,21 +6,158 @@ token), changed by noise on its logits. docs/exactness.md discusses the numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.rollout.acceptance import accept_lenient, symbols_of, verify_kept
+from asyncrl.rollout.acceptance import accept_chain, accept_lenient, symbols_of, verify_kept
 from benchmarks.exactness.model import (
     Codes,
     Doubles,
+    TabularPolicy,
+    cells,
+    draw,
     draw_in_two_stages,
     log_of_listed,
     name,
     top_ids,
 )
+
+TRAP_VOCABULARY, LENGTH, STEP = 3, 2, 1.5
+SEQUENCES = TRAP_VOCABULARY**LENGTH
+_TEXTS = np.stack(np.divmod(np.arange(SEQUENCES), TRAP_VOCABULARY), axis=1)
+
+
+@dataclass(frozen=True)
+class TrainedPolicies:
+    """The policy before training, and the one that each ordered pair of sequences leads to."""
+
+    before: TabularPolicy
+    root: Doubles
+    """`[B, V]` p(first token) of the policy trained on batch b, B = 9 * 9."""
+    then: Doubles
+    """`[B, V, V]` p(second | first)."""
+
+    def pair_distribution(self) -> Doubles:
+        """`[B * 9]` probability of each (batch, fresh sample of the policy trained on it)."""
+        first = self.before.sequence_distribution()
+        batches = (first[:, None] * first).ravel()
+        after = (self.root[:, :, None] * self.then).reshape(len(batches), SEQUENCES)
+        return (batches[:, None] * after).ravel()
+
+    def along(self, batch: Codes, text: Codes) -> Doubles:
+        """`[n, 2, V]` the distributions of the policy of batch[i] at both positions of text[i]."""
+        return np.stack([self.root[batch], self.then[batch, text[:, 0]]], axis=1)
+
+
+@cache
+def trained() -> TrainedPolicies:
+    """One REINFORCE step of size STEP for every batch, from random logits and rewards."""
+    rng = np.random.default_rng(5)
+    logits = [
+        rng.normal(size=(1, TRAP_VOCABULARY)),
+        rng.normal(size=(TRAP_VOCABULARY, TRAP_VOCABULARY)),
+    ]
+    rewards = rng.normal(size=SEQUENCES)
+    tables = [np.exp(a) / np.exp(a).sum(1, keepdims=True) for a in logits]
+    roots, thens = [], []
+    for batch in np.ndindex(SEQUENCES, SEQUENCES):
+        changed = [a.copy() for a in logits]
+        for one in batch:
+            first, second = _TEXTS[one]
+            # d log p(x) / d logits = onehot(x) - p; the advantage is the reward itself.
+            for table, where, token in ((0, 0, first), (1, first, second)):
+                onehot = np.arange(TRAP_VOCABULARY) == token
+                slope = onehot - tables[table][where]
+                changed[table][where] += STEP * rewards[one] * slope / len(batch)
+        roots.append(np.exp(changed[0][0]) / np.exp(changed[0][0]).sum())
+        thens.append(np.exp(changed[1]) / np.exp(changed[1]).sum(1, keepdims=True))
+    return TrainedPolicies(TabularPolicy(tuple(tables)), np.stack(roots), np.stack(thens))
+
+
+Trap = Callable[[np.random.Generator, int], tuple[Codes, dict[str, float]]]
+
+
+def min_pq(rng: np.random.Generator, count: int) -> tuple[Codes, dict[str, float]]:
+    """Apply the rule for untrained tokens to the first sequence of the batch."""
+    first, second = trained().before.sample(rng, count), trained().before.sample(rng, count)
+    batch = _batch(first, second)
+    return _outcome(batch, _verified(rng, batch, first), first)
+
+
+def untrained(rng: np.random.Generator, count: int) -> tuple[Codes, dict[str, float]]:
+    """Apply it to a third sequence of the same policy, which was not trained on."""
+    first, second, third = (trained().before.sample(rng, count) for _ in range(3))
+    batch = _batch(first, second)
+    return _outcome(batch, _verified(rng, batch, third), third)
+
+
+def drafts(rng: np.random.Generator, count: int) -> tuple[Codes, dict[str, float]]:
+    """The first sequence of the batch as a draft, judged by fresh draws."""
+    first, second = trained().before.sample(rng, count), trained().before.sample(rng, count)
+    batch = _batch(first, second)
+    samples = np.zeros((count, LENGTH + 1), np.int32)
+    for at in range(LENGTH):
+        samples[:, at] = draw(rng, trained().along(batch, first)[:, at])
+    lengths = np.full(count, LENGTH, np.int32)
+    kept = accept_chain(samples, first.astype(np.int32), lengths)
+    text = np.where(np.arange(LENGTH) <= kept[:, None], samples[:, :LENGTH], 0)
+    return _outcome(batch, _complete(rng, batch, text, kept + 1), first)
+
+
+def _batch(first: Codes, second: Codes) -> Codes:
+    return cells(first, TRAP_VOCABULARY) * SEQUENCES + cells(second, TRAP_VOCABULARY)
+
+
+def _verified(rng: np.random.Generator, batch: Codes, text: Codes) -> Codes:
+    """min(1, p/q) and its residual; nothing is left out, because the lists hold all tokens."""
+    count, tokens = len(text), text.ravel()
+    before = trained().before.along(text).reshape(-1, TRAP_VOCABULARY)
+    after = trained().along(batch, text).reshape(-1, TRAP_VOCABULARY)
+    every = np.tile(np.arange(TRAP_VOCABULARY, dtype=np.int32), (len(tokens), 1))
+    verdicts = verify_kept(
+        tokens,
+        log_of_listed(before, every),
+        log_of_listed(after, every),
+        offsets=np.arange(count + 1) * LENGTH,
+        uniforms=rng.random((len(tokens), 2)),
+        block=False,
+    )
+    out, placed = text.copy(), np.flatnonzero(verdicts.symbol >= 0)
+    out[placed, verdicts.accepted[placed]] = verdicts.symbol[placed]
+    return _complete(rng, batch, out, verdicts.accepted + (verdicts.symbol >= 0))
+
+
+def _complete(rng: np.random.Generator, batch: Codes, text: Codes, done: Codes) -> Codes:
+    text = text.copy()
+    for at in range(LENGTH):
+        text[:, at] = np.where(
+            at < done, text[:, at], draw(rng, trained().along(batch, text)[:, at])
+        )
+    return text
+
+
+def _outcome(batch: Codes, out: Codes, past: Codes) -> tuple[Codes, dict[str, float]]:
+    """Cells of (batch, out), how often the past was repeated, and how often it should have been."""
+    at = cells(past, TRAP_VOCABULARY)
+    fresh = trained().pair_distribution().reshape(-1, SEQUENCES)
+    fresh = fresh / fresh.sum(1, keepdims=True)
+    cell = cells(out, TRAP_VOCABULARY)
+    notes = {"repeated": float((cell == at).sum()), "repeated_fresh": float(fresh[batch, at].sum())}
+    return batch * SEQUENCES + cell, notes
+
+
+TRAPS: dict[str, tuple[Trap, bool]] = {
+    "trap-minpq": (min_pq, False),
+    "trap-drafts": (drafts, True),
+    "trap-untrained": (untrained, True),
+}
+"""Sampler of each mode, and whether it is exact."""
+
 
 VOCABULARY = 64
 
@@ -43,7 +180,6 @@ class Shares:
     """SPEC-RL with lenience 1: min(1, p/q) of the drawn token, without lists. Biased."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)
 
 
@@ -81,7 +217,6 @@ def measure(noise: float, length: int, top_k: int, rows: int, seed: int = 0) -> 
 
 
 def table(*, quick: bool) -> list[Shares]:
-    """Measure all settings that are printed."""
     tokens = 20_000 if quick else 200_000
     grid = [(noise, length, 8) for noise in (0.01, 0.03, 0.1) for length in (64, 256, 1024)]
     grid += [(0.03, 256, top_k) for top_k in (4, 16, 64)]

@@ -25,12 +25,10 @@ class TabularPolicy:
 
     @property
     def vocabulary(self) -> int:
-        """V."""
         return self.tables[0].shape[1]
 
     @property
     def length(self) -> int:
-        """L."""
         return len(self.tables)
 
     def at(self, position: Codes, code: Codes) -> Doubles:
@@ -46,7 +44,6 @@ class TabularPolicy:
         return distribution
 
     def sample(self, rng: np.random.Generator, count: int) -> Codes:
-        """`[count, L]` sequences."""
         nothing = np.zeros((count, self.length), np.int64)
         return self.complete(rng, nothing, np.zeros(count, np.int64))
 

@@ -39,16 +39,11 @@ class Distance:
     of probability 0 was drawn."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)
 
 
 def distance(halves: NDArray[np.int64], probabilities: NDArray[np.float64]) -> Distance:
-    """Compare `[2, C]` counts, two independent halves of the samples, with `[C]` probabilities.
-
-    Raises:
-        ValueError: shapes do not fit, the probabilities do not sum to 1, or nothing was counted.
-    """
+    """Compare `[2, C]` counts, two independent halves of the samples, with `[C]` probabilities."""
     counts = halves.sum(axis=0)
     total = int(counts.sum())
     fits = halves.shape == (2, len(probabilities)) and abs(probabilities.sum() - 1) <= 1e-6

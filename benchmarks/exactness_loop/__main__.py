@@ -1,8 +1,6 @@
-"""`python -m benchmarks.exactness_loop`."""
-
-import sys
-
-from benchmarks.exactness_loop.main import main
+"""`python -m benchmarks.exactness_loop`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.exactness_loop.main import main
+
+    raise SystemExit(main())

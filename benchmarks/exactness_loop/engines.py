@@ -21,7 +21,7 @@ from asyncrl.wire.weights.writer import published
 from benchmarks.exactness_loop.harness import Harness
 from benchmarks.exactness_loop.modes import PROMPTS, Mode
 from benchmarks.exactness_loop.outcome import LoopSettings, Outcome
-from benchmarks.sglang_interpreter import sglang_python
+from benchmarks.harness import sglang_python
 
 _POLL_SECONDS = 0.005
 _RESET_SECONDS = 60.0
@@ -86,10 +86,7 @@ ENGINES: dict[str, Callable[[str, Mode], Engine]] = {
 
 def _cache_config(mode: Mode) -> CacheConfig:
     return CacheConfig(
-        max_draft_tokens=mode.max_draft_tokens,
-        min_match=1,
-        min_probability=0.0,
-        max_bytes=1 << 24,
+        max_draft_tokens=mode.max_draft_tokens, min_match=1, min_probability=0.0, max_bytes=1 << 24
     )
 
 
@@ -119,15 +116,7 @@ async def run_on(
     directory: Path,
     outcome: Outcome | None = None,
 ) -> Outcome:
-    """Run the loop on started engines that have the first policy's weights as version 0.
-
-    Args:
-        engines: started, by the name of their generator.
-        policies: see `Harness`.
-        settings: how the loop is run.
-        directory: for its files.
-        outcome: of the run that this one resumes; None if it is the first.
-    """
+    """Run the loop on started engines that have the first policy's weights as version 0."""
     weights = [policy.state_dict() for policy in policies]
     return await Harness(engines, weights, PROMPTS, settings, directory, outcome).run()
 
@@ -169,15 +158,6 @@ async def run_once(
     A fleet begins with all of its engines. After a kill one of them is missing, and after the next
     one all are there again. So what the missing one had written ahead is certainly verified and
     continued by others.
-
-    Args:
-        kinds: of the generators' engines, in their order.
-        remote: started engines, by kind; "torch" is made here, with steps as short as theirs.
-        mode: how the loop is run.
-        settings: of the mode.
-        policies: see `Harness`.
-        path: the model of version 0, and the run's folder.
-        outcome: of the runs before this one.
     """
     if "torch" not in kinds:
         settings = replace(settings, slots=mode.remote_slots)

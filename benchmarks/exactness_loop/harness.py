@@ -22,15 +22,20 @@ trainer     consumes: declared steps. produces: weights, `StepFinished`. waits f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from asyncrl.config.run_config import parse_config
+from asyncrl.controller.unfinished_work import UnfinishedWork
 from asyncrl.engine.protocol import Engine
 from asyncrl.rollout.trajectory import SampleId
+from asyncrl.runs.resuming import unfinished_folder
 from asyncrl.scheduler import commands, events
+from asyncrl.scheduler.config import SchedulerConfig
 from asyncrl.scheduler.scheduler import Scheduler
 from asyncrl.tasks.prompts import LoadedTask, Prompt
 from asyncrl.tasks.sample_requests import SampleRequests
@@ -38,30 +43,92 @@ from asyncrl.wire.messages import data
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
 from asyncrl.wire.messages.frames import decode_trajectory
+from asyncrl.wire.messages.to_generator import ToGenerator
 from asyncrl.wire.weights.layout import WeightManifest
 from asyncrl.wire.weights.writer import WeightPublisher
-from benchmarks.exactness_loop.faults import Faults
-from benchmarks.exactness_loop.generator import EngineClock
-from benchmarks.exactness_loop.member import Member
+from benchmarks.exactness_loop.member import EngineClock, Member, Turnover
 from benchmarks.exactness_loop.outcome import Delivered, LoopSettings, Outcome
-from benchmarks.exactness_loop.run_ahead import RunAhead
-from benchmarks.exactness_loop.turnover import Turnover
+
+_POLL_SECONDS = 0.001
+
+
+class RunAhead:
+    def __init__(
+        self,
+        generators: Callable[[], Sequence[str]],
+        scheduler: SchedulerConfig,
+        directory: Path,
+        requests: SampleRequests,
+        send: Callable[[str, ToGenerator], None],
+    ) -> None:
+        self._generators = generators
+        self._directory = directory
+        self._send = send
+        config = parse_config({"scheduler": scheduler.model_dump()}, source="the loop")
+        fleet: Any = SimpleNamespace(
+            generators=lambda: [SimpleNamespace(name=name) for name in generators()],
+            send=self._send_to,
+            files=SimpleNamespace(bring_to_all=_bring),
+        )
+        self._work = UnfinishedWork(config, directory, fleet, requests, print)
+
+    async def _send_to(self, name: str, message: ToGenerator) -> None:
+        self._send(name, message)
+
+    async def save(self, version: int, *, published: int) -> None:
+        """The checkpoint of this version is written; returns when the run-ahead is on the disk."""
+        await self._work.save(version, published=published)
+        folder = unfinished_folder(self._directory, version)
+        asked = set(self._generators())
+
+        def missing() -> bool:
+            asked.intersection_update(self._generators())  # one that leaves may not write it
+            return not all((folder / f"{name}.bin").exists() for name in asked)
+
+        while missing():  # noqa: ASYNC110 - threads write them
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def restore(self, version: int) -> None:
+        await self._work.restore(version)
+
+
+async def _bring(_paths: Iterable[str]) -> list[str]:
+    return []
+
+
+class Faults:
+    """Chooses versions after which a trainer trains other policies than the next one will."""
+
+    def __init__(self, settings: LoopSettings, first_step: int, *, resumed: bool) -> None:
+        self.kills_run = settings.kill_run_every > 0
+        """Whether the run is lost with its trainer."""
+        self.after: int | None = None
+        """Later versions will be lost. None: none will."""
+        self._every = settings.kill_run_every or settings.lose_trainer_every
+        self._steps = settings.steps
+        self._chosen = {first_step} if resumed else set[int]()
+
+    def begins(self, version: int) -> bool:
+        """Whether the versions after this one, which was published now, will be lost."""
+        if self.after is not None or not self._every or version % self._every != 1:
+            return False
+        if version in self._chosen or version + self._every >= self._steps:
+            return False
+        self.after = version
+        self._chosen.add(version)
+        return True
+
+    def will_be_lost(self, version: int) -> bool:
+        """Whether the next trainer publishes another policy under this number."""
+        return self.after is not None and version > self.after
+
 
 DEADLINE_SECONDS = 600.0
 """Of a whole run."""
 
 
 class Harness:
-    """Runs the loop. Use once: `await Harness(...).run()`.
-
-    Args:
-        engines: started, with the weights of version 0 (`policies[0]`), by generator.
-        policies: state dicts that take turns: version v has `policies[v % len(policies)]`.
-        prompts: visited in the order of a run, each once in every epoch.
-        settings: how the loop is run.
-        directory: for published weights and saved run-ahead.
-        outcome: of the run that this one resumes; None if it is the first.
-    """
+    """Runs the loop. Use once: `await Harness(...).run()`."""
 
     def __init__(
         self,
@@ -113,9 +180,6 @@ class Harness:
 
     async def run(self) -> Outcome:
         """Run until the scheduler ends the run, or until it is killed.
-
-        Returns:
-            The outcome so far. The run is complete if it has every step (`Outcome.next_step`).
 
         Raises the error of a part, or TimeoutError.
         """

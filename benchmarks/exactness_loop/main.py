@@ -20,19 +20,28 @@ trajectories can be enumerated (`distributions`), while updates arrive in the mi
 `verify` with k = 0 and learning rate 0 promise the first two, every mode the last two (`modes`).
 Exits with status 1 if a p-value is below `ALARM`, or if a log-probability or a reward is wrong, or
 if no token of a resumed mixed fleet was verified by another engine than drew it.
-
-Most imports are inside `main`, see `benchmarks.exactness.main`.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+
+import torch
+
+from benchmarks.exactness_loop.engines import ENGINES, run
+from benchmarks.exactness_loop.modes import (
+    MODES,
+    PROMPTS,
+    ResponseDistributions,
+    make_policies,
+    settings_of,
+)
+from benchmarks.exactness_loop.statements import ALARM, TOLERANCE, check, rewards_match
+from benchmarks.harness import parser_of, pick, report, table
 
 QUICK, FULL = 5_000, 50_000
 SMOKE_SAMPLES = 60
@@ -40,27 +49,14 @@ SMOKE_SAMPLES = 60
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the modes, print and write what was found."""
-    import torch
-    from rich.console import Console
-
-    from benchmarks.exactness_loop.engines import ENGINES
-    from benchmarks.exactness_loop.modes import MODES
-    from benchmarks.report import add_smoke, write_json
-
-    parser = argparse.ArgumentParser(description="what the whole loop delivers to the trainer")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK:,} samples for each mode")
+    parser = parser_of(__doc__, f"{QUICK:,} samples for each mode")
     parser.add_argument("--samples", type=int, help=f"for each mode; default {FULL:,}")
     parser.add_argument("--engine", default="torch", help=f"one or more of {', '.join(ENGINES)}")
     parser.add_argument("--modes", help=f"some of: {'; '.join(MODES)} (separated by ;)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="write the numbers here")
-    add_smoke(parser)
     options = parser.parse_args(arguments)
-    options.samples = options.samples or (QUICK if options.quick else FULL)
+    samples = pick(options, options.samples or FULL, options.samples or QUICK, SMOKE_SAMPLES)
     names = options.modes.split(";") if options.modes else list(MODES)
-    if options.smoke:
-        names, options.samples = names[:1], SMOKE_SAMPLES
     unknown = [name for name in names if name not in MODES]
     if unknown:
         parser.error(f"no mode {unknown[0]!r}; the modes are {'; '.join(MODES)}")
@@ -68,20 +64,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not set(kinds) <= set(ENGINES) or len(set(kinds)) < len(kinds):
         parser.error(f"--engine {options.engine}: some of {', '.join(ENGINES)}, each once")
     torch.set_num_threads(1)
-    raw = {name: _measure(name, kinds, options.samples, options.seed) for name in names}
-    Console(width=None if sys.stdout.isatty() else 150).print(_table(options.engine, raw))
-    if options.json:
-        write_json(options.json, "exactness_loop", raw, {}, smoke=options.smoke)
+    names = names[:1] if options.smoke else names
+    raw = {name: _measure(name, kinds, samples, options.seed) for name in names}
+    shown = table(
+        f"whole loop, {options.engine}",
+        "mode,statement,samples,cells,TV,by chance,p-value,verdict",
+        (
+            (
+                name, what, one["samples"], one["cells"], one["tv"], one["tv_by_chance"],
+                f"{one['p_value']:.2g}", "ok" if one["p_value"] >= ALARM else "WRONG",
+            )
+            for name, found in raw.items()
+            for what, one in found["statements"].items()
+        ),
+        left=("statement",),
+    )  # fmt: skip
+    report(options, "exactness_loop", raw, {}, shown)
     return 0 if options.smoke or all(found["fine"] for found in raw.values()) else 1
 
 
 def _measure(name: str, kinds: Sequence[str], samples: int, seed: int) -> dict[str, Any]:
     """Run one mode and test what it promises."""
-    from benchmarks.exactness_loop.distributions import ResponseDistributions
-    from benchmarks.exactness_loop.engines import run
-    from benchmarks.exactness_loop.modes import MODES, PROMPTS, make_policies, settings_of
-    from benchmarks.exactness_loop.statements import ALARM, TOLERANCE, check, rewards_match
-
     mode, began = MODES[name], time.perf_counter()
     policies = make_policies(mode.drift)
     outcome = asyncio.run(run(kinds, mode, settings_of(mode, samples, seed), policies))
@@ -114,27 +117,3 @@ def _measure(name: str, kinds: Sequence[str], samples: int, seed: int) -> dict[s
         "moved_tokens_accepted": moved.accepted,
         "seconds": time.perf_counter() - began,
     }
-
-
-def _table(engine: str, raw: dict[str, Any]) -> Any:
-    """A row for each statement of each mode."""
-    from rich.table import Table
-
-    from benchmarks.exactness_loop.statements import ALARM
-
-    table = Table(title=f"whole loop, {engine}")
-    for column in ("mode", "statement", "samples", "cells", "TV", "by chance", "p-value", ""):
-        table.add_column(column, justify="left" if column in ("mode", "statement") else "right")
-    for name, found in raw.items():
-        for what, verdict in found["statements"].items():
-            table.add_row(
-                name,
-                what,
-                f"{verdict['samples']:,}",
-                f"{verdict['cells']:,}",
-                f"{verdict['tv']:.4f}",
-                f"{verdict['tv_by_chance']:.4f}",
-                f"{verdict['p_value']:.2g}",
-                "ok" if verdict["p_value"] >= ALARM else "WRONG",
-            )
-    return table

@@ -18,8 +18,6 @@ from asyncrl.wire.records.step import TokenCounts
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How a loop is run."""
-
     scheduler: SchedulerConfig
     steps: int
     sampling: SamplingParams
@@ -63,14 +61,11 @@ class Delivered:
 
     @property
     def text(self) -> tuple[int, ...]:
-        """Response tokens."""
         return tuple(map(int, self.trajectory.tokens))
 
 
 @dataclass(repr=False)
 class Outcome:
-    """What the trainer got."""
-
     delivered: list[Delivered] = field(default_factory=list)
     finished: dict[SampleId, int] = field(default_factory=dict)
     """Order in which samples were first reported finished (some were verified afterwards)."""
@@ -97,7 +92,6 @@ class Outcome:
     from. (All of them are verified there, before anything else.)"""
 
     def count(self, tokens: TokenCounts) -> None:
-        """Add what a generator has counted."""
         self.accepted += tokens.accepted
         self.verified += tokens.verified
         self.rejected += tokens.rejected

@@ -1,8 +1,6 @@
-"""`python -m benchmarks.hostile`."""
-
-import sys
-
-from benchmarks.hostile.main import main
+"""`python -m benchmarks.hostile`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.hostile.main import main
+
+    raise SystemExit(main())

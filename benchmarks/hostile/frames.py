@@ -87,12 +87,7 @@ _ENCODED = [msgspec.msgpack.encode(message) for message in _FORGED]
 
 
 class Frames:
-    """An endless mixture of hostile frames, determined by a seed.
-
-    Args:
-        seed: of the mixture.
-        long: the share of frames of 70,000 bytes and more.
-    """
+    """An endless mixture of hostile frames, determined by a seed."""
 
     def __init__(self, seed: int, *, long: float = 1 / 2000) -> None:
         self._random = random.Random(seed)
@@ -123,7 +118,6 @@ class Frames:
         return b"\xc1" + self._random.randbytes(self._random.randrange(200))
 
     def _damaged(self, body: bytes) -> bytes:
-        """Some bytes changed, removed, or repeated."""
         place = self._random.randrange(len(body))
         what = self._random.randrange(4)
         if what == 0:

@@ -1,26 +1,18 @@
-"""10^6 hostile frames over all sockets of a live run, and a run that was left alone.
+"""Do 10^6 hostile frames over all sockets of a live run change anything?
 
     python -m benchmarks.hostile [--quick] [--frames N] [--json FILE]
 
-A repeatable run (`run.repeatable`) in processes of its own is attacked over every socket that it
-has (`benchmarks.hostile.attack`), by peers that know the run's key and by strangers, while its own
-controller adds nonsense to its messages. Then it is stopped, and a second run with the same
-settings and as many steps is left alone. Four numbers say what the attack did:
-
-    frames             sent, all of them while the run was training
-    processes_ended    processes of the run that ended during the attack
-    memory_growth_mb   growth of all processes' memory while the last nine tenths of the frames
-                       were sent, less that of the run that was left alone in the same steps (with
-                       the first tenth, queues and allocators reach their size)
-    training_changed   0 if the records of all steps, times aside, and the weights at the end are
-                       the same bytes in both runs
-
---quick: 10^6 frames, a few minutes on two quiet cores. In full: 10^7.
+A repeatable run is attacked over every socket (`benchmarks.hostile.attack`), by peers that know the
+run's key and by strangers, while its own controller adds nonsense to its messages. A second run
+with the same settings and as many steps is left alone. `frames` were sent while the run trained;
+`processes_ended` during the attack; `memory_growth_mb` while the last nine tenths of the frames
+were sent, less that of the run left alone in the same steps; `training_changed` is 0 if the records
+of all steps, times aside, and the final weights are the same bytes in both runs. --quick: 10^6
+frames, a few minutes on two quiet cores. In full: 10^7.
 """
 
 from __future__ import annotations
 
-import argparse
 import runpy
 import sys
 import tempfile
@@ -30,9 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.monitoring.records.same_training import difference
-from benchmarks.hostile.attack import Attack
-from benchmarks.hostile.run import ROOT, START_SECONDS, Run, RunError
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, pick, report, table
+from benchmarks.hostile.attack import ROOT, START_SECONDS, Attack, Run, RunError
 
 CONFIG = ROOT / "examples" / "your_own" / "run.yaml"
 WARM = 40
@@ -54,8 +45,6 @@ SETTINGS = (
 
 @dataclass
 class Findings:
-    """What the attack did."""
-
     frames: int = 0
     warm: int = WARM
     processes_ended: int = 0
@@ -89,17 +78,6 @@ class Findings:
 
 
 def measure(frames: int, folder: Path, *, warm: int = WARM, alone: Sequence[str] = ()) -> Findings:
-    """Both runs.
-
-    Args:
-        frames: to send.
-        folder: for the model and the runs.
-        warm: steps before the attack begins.
-        alone: more settings of the run that is left alone, which must not change what it trains on.
-
-    Raises:
-        RunError: a run failed or did not get on.
-    """
     model = folder / "model"
     runpy.run_path(str(CONFIG.parent / "make_model.py"))["make"](model)
     settings = [*SETTINGS, f"model.path={model}"]
@@ -160,41 +138,26 @@ def _alone(found: Findings, folder: Path, settings: Sequence[str]) -> Path:
         return run.folder
 
 
-def show(found: Findings) -> None:
-    """Print the numbers."""
-    print(f"{'frames':<20}{found.frames:>12,}   in {found.seconds:.0f} s")
-    print(f"{'processes ended':<20}{found.processes_ended:>12}   (0)")
-    print(f"{'memory growth, MB':<20}{found.memory_growth_mb:>12.1f}   (at most 20)")
-    print(f"{'training changed':<20}{found.training_changed:>12}   (0)  {found.difference}")
-    print(f"steps compared: {found.steps}; status answered: {not found.status_failed}")
-    print("sent:    " + ", ".join(f"{way} {n:,}" for way, n in sorted(found.sent.items())))
-    print("refused: " + ", ".join(f"{why} {n:,}" for why, n in sorted(found.refused.items())))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Attack a run; 0 if everything that docs/reliability.md promises held."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="10^6 frames instead of 10^7")
-    parser.add_argument("--frames", type=int, default=None, metavar="N", help="number of frames")
-    parser.add_argument("--json", metavar="FILE", default=None, help="write the numbers as JSON")
-    add_smoke(parser)
-    args = parser.parse_args(arguments)
-    frames = args.frames or (2000 if args.smoke else 10**6 if args.quick else 10**7)
-    warm, alone = (SMOKE_WARM, SMOKE_ALONE) if args.smoke else (WARM, ())
+    parser = parser_of(__doc__, "10^6 frames instead of 10^7")
+    parser.add_argument("--frames", type=int, metavar="N", help="number of frames")
+    options = parser.parse_args(arguments)
+    frames = options.frames or pick(options, 10**7, 10**6, 2000)
+    warm, alone = (SMOKE_WARM, SMOKE_ALONE) if options.smoke else (WARM, ())
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
         try:
             found = measure(frames, Path(folder), warm=warm, alone=alone)
         except RunError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    show(found)
-    if args.json:
-        ratios = {
-            "frames": found.frames,
-            "processes_ended": found.processes_ended,
-            "memory_growth_mb": round(found.memory_growth_mb, 1),
-            "training_changed": found.training_changed,
-        }
-        write_json(args.json, "hostile", vars(found), ratios, smoke=args.smoke)
-    return 0 if found.held or (args.smoke and found.unharmed) else 1
+    ratios = {
+        "frames": found.frames,
+        "processes_ended": found.processes_ended,
+        "memory_growth_mb": round(found.memory_growth_mb, 1),
+        "training_changed": found.training_changed,
+    }
+    counts = [(f"{what} {why}", n) for what in ("sent", "refused")
+              for why, n in sorted(getattr(found, what).items())]  # fmt: skip
+    title = f"{found.steps} steps, {found.seconds:.0f} s; {found.difference or 'same training'}"
+    report(options, "hostile", vars(found), ratios, table(title, "frames,number", counts))
+    return 0 if found.held or (options.smoke and found.unharmed) else 1

@@ -56,7 +56,6 @@ def add_garbage(count: int) -> None:
 
 
 def main() -> None:
-    """Run to the end."""
     end_with_parent(int(sys.argv[1]), signal.SIGTERM)
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     if order.garbage:

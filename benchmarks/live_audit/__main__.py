@@ -1,8 +1,6 @@
-"""`python -m benchmarks.live_audit`."""
-
-import sys
-
-from benchmarks.live_audit.main import main
+"""`python -m benchmarks.live_audit`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.live_audit.main import main
+
+    raise SystemExit(main())

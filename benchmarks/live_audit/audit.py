@@ -19,7 +19,7 @@ from asyncrl.tasks.model import resolve_model
 from asyncrl.tasks.prompts import Task
 from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.checkpoint.format.files import path_of
-from benchmarks.live_audit import independence, observations, reference, statements, structure
+from benchmarks.live_audit import independence, reference, statements
 from benchmarks.live_audit.statements import Statement
 from benchmarks.live_audit.tokens import Tokens, tokens_of
 
@@ -36,8 +36,6 @@ class NotAuditableError(ValueError):
 
 @dataclass(frozen=True)
 class Report:
-    """What was found."""
-
     run: str
     samples: int
     tokens: int
@@ -50,28 +48,23 @@ class Report:
 
     @property
     def limit(self) -> float:
-        """Below this p-value a statement fails."""
         return FALSE_ALARM / max(1, len(self.statements))
 
     @property
     def failed(self) -> list[Statement]:
-        """Statements below the limit, worst first."""
         found = [one for one in self.statements if one.p_value < self.limit]
         return sorted(found, key=lambda one: one.p_value)
 
     @property
     def p_value(self) -> float:
-        """Of all statements together, by Bonferroni."""
         least = min((one.p_value for one in self.statements), default=1.0)
         return min(1.0, least * len(self.statements))
 
     @property
     def is_fine(self) -> bool:
-        """Whether nothing was found."""
         return not self.failed and not self.faults
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         own = asdict(self)
         worst = sorted(own["statements"], key=lambda one: one["p_value"])[:SHOWN]
         more = {"statements": len(self.statements), "worst": worst, "p_value": self.p_value}
@@ -92,17 +85,11 @@ class Material:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Tokens that end a turn."""
         return tuple(self.task.stop_tokens)
 
 
 def read(run: Path, scratch: Path) -> Material:
-    """Read a run and compute the distributions of its tokens.
-
-    Args:
-        run: its folder, with every version's checkpoint.
-        scratch: for its versions in Hugging Face's form.
-    """
+    """Read a run and compute the distributions of its tokens."""
     config = load_config(run / "config.yaml")
     if (why := refusal(config)) is not None:
         raise NotAuditableError(f"{run}: {why}")
@@ -153,7 +140,6 @@ def audit(run: Path, *, seed: int = 0, plain: bool = True) -> Report:
 
 
 def judge(one: Material, *, seed: int = 0, plain: bool = True) -> Report:
-    """All statements about it."""
     tokens, records, config = one.tokens, one.records, one.config
     n = config.scheduler.groups_per_step
     found = statements.sums(tokens, one.stops, {})
@@ -161,15 +147,15 @@ def judge(one: Material, *, seed: int = 0, plain: bool = True) -> Report:
     found += independence.correlations(tokens, seed, n)
     found += independence.repetitions(tokens)
     found.append(independence.shared_numbers(tokens))
-    found += observations.statements(records, config, one.task)
+    found += reference.statements(records, config, one.task)
     score = _arithmetic(one)
     if plain and config.environment.name is None:
         found += reference.compare(records, one.models, config, one.stops, score, seed)
-    wrong = structure.faults(
+    wrong = reference.faults(
         records, tokens, config, one.stops, None if score is None else _own(score)
     )
     with np.errstate(invalid="ignore"):
-        worst = float(np.abs(tokens.recorded - structure.recomputed(tokens)).max())
+        worst = float(np.abs(tokens.recorded - reference.recomputed(tokens)).max())
     return Report(one.name, len(records), len(tokens), _counts(records), worst, found, wrong)
 
 
@@ -198,7 +184,7 @@ def _arithmetic(one: Material) -> reference.Score | None:
     return score
 
 
-def _own(score: reference.Score) -> structure.Reward:
+def _own(score: reference.Score) -> reference.Reward:
     return lambda record: score(record, record.response_tokens or [])
 
 

@@ -32,7 +32,6 @@ class StartsOver:
         return f"guess the number from 0 to {self._high}."
 
     def step(self, action: Action) -> StepResult:
-        """A hint, or the end."""
         found = NUMBER.search(action.text)
         guess = -1 if found is None else int(found.group())
         if guess == self._number:
@@ -43,7 +42,6 @@ class StartsOver:
         return self.answered(hint, done=self._wrong >= self._guesses)
 
     def answered(self, hint: str, *, done: bool) -> StepResult:
-        """As the policy sees it."""
         return StepResult(hint, done=done)
 
 
@@ -54,14 +52,10 @@ class Recorded(StartsOver):
 
 
 class Restoring(StartsOver):
-    """It goes back by a snapshot."""
-
     def snapshot(self) -> int:
-        """What its state is."""
         return self._wrong
 
     def restore(self, state: int) -> None:
-        """Go back."""
         self._wrong = state
 
 
@@ -69,7 +63,6 @@ class Conversations(Recorded):
     """Each guess is a conversation of its own: a context."""
 
     def answered(self, hint: str, *, done: bool) -> StepResult:
-        """Two kinds of prompts, by chance."""
         high = self._high if hint == "higher" else self._high // 2
         return StepResult(
             f"guess the number from 0 to {high}.", done=done, new_conversation=not done

@@ -46,8 +46,6 @@ _HASHES = 3
 
 @dataclass(frozen=True)
 class Statement:
-    """One test."""
-
     name: str
     n: int
     """Tokens, pairs or groups."""
@@ -99,12 +97,10 @@ def sum_of(name: str, found: Differences, chosen: Mask) -> Statement | None:
 
 
 def two_sided(z: float) -> float:
-    """p-value of a standard normal number."""
     return float(2 * norm.sf(abs(z)))
 
 
 def functions(tokens: Tokens, stops: Sequence[int]) -> dict[str, Differences]:
-    """What is summed, by name."""
     p = tokens.probabilities
     with np.errstate(divide="ignore"):
         surprise = np.where(p > 0, np.log(np.where(p > 0, p, 1.0)), 0.0)

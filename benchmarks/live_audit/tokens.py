@@ -75,7 +75,6 @@ class Tokens:
         return len(self.token)
 
     def where(self, chosen: Mask) -> Tokens:
-        """Some of them."""
         parts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "drift"}
         drift = tuple(one[chosen] for one in self.drift)
         return Tokens(drift=drift, **{name: part[chosen] for name, part in parts.items()})
@@ -110,13 +109,7 @@ def contexts_of(record: TrainedSample) -> list[Context]:
 def tokens_of(
     records: Sequence[TrainedSample], models: Mapping[int, str], config: RunConfig
 ) -> Tokens:
-    """Recompute the distribution of every trained token.
-
-    Args:
-        records: of a run, with tokens, in the order of step, group and sample.
-        models: a Hugging Face directory for each step that trained.
-        config: of the run.
-    """
+    """Recompute the distribution of every trained token."""
     visits = visits_of(records)
     parts: list[dict[str, Any]] = []
     drifts: list[list[Doubles]] = [[] for _ in VERSIONS_BEFORE]
@@ -163,7 +156,6 @@ def visits_of(records: Sequence[TrainedSample]) -> dict[int, int]:
 
 
 def load(path: str) -> Any:
-    """A model in float64."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()

@@ -56,8 +56,6 @@ def why_not() -> str | None:
 
 @dataclass
 class Machine:
-    """One machine."""
-
     name: str
     """Also its host name."""
     address: str
@@ -83,7 +81,6 @@ class Machine:
 
     @property
     def is_on(self) -> bool:
-        """Whether it runs."""
         return self._holder is not None
 
     def power_on(self) -> None:
@@ -128,7 +125,6 @@ class Machine:
         _inside(self.switch, f"bridge link set dev {self.port} state 0")
 
     def heal(self) -> None:
-        """Undo `cut`."""
         _inside(self.switch, f"bridge link set dev {self.port} state 3")
 
     def start(
@@ -219,17 +215,7 @@ def machines(
     shared_memory: bool = False,
     hidden: Mapping[str, Sequence[Path]] | None = None,
 ) -> Iterator[list[Machine]]:
-    """Machines at a switch of their own, which no other network is connected to.
-
-    Args:
-        names: of the machines: at most 12 lower-case letters or digits each.
-        folder: for what must stay readable: `NAME/ray`, the logs of Ray on that machine.
-        shared_memory: whether all have the /dev/shm of this machine.
-        hidden: for each name, folders of the disk that the machine does not share.
-
-    Raises:
-        NoMachinesError: they cannot be made here.
-    """
+    """Machines at a switch of their own, which no other network is connected to."""
     reason = why_not()
     if reason is not None:
         raise NoMachinesError(reason)

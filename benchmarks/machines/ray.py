@@ -39,8 +39,6 @@ _QUIET = {
 
 @dataclass
 class RayMachines:
-    """The cluster."""
-
     machines: dict[str, Machine]
     head: str
     """Name of the machine with the head."""
@@ -51,12 +49,10 @@ class RayMachines:
 
     @property
     def address(self) -> str:
-        """Of the head."""
         return f"{self.machines[self.head].address}:{_PORT}"
 
     @property
     def setting(self) -> str:
-        """For `--set`."""
         return f"launcher.ray.address={self.address}"
 
     def start(self, name: str) -> None:
@@ -111,7 +107,6 @@ class RayMachines:
         return runs and log.exists() and b"Ray runtime started" in log.read_bytes()
 
     def head_process(self) -> int:
-        """Process id of the head (GCS)."""
         return self.machines[self.head].having("gcs/gcs_server")[0]
 
     def raylet(self, name: str) -> int:
@@ -142,19 +137,7 @@ def ray_machines(
     hidden: Mapping[str, Sequence[Path]] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[RayMachines]:
-    """A cluster that is ready; the first machine has the head.
-
-    Args:
-        cpus: how many cores each machine says it has.
-        folder: see `machines`; also `NAME/start.log`.
-        shared_memory: see `machines`.
-        hidden: see `machines`.
-        variables: more for the environment of all processes.
-
-    Raises:
-        NoMachinesError: they cannot be made here.
-        TimeoutError: Ray did not start.
-    """
+    """A cluster that is ready; the first machine has the head."""
     with machines(list(cpus), folder, shared_memory=shared_memory, hidden=hidden) as made:
         by_name = {machine.name: machine for machine in made}
         token = folder / "ray-token"

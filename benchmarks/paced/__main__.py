@@ -1,8 +1,6 @@
-"""`python -m benchmarks.paced`."""
-
-import sys
-
-from benchmarks.paced.main import main
+"""`python -m benchmarks.paced`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.paced.main import main
+
+    raise SystemExit(main())

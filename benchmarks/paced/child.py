@@ -91,8 +91,6 @@ class PacedCore(DecodeCore):
 
 
 class PacedLearner(Learner):
-    """The learner on modelled devices."""
-
     device: PacedDevice
     cost: Cost
 

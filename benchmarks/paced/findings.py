@@ -5,9 +5,51 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from rich.table import Table
+
 from asyncrl.simulation.outcome import Outcome
+from benchmarks.harness import table, targets_table
 from benchmarks.paced.run import Numbers
 from benchmarks.paced.setting import KEEP_1, KEEP_4, SYNC, VERIFY, Paced
+
+
+def tables(findings: Findings) -> list[Table]:
+    """A table for each setting, and the targets."""
+    return [_modes(findings, setting) for setting in findings.settings()] + [_targets(findings)]
+
+
+def _modes(findings: Findings, setting: Paced) -> Table:
+    first, end = setting.window
+    rows = []
+    for mode, one in findings.of(setting).items():
+        n = one.numbers
+        idle = (n.generator_idle, n.generator_device_idle, n.trainer_device_idle)
+        rows.append([
+            mode, f"{n.step_seconds:.3f}", f"{n.tokens_per_step:.0f}",
+            *(f"{share:.1%}" for share in idle), None if n.kept is None else f"{n.kept:.1%}",
+            f"{n.regenerated:.1%}", f"{n.staleness_max:.0f}", f"{n.computed:.1%}",
+            f"{n.overrun:.1%}", f"{one.simulated.step_seconds:.3f} ({one.deviation:+.1%})",
+        ])  # fmt: skip
+    compared = findings.compared(setting).items()
+    return table(
+        f"{label(setting)}: {setting.machine.name}, training costs {setting.training:g} x "
+        f"generation, steps {first} to {end - 1} of {setting.steps}, lengths / "
+        f"{setting.scale.lengths:g}, dilated {setting.scale.dilation:g} x",
+        "mode,s / step,tokens,gen. idle,gen. device,trainer dev.,kept,regen.,max stale,host,"
+        "overrun,simulated",
+        rows,
+        caption=", ".join(f"{name} {value:.3f}" for name, value in compared)
+        + "\ngen. device, trainer dev.: idle share of the modelled devices. host: real computation "
+        "over the modelled time. overrun: share of the time by which steps were too slow",
+    )
+
+
+def _targets(findings: Findings) -> Table:
+    made = targets_table(findings.ratios(), TARGETS, FLOORS, reached)
+    for run, reason in findings.failed.items():
+        made.add_row(run, "", f"[bold red]{reason}[/]")
+    return made
+
 
 TARGETS = {
     "paced_sync_over_verify": 1.7,
@@ -126,5 +168,4 @@ def label(setting: Paced) -> str:
 
 
 def reached(name: str, value: float) -> bool:
-    """Whether a ratio meets its target."""
     return value >= TARGETS[name] if name in FLOORS else value <= TARGETS[name]

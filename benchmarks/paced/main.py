@@ -2,50 +2,115 @@
 
     python -m benchmarks.paced [--quick] [--json FILE]
 
-Each run is `asyncrl run benchmarks/paced/paced.yaml` with its launcher, controller, sockets,
-scheduler, verification, weights, the torch engine on a tiny model and the learner, one mode after
-the other. After each engine step and each group's gradient the process sleeps until the time is
-over that a roofline (`asyncrl.simulation.cost`) gives for an H200 and a 7B model. So generators and
-trainer overlap as on devices of their own, whatever the cores of this machine do. Lengths are
-heavy-tailed (median 1,000, up to 16,000 tokens) and divided by 64, see `benchmarks.paced.pace`.
-
-The trainer has as many devices as make training cost as much as generation. Each run is simulated
-with the same lengths, costs and scheduler (`benchmarks.paced.simulated`); the largest deviation of
-the step times is `sim_vs_paced`. The simulator then makes the same runs with whole answers, on more
-generators.
+Each run is `asyncrl run benchmarks/paced/paced.yaml` with the real parts, with the torch engine on
+a tiny model and the learner. After each engine step and each group's gradient the process sleeps
+until the time is over that a roofline (`asyncrl.simulation.cost`) gives for an H200 and a 7B model,
+so they overlap as on devices of their own (`benchmarks.paced.pace`). Lengths are
+heavy-tailed and divided by 64; training costs as much as generation. The statistic is the ratio of
+step times. Each run is simulated with the same lengths, costs and scheduler; the largest deviation
+of the step times is `sim_vs_paced`.
 
 --quick: every mode with one generator, sync, keep(4) and verify with two and four. In full also
-training at twice and half the cost, an H100 with 1.5B, half the scale, and no dilation, where
-the host's own time shows; about 40 minutes.
+other costs of training, an H100 with 1.5B, half the scale, and no dilation; about 40 minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
-from rich.console import Console
-
-from asyncrl.simulation.study import as_json
+from asyncrl.config.run_config import load_config
+from asyncrl.rollout.trajectory import SampleId
+from asyncrl.simulation.lengths import Survival
 from asyncrl.simulation.outcome import Outcome
-from benchmarks.paced.findings import Findings, Result, label
+from asyncrl.simulation.setting import Setting
+from asyncrl.simulation.world import World
+from benchmarks.harness import parser_of, pick, report
+from benchmarks.paced.findings import Findings, Result, label, tables
 from benchmarks.paced.model import make_model
-from benchmarks.paced.plan import full, quick, smoke
-from benchmarks.paced.run import RunError, carry_out
-from benchmarks.paced.setting import MODES, VERIFY, Paced
-from benchmarks.paced.simulated import fitted_drift, simulate, simulate_device
-from benchmarks.paced.tables import large_table, tables
-from benchmarks.report import add_smoke, write_json
+from benchmarks.paced.run import Numbers, RunError, carry_out
+from benchmarks.paced.setting import (
+    CONFIG,
+    MODES,
+    PROMPT_TOKENS,
+    VERIFY,
+    Paced,
+    full,
+    quick,
+    smoke,
+)
 
-PRINTED_WIDTH = 150
-"""Characters per line if the output goes to a file."""
+REDRAFT = 0.735
+"""Acceptance of a rejected continuation as a draft: the sum of squares of `model.LETTERS`."""
+_SEEDS = 3
+_BISECTIONS = 7
+_MAX_DRIFT = 0.03
 
 
-def measure(runs: Sequence[Paced], folder: Path, console: Console) -> Findings:
+def simulate(paced: Paced, numbers: Numbers) -> Outcome:
+    """Simulate a paced run.
+
+    Each answer has the length that it had there. Steps are longer by what the host took between
+    two of them.
+    """
+    setting = replace(_setting(paced, numbers), drift=fitted_drift(paced, numbers))
+    return _repeated(setting, paced)
+
+
+def fitted_drift(paced: Paced, numbers: Numbers) -> float:
+    """The drift at which the simulator rejects as many tokens as the run; nothing else is fitted.
+
+    Total variation per token and optimizer step, 0 if the run rejected nothing.
+    """
+    if paced.mode != VERIFY or not numbers.regenerated:
+        return 0.0
+    setting = _setting(paced, numbers)
+    low, high = 0.0, _MAX_DRIFT
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        found = _repeated(replace(setting, drift=middle), paced)
+        if found.regenerated < numbers.regenerated:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _setting(paced: Paced, numbers: Numbers | None) -> Setting:
+    config = load_config(CONFIG, paced.settings(CONFIG, CONFIG.parent)).scheduler
+    known = {} if numbers is None else numbers.lengths
+    cost = paced.cost()
+    if numbers is not None:
+        cost = replace(cost, step_seconds=cost.step_seconds + numbers.between_steps)
+    return Setting(
+        config,
+        paced.generators,
+        paced.slots,
+        paced.steps,
+        cost,
+        paced.lengths.draw,
+        known={SampleId(*sample): length for sample, length in known.items()},
+        prompt_tokens=PROMPT_TOKENS,
+        redraft=REDRAFT,
+        new_length=1.0,  # letters are drawn independently: where a response ends, too
+        survival=Survival("block"),
+    )
+
+
+def _repeated(setting: Setting, paced: Paced) -> Outcome:
+    outcomes = [World(replace(setting, seed=seed)).run(*paced.window) for seed in range(_SEEDS)]
+    numbers = {
+        one.name: sum(getattr(outcome, one.name) for outcome in outcomes) / _SEEDS
+        for one in fields(Outcome)
+        if one.name not in ("told", "commanded")
+    }
+    return Outcome(**numbers)  # type: ignore[arg-type]
+
+
+def measure(runs: Sequence[Paced], folder: Path) -> Findings:
     """All runs. One that fails is recorded, and the others continue."""
     findings = Findings()
     for paced in runs:
@@ -56,52 +121,28 @@ def measure(runs: Sequence[Paced], folder: Path, console: Console) -> Findings:
             numbers = carry_out(paced, model, folder)
         except RunError as error:
             findings.failed[paced.name] = str(error).splitlines()[0]
-            console.print(str(error), style="bold red", markup=False, highlight=False)
+            print(error)
             continue
         result = Result(paced, numbers, simulate(paced, numbers))
         findings.results.append(result)
-        console.print(
+        print(
             f"{label(paced)}, {paced.mode}: {numbers.step_seconds:.3f} s / step, simulated "
             f"{result.simulated.step_seconds:.3f} ({result.deviation:+.1%})",
-            highlight=False,
+            flush=True,
         )
     return findings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print the tables, write the file. Returns 1 if a run failed."""
     options = _options(arguments)
-    console = Console(width=None if sys.stdout.isatty() else PRINTED_WIDTH)
-    planned = smoke() if options.smoke else quick() if options.quick else full()
+    planned = pick(options, full, quick, smoke)()
     runs = [one for one in planned if _chosen(one, options)]
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        console.print(f"[yellow]the machine is busy (load {load:.1f}): timings are unreliable[/]")
     with tempfile.TemporaryDirectory() as made:
         folder = Path(options.keep or made).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        findings = measure(runs, folder, console)
-    for table in tables(findings):
-        console.print(table)
-    large = simulate_large(
-        findings, (1,) if options.smoke else (1, 8) if options.quick else (1, 8, 64, 256)
-    )
-    if large:
-        console.print(large_table(large, findings.results[0].paced.machine))
-    if options.json:
-        raw = {"load_before": load, "load_after": os.getloadavg()[0], **findings.raw()}
-        raw["simulated"] = {generators: as_json(modes) for generators, modes in large.items()}
-        write_json(options.json, "paced", raw, findings.ratios(), smoke=options.smoke)
+        findings = measure(runs, folder)
+    report(options, "paced", findings.raw(), findings.ratios(), *tables(findings))
     return 1 if findings.failed else 0
-
-
-def simulate_large(findings: Findings, generators: Sequence[int]) -> dict[int, dict[str, Outcome]]:
-    """Simulate whole answers with the drift of the first verified run; empty if there is none."""
-    for one in findings.results:
-        if one.paced.mode == VERIFY:
-            drift = fitted_drift(one.paced, one.numbers)
-            return {n: simulate_device(n, drift, one.paced.machine) for n in generators}
-    return {}
 
 
 def _chosen(paced: Paced, options: argparse.Namespace) -> bool:
@@ -109,15 +150,12 @@ def _chosen(paced: Paced, options: argparse.Namespace) -> bool:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer settings, fewer steps")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
+    parser = parser_of(__doc__, "fewer settings, fewer steps")
     parser.add_argument("--keep", metavar="FOLDER", help="keep the runs in this new folder")
     parser.add_argument("--modes", metavar="A,B", default=",".join(MODES), help="only these modes")
     parser.add_argument(
         "--generators", metavar="N,M", default="1,2,4", help="only these numbers of generators"
     )
-    add_smoke(parser)
     options = parser.parse_args(arguments)
     options.modes = [name.strip() for name in options.modes.split(",")]
     options.generators = [int(number) for number in options.generators.split(",")]

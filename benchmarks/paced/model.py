@@ -42,7 +42,6 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a response."""
         return round(LONGEST / self.scale)
 
     def ends(self, kind: int) -> float:
@@ -63,7 +62,6 @@ class Lengths:
 
 
 def make_model(folder: Path, lengths: Lengths) -> None:
-    """Write the model and its tokenizer."""
     tokenizer = builtin_tokenizer()
     model = _model(len(tokenizer), tokenizer.convert_tokens_to_ids(END))
     with torch.no_grad():

@@ -72,9 +72,6 @@ class PacedDevice:
     """Does one thing after the other, each in the modelled time. Used by one thread at a time.
 
     Deadlines do not add up their delays: a wait that ended late is taken off the next work.
-
-    Args:
-        record: file for what it does; None: nowhere.
     """
 
     def __init__(self, record: Path | None = None) -> None:

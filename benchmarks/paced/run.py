@@ -14,6 +14,7 @@ from asyncrl.config.run_config import load_config
 from asyncrl.monitoring.records.jsonl import read_jsonl
 from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.monitoring.records.spans import clip, idle_by_cause, read_timelines
+from benchmarks.harness import overrides
 from benchmarks.paced.child import RECORDS
 from benchmarks.paced.pace import Work, pace_variable
 from benchmarks.paced.setting import CONFIG, Paced
@@ -63,19 +64,13 @@ class Numbers:
 
     @property
     def seconds_per_token(self) -> float:
-        """Wall time per token trained on."""
         return self.step_seconds / self.tokens_per_step
 
 
 def carry_out(paced: Paced, model: Path, folder: Path) -> Numbers:
-    """Train with the command line, on paced devices.
-
-    Raises:
-        RunError: the run failed or took too long; the message quotes the end of its output.
-    """
-    overrides = [part for value in paced.settings(model, folder) for part in ("--set", value)]
+    """Train with the command line, on paced devices."""
     command = [sys.executable, "-m", "benchmarks.paced.command", "run", str(CONFIG)]
-    command += ["--end-with", str(os.getpid()), *overrides]
+    command += ["--end-with", str(os.getpid()), *overrides(paced.settings(model, folder))]
     load_config(CONFIG, paced.settings(model, folder))  # refuses before a process is started
     try:
         done = subprocess.run(
@@ -96,11 +91,7 @@ def carry_out(paced: Paced, model: Path, folder: Path) -> Numbers:
 
 
 def read_run(run: Path, window: tuple[int, int]) -> Numbers:
-    """The numbers of the steps of `window`.
-
-    Raises:
-        RunError: the run has too few steps, or files are missing.
-    """
+    """The numbers of the steps of `window`."""
     steps = read_metrics(run / "metrics.jsonl")
     first, end = window
     if not 1 <= first < end <= len(steps):

@@ -10,6 +10,41 @@ from asyncrl.simulation.cost import DEVICES, MODELS, Cost, Device, Model, roofli
 from benchmarks.paced.model import Lengths
 from benchmarks.paced.pace import Scale
 
+GENERATORS = (1, 2, 4)
+FULL_STEPS = 28
+
+
+def quick() -> list[Paced]:
+    """Every mode with one generator, and the decisive modes with two and four."""
+    runs = [Paced(mode) for mode in MODES]
+    return runs + [
+        Paced(mode, generators) for generators in GENERATORS[1:] for mode in (SYNC, KEEP_4, VERIFY)
+    ]
+
+
+def smoke() -> list[Paced]:
+    scale = Scale(250.0, 2.0, 1.0)
+    return [Paced(VERIFY, scale=scale, slots=8, fills=2, steps=6, first=2, last=1)]
+
+
+def full() -> list[Paced]:
+    """More steps; also other costs of training, another device and model, scale and dilation."""
+    longer = [
+        replace(Paced(mode, generators), steps=FULL_STEPS)
+        for generators in GENERATORS
+        for mode in MODES
+    ]
+    one = longer[: len(MODES)]
+    base = one[0].scale
+    return [
+        *longer,
+        *(replace(paced, training=share) for share in (2.0, 0.5) for paced in one),
+        *(replace(paced, machine=Machine("h100", "1.5b")) for paced in one),
+        *(replace(paced, scale=replace(base, lengths=base.lengths / 2)) for paced in one),
+        *(replace(paced, scale=replace(base, dilation=1.0)) for paced in one),
+    ]
+
+
 CONFIG = Path(__file__).with_name("paced.yaml")
 GROUP_SIZE = 8
 PROMPT_TOKENS = 14.0
@@ -33,27 +68,21 @@ MODES: Mapping[str, tuple[str, int]] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What the run is paced like."""
-
     device: str = "h200"
     model: str = "7b"
 
     @property
     def parts(self) -> tuple[Model, Device]:
-        """The numbers of both."""
         return MODELS[self.model], DEVICES[self.device]
 
     @property
     def name(self) -> str:
-        """For titles."""
         model, device = self.parts
         return f"{device.name}, {model.name}"
 
 
 @dataclass(frozen=True)
 class Paced:
-    """One paced run."""
-
     mode: str = VERIFY
     generators: int = 1
     training: float = 1.0
@@ -72,12 +101,10 @@ class Paced:
 
     @property
     def lengths(self) -> Lengths:
-        """Of the responses."""
         return Lengths(self.scale.lengths)
 
     @property
     def groups_per_step(self) -> int:
-        """Groups of an optimizer step."""
         return self.generators * self.slots * self.fills // GROUP_SIZE
 
     @property
@@ -87,7 +114,6 @@ class Paced:
 
     @property
     def name(self) -> str:
-        """Of the run and its folder."""
         mode = "".join(c if c.isalnum() else "-" for c in self.mode).strip("-")
         return (
             f"{mode}-{self.generators}g-{self.training:g}t-{self.machine.device}-"

@@ -1,8 +1,6 @@
-"""`python -m benchmarks.peers`."""
-
-import sys
-
-from benchmarks.peers.main import main
+"""`python -m benchmarks.peers`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.peers.main import main
+
+    raise SystemExit(main())

@@ -8,10 +8,86 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.peers.contestants import KEEP, ON_POLICY_MODES, TRL
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.harness import table
+from benchmarks.peers.contestants import KEEP, ON_POLICY_MODES, TRL, Workload
 from benchmarks.peers.measured_run import Usage
 from benchmarks.peers.shared_data import Step
-from benchmarks.peers.workloads import Workload
+
+
+def tables(findings: Findings) -> list[Table]:
+    """One table per workload, then the targets."""
+    return [*(_workload(findings, one) for one in findings.workloads), _targets(findings)]
+
+
+def _workload(findings: Findings, workload: Workload) -> Table:
+    names = dict.fromkeys(run.contestant for run in findings.runs)
+    rows = []
+    for name in names:
+        if runs := findings.of(workload, name):
+            reached = findings.seconds_to_accuracy(workload, name)
+            rows.append([
+                name + (" *" if any(run.usage.disturbed for run in runs) else ""), runs[0].threads,
+                _spread([run.step_seconds for run in runs], 3),
+                _spread(reached, 1) if reached else "not reached",
+                _steps(findings, workload, name),
+                _spread([run.seconds for run in runs], 1),
+                _spread([run.tokens_per_second for run in runs], 0),
+                _spread([run.reward for run in runs], 3),
+                _spread([run.usage.cpu_seconds for run in runs], 0),
+                _spread([run.usage.peak_bytes / 1e6 for run in runs], 0),
+            ])  # fmt: skip
+    lines = [
+        f"{len(findings.of(workload, next(iter(names), '')))} repeat(s) of {workload.steps} steps",
+        "steps to it: of all on-policy runs together, keep(1)'s apart (each run alone)",
+        "* disturbed: other processes took more than 3% of the machine",
+    ]
+    for key, reason in findings.missing.items():
+        if key.startswith(f"{workload.name}, "):
+            name = key.split(", ", 1)[1]
+            lines.append(f"[bold red]{name} is MISSING:[/] {escape(reason)}")
+    return table(
+        f"{workload.title}\nmedian (smallest to largest)",
+        f"contestant,threads,s / step,s to {workload.accuracy},steps to it,s in all,tokens/s,"
+        "mean reward,CPU s,peak MB",
+        rows,
+        caption="\n".join(lines),
+    )
+
+
+def _steps(findings: Findings, workload: Workload, name: str) -> str:
+    own = [run.own_step(workload.accuracy) for run in findings.of(workload, name)]
+    together, *each = (
+        "-" if at is None else str(at + 1)
+        for at in (findings.step_of_accuracy(workload, name), *own)
+    )
+    return f"{together} ({', '.join(each)})"
+
+
+def _targets(findings: Findings) -> Table:
+    ratios, rows = findings.ratios(), []
+    for workload in findings.workloads:
+        name = f"peers_{workload.name}"
+        found, target = ratios.get(name), TARGETS.get(name, 0.0)
+        colour = "green" if found is not None and found >= target else "bold red"
+        shown = f"[{colour}]{'MISSING' if found is None else f'{found:.2f}'}[/]"
+        others = (ratios.get(f"{name}_steps"), ratios.get(f"{name}_median_step"))
+        rows.append((name, f">= {target}", shown, *others, findings.fastest(workload)))
+    return table(
+        "TRL's seconds over those of asyncrl's fastest on-policy mode",
+        "ratio,target,to the accuracy,all steps,median step,mode",
+        rows,
+    )
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    middle = f"{statistics.median(values):.{digits}f}"
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
 
 TARGETS = {"peers_example": 2.0, "peers_uneven": 2.5, "peers_epochs": 3.0}
 """TRL's seconds to the accuracy over those of asyncrl's fastest on-policy mode: at least these."""
@@ -34,8 +110,6 @@ def step_of_accuracy(rewards: Sequence[float], accuracy: float) -> int | None:
 
 @dataclass(frozen=True)
 class Run:
-    """One training of one contestant."""
-
     workload: str
     contestant: str
     seed: int
@@ -45,7 +119,6 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Of all steps."""
         return self.steps[-1].seconds
 
     @property
@@ -56,7 +129,6 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Response tokens trained on per second."""
         return sum(step.tokens for step in self.steps) / self.seconds
 
     @property
@@ -71,8 +143,6 @@ class Run:
 
 @dataclass
 class Findings:
-    """All runs of all workloads."""
-
     workloads: Sequence[Workload]
     runs: list[Run] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
@@ -153,7 +223,6 @@ class Findings:
         return {suffix: statistics.median(found) for suffix, found in values.items() if found}
 
     def raw(self) -> dict[str, Any]:
-        """Everything as measured."""
         return {
             "workloads": [asdict(workload) for workload in self.workloads],
             "runs": [
@@ -182,7 +251,6 @@ class Findings:
         return None if at is None else run.steps[at].seconds
 
     def workload(self, name: str) -> Workload:
-        """The workload of this name."""
         return next(workload for workload in self.workloads if workload.name == name)
 
 

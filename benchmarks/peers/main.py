@@ -2,29 +2,23 @@
 
     python -m benchmarks.peers [--quick] [--json FILE] [--workloads A,B] [--contestants A,B]
 
-    TRL             TRL 1.16, GRPOTrainer, generation with transformers
-    TRL + vLLM      the same with vLLM inside its process ("colocate")
-    vLLM loop       generate, score, train, publish, on asyncrl's vLLM engine and learner
-    sync, keep(1), verify, verify on vLLM      asyncrl's modes
+    TRL                                     TRL 1.16, GRPOTrainer, generation with transformers
+    sync, keep(1), verify, verify on vLLM   asyncrl's modes
 
 Every contestant starts from the same weights and trains on the same prompts in the same order, with
-the same rewards, batch, loss, optimizer, seeds and float32. TRL's arguments follow from the run's
-configuration (`benchmarks.peers.trl_arguments`). TRL and the vLLM loop have two threads, asyncrl's
-generator and trainer one each. The clock starts when everything is loaded and includes the warming
-up of the first step for all alike. TRL runs in an environment of its own, made on first use.
+the same rewards, batch, loss, optimizer, seeds and float32 (`benchmarks.peers.trl_train`), in
+turns. TRL has two threads, asyncrl's generator and trainer one each. The clock starts when
+everything is loaded. The statistic is the seconds to an accuracy (`benchmarks.peers.findings`). A
+run during which other processes took more than 3% of the machine is marked. TRL runs in an
+environment of its own, made on first use.
 
-The contestants run one after the other, in turns. A run during which other processes took more than
-3% of the machine is marked: two OpenMP threads next to one other busy process are 30 times slower.
-
---quick: TRL, sync and verify, once, about 11 minutes on two quiet cores. In full: everything, three
-seeds. The first run also trains the models, which takes some minutes.
+--quick: TRL, sync and verify, once, about 11 minutes on two quiet cores. In full: three seeds. The
+first run also trains the models, which takes some minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,20 +26,25 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.peers.contestants import ESSENTIAL, SYNC, Contestant, contestants
-from benchmarks.peers.findings import Findings, Run
+from benchmarks.harness import console, parser_of, report
+from benchmarks.peers.contestants import (
+    ESSENTIAL,
+    SMOKE,
+    SYNC,
+    WORKLOADS,
+    Contestant,
+    TrlMissingError,
+    Workload,
+    contestants,
+    make_model,
+)
+from benchmarks.peers.findings import Findings, Run, tables
 from benchmarks.peers.measured_run import RunError, run_measured
-from benchmarks.peers.tables import tables
-from benchmarks.peers.trl_environment import TrlMissingError
-from benchmarks.peers.workloads import SMOKE, WORKLOADS, Workload, make_model
-from benchmarks.report import add_smoke, write_json
 
 SEEDS = (0, 1, 2)
 """In full; --quick uses the first."""
 RUN_SECONDS = 1200.0
 """Longest time of one run."""
-PRINTED_WIDTH = 150
-"""Characters per line if the output goes to a file."""
 
 
 def measure(
@@ -53,7 +52,7 @@ def measure(
     chosen: Sequence[Contestant],
     seeds: Sequence[int],
     folder: Path,
-    console: Console,
+    screen: Console,
 ) -> Findings:
     """All runs. What fails is recorded as missing, and the others continue."""
     findings = Findings(workloads)
@@ -71,10 +70,10 @@ def measure(
                     run = train(workload, contestant, model, seed, place)
                 except (RunError, TrlMissingError) as error:
                     findings.missing[key] = str(error).splitlines()[-1]
-                    console.print(f"{key} failed: {error}", style="bold red", markup=False)
+                    screen.print(f"{key} failed: {error}", style="bold red", markup=False)
                     continue
                 findings.runs.append(run)
-                console.print(
+                screen.print(
                     f"{key}, seed {seed}: {run.step_seconds:.3f} s / step, {run.seconds:.1f} s in "
                     f"all, mean reward {run.reward:.3f}, others {run.usage.others_share:.1%}, load "
                     f"{run.usage.load_before:.1f} before, {run.usage.load_after:.1f} after"
@@ -86,12 +85,6 @@ def measure(
 
 
 def train(workload: Workload, contestant: Contestant, model: Path, seed: int, folder: Path) -> Run:
-    """One training of one contestant.
-
-    Raises:
-        RunError: it failed, took too long or has too few steps.
-        TrlMissingError: it needs TRL, which cannot be installed.
-    """
     training = contestant.start(workload.config(model, seed), folder, contestant.threads)
     usage = run_measured(training.command, training.environment, RUN_SECONDS)
     steps = training.read()
@@ -101,40 +94,25 @@ def train(workload: Workload, contestant: Contestant, model: Path, seed: int, fo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print the tables, write the file. Returns 1 if TRL or verify is missing."""
     options = _options(arguments)
-    console = Console(width=None if sys.stdout.isatty() else PRINTED_WIDTH)
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        console.print(f"[yellow]the machine is busy (load {load:.1f}): timings are unreliable[/]")
     with tempfile.TemporaryDirectory() as made:
         folder = Path(options.keep or made)
         folder.mkdir(parents=True, exist_ok=True)
-        findings = measure(options.workloads, options.contestants, options.seeds, folder, console)
-    for table in tables(findings):
-        console.print(table)
-    if options.json:
-        raw = {"load_before": load, "load_after": os.getloadavg()[0], **findings.raw()}
-        write_json(options.json, "peers", raw, findings.ratios(), smoke=options.smoke)
+        findings = measure(options.workloads, options.contestants, options.seeds, folder, console())
+    report(options, "peers", findings.raw(), findings.ratios(), *tables(findings))
     failed = {key.split(", ", 1)[1] for key in findings.missing}
     return 1 if failed & set(ESSENTIAL) else 0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = parser_of(__doc__, f"{', '.join(ESSENTIAL)}; one seed")
     known = {one.name: one for one in contestants()}
     names = [one.name for one in WORKLOADS]
-    parser.add_argument("--quick", action="store_true", help=f"{', '.join(ESSENTIAL)}; one seed")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
     parser.add_argument("--keep", metavar="FOLDER", help="keep the runs in this new folder")
     parser.add_argument("--workloads", metavar="A,B", default=",".join(names))
     parser.add_argument("--contestants", metavar="A,B", help="only these; default: all")
     parser.add_argument("--repeats", type=int, help="seeds per contestant")
     parser.add_argument("--steps", type=int, help="optimizer steps of every run")
-    add_smoke(parser)
     options = parser.parse_args(arguments)
     if options.smoke:
         options.contestants, options.repeats, options.workloads = SYNC, 1, SMOKE.name

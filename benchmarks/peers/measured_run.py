@@ -46,11 +46,7 @@ class Usage:
 def run_measured(
     command: Sequence[str], environment: Mapping[str, str], timeout_seconds: float
 ) -> Usage:
-    """Run a command to its end. Nothing else may be started and awaited meanwhile.
-
-    Raises:
-        RunError: it failed or took too long.
-    """
+    """Run a command to its end. Nothing else may be started and awaited meanwhile."""
     load, busy, own, children = os.getloadavg()[0], _machine_seconds(), _own(), _children()
     began = time.perf_counter()
     process = subprocess.Popen(

@@ -19,8 +19,6 @@ from asyncrl.wire.weights.fingerprint import fingerprint
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of a contestant."""
-
     seconds: float
     """From the start of training to the end of the step."""
     reward: float
@@ -42,7 +40,6 @@ class StepLog:
         self._began = time.perf_counter()
 
     def add(self, reward: float, tokens: int) -> None:
-        """A step ends now."""
         step = Step(time.perf_counter() - self._began, reward, tokens)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(step)) + "\n")
@@ -59,13 +56,7 @@ def task_of(config: RunConfig) -> Task:
 
 
 def prompts_by_step(config: RunConfig, task: Task, model: Any) -> Iterator[list[Prompt]]:
-    """The prompts of each step, one per group, as `asyncrl run` visits them.
-
-    Args:
-        config: of the run.
-        task: what `task_of` gives.
-        model: with the initial weights, on which asyncrl's order depends.
-    """
+    """The prompts of each step, one per group, as `asyncrl run` visits them."""
     state = model.state_dict(keep_vars=True)
     own = {id(tensor): (name, tensor.detach()) for name, tensor in reversed(state.items())}
     digest = fingerprint(reversed(own.values())).whole
@@ -91,5 +82,4 @@ def reward_of(config: RunConfig) -> Callable[[Prompt, str], float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of at least one value."""
     return sum(values) / len(values)

@@ -1,8 +1,6 @@
-"""`python -m benchmarks.pipeline`."""
-
-import sys
-
-from benchmarks.pipeline.main import main
+"""`python -m benchmarks.pipeline`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.pipeline.main import main
+
+    raise SystemExit(main())

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.pipeline.modes import CONFIG
+from benchmarks.pipeline.run import CONFIG
 
 GROUP = 4
 """Samples of each prompt."""
@@ -53,16 +53,11 @@ class Costs:
 
     @property
     def ratio_with_cache(self) -> float:
-        """The same when decoding uses drafts."""
         return self.scored / self.decoded_with_cache
 
 
 def measure_costs(model: Path, prompts: int, more: Sequence[str] = ()) -> Costs:
-    """Measure in a child process that is pinned to one core.
-
-    Raises:
-        RuntimeError: the measurement failed; the message quotes the end of its output.
-    """
+    """Measure in a child process that is pinned to one core."""
     command = [sys.executable, "-m", "benchmarks.pipeline.costs", str(model), str(prompts)]
     command += more
     done = subprocess.run(
@@ -148,7 +143,6 @@ async def _passes(config: Any, task: Any, model: str, cache: Any) -> tuple[list[
 
 
 def main() -> None:
-    """Measure on the first core that this process may use."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("prompts", type=int)

@@ -8,10 +8,79 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.harness import table, targets_table
 from benchmarks.pipeline.costs import Costs
-from benchmarks.pipeline.modes import KEEP_4, RUN_AHEAD, SYNC, Effort
 from benchmarks.pipeline.overlap import bound
-from benchmarks.pipeline.run import GENERATOR, TRAINER, RunNumbers
+from benchmarks.pipeline.run import GENERATOR, KEEP_4, RUN_AHEAD, SYNC, TRAINER, Effort, RunNumbers
+
+
+def tables(findings: Findings) -> list[Table]:
+    """Costs, modes, and targets."""
+    ran = list(dict.fromkeys(run.mode for run in findings.runs))
+    printed = [_costs(findings)]
+    if ran:
+        printed.append(_modes(findings, ran))
+    return [*printed, _targets(findings)]
+
+
+def _costs(findings: Findings) -> Table:
+    costs = findings.costs
+    median, p90, longest = costs.lengths
+    values = {
+        "parameters": f"{findings.parameters / 1e6:.1f} M",
+        "response tokens: median, 90%, longest": f"{median:.0f}, {p90:.0f}, {longest:.0f}",
+        f"decoded tokens/s, {costs.slots} rows, one core": f"{costs.decoded:.0f}",
+        "the same, drafting from siblings": f"{costs.decoded_with_cache:.0f}",
+        "scored (verified) tokens/s, one core": f"{costs.scored:.0f}",
+        "cost of a decoded token in scored tokens": f"{costs.ratio:.1f}",
+    }
+    return table("model and costs", "quantity,value", values.items())
+
+
+def _modes(findings: Findings, ran: list[str]) -> Table:
+    def mean(mode: str, name: str) -> float:
+        return findings.mean(mode, lambda run: float(getattr(run, name)))
+
+    def idle(mode: str, process: str) -> str:
+        """Seconds of work in a step, and the share of the time without any."""
+        busy = findings.mean(mode, lambda run: run.busy_seconds(process))
+        return f"{busy:.3f}, {findings.mean(mode, lambda run: run.idle_share(process)):.1%}"
+
+    first, end = findings.effort.window
+    rows = [
+        (
+            mode, f"{findings.step_seconds(mode):.3f}", f"{mean(mode, 'tokens_per_second'):.0f}",
+            idle(mode, GENERATOR), idle(mode, TRAINER), f"{mean(mode, 'staleness_mean'):.2f}",
+            f"{max(run.staleness_max for run in findings.of(mode)):.0f}",
+            f"{mean(mode, 'regenerated_share'):.1%}",
+            None if findings.of(mode)[0].accuracy is None else f"{mean(mode, 'accuracy'):.3f}",
+        )
+        for mode in ran
+    ]  # fmt: skip
+    missing = [(mode, escape(why)) for mode, why in findings.missing.items()]
+    return table(
+        f"steps {first} to {end - 1} of {findings.effort.steps}, {len(findings.effort.seeds)} seed",
+        "mode,s / step,tokens/s,generator: work idle,trainer: work idle,staleness,max,regenerated,"
+        "accuracy",
+        rows,
+        caption=f"accuracy before training: {findings.accuracy_before}"
+        + "".join(f"\n[bold red]{mode} is MISSING:[/] {why}" for mode, why in missing),
+    )
+
+
+def _targets(findings: Findings) -> Table:
+    made = targets_table(findings.ratios(), TARGETS, FLOORS, reached)
+    difference, found = findings.accuracy_difference(RUN_AHEAD), "[bold red]MISSING[/]"
+    if difference is not None:
+        colour = "green" if difference.within_noise else "bold red"
+        interval = f"{difference.low:+.3f} to {difference.high:+.3f}, {difference.of}"
+        found = f"[{colour}]{difference.mean:+.3f} ({interval})[/]"
+    made.add_row("accuracy_difference", "interval contains 0", found)
+    return made
+
 
 TARGETS = {
     "sync_over_verify": 1.5,
@@ -39,14 +108,11 @@ class Difference:
 
     @property
     def within_noise(self) -> bool:
-        """Whether the interval contains 0."""
         return self.low <= 0 <= self.high
 
 
 @dataclass
 class Findings:
-    """All measurements."""
-
     effort: Effort
     costs: Costs
     parameters: int
@@ -71,7 +137,6 @@ class Findings:
         return statistics.fmean(value(run) for run in self.of(mode))
 
     def step_seconds(self, mode: str) -> float:
-        """Mean wall time per step."""
         return self.mean(mode, lambda run: run.step_seconds)
 
     def tokens_per_second(self, mode: str) -> float:
@@ -164,5 +229,4 @@ def _difference(pairs: Sequence[tuple[float, float]], evaluated: int) -> Differe
 
 
 def reached(name: str, value: float) -> bool:
-    """Whether a ratio meets its target."""
     return value >= TARGETS[name] if name in FLOORS else value <= TARGETS[name]

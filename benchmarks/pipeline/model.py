@@ -1,16 +1,9 @@
 """The model of benchmarks.pipeline: responses of very uneven length, at the cost of a bigger model.
 
-The length of the built-in model's responses follows from the question, so the samples of a group
-end together, unlike those of a language model. Here the model is taught to muse before it answers:
-with some probability it first generates a run of meaningless letters of geometric length, a short
-one after a blank or a long one after a full stop:
-
-    .hegfhhefgeh,5+8+0=13,9+3+1=13,2+0+1=03:333
-
-The answer and its reward stay the same. The length of a sample is random with a long tail, and the
-letters are as hard to predict as language (a drafter gains nothing there). Then the model is
-widened (`benchmarks.widen`): the same distribution at the cost of many more parameters. The added
-parameters are trained along with the others, as in any wide model.
+The built-in model is taught to muse before it answers: with some probability it first generates
+meaningless letters of geometric length, a short run after a blank or a long one after a full stop,
+like `.hegfhhefgeh,5+8+0=13,9+3+1=13,2+0+1=03:333`. Answer and reward stay the same, and a drafter
+gains nothing in the letters. Then the model is widened (`benchmarks.tiny_models.widen`).
 """
 
 from __future__ import annotations
@@ -28,7 +21,7 @@ import numpy as np
 from asyncrl.tasks.builtin.arithmetic import Problem, working
 from asyncrl.tasks.builtin.warm_start_recipe import RECIPE, WarmStart
 from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
-from benchmarks.policies_variety import Variety, teach
+from benchmarks.policies import Variety, teach
 from benchmarks.tiny_models import SMOKE_START
 
 

@@ -23,14 +23,7 @@ _SIZE = 384
 
 
 def measure_slowdown(seconds: float = 0.5) -> float:
-    """Seconds of a product next to a busy process over those alone; at least 1 but for noise.
-
-    Args:
-        seconds: of each turn.
-
-    Raises:
-        RuntimeError: this process may use one core only, or a child failed.
-    """
+    """Seconds of a product next to a busy process over those alone; at least 1 but for noise."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise RuntimeError("two processes need two cores; this process may use one")
@@ -50,14 +43,7 @@ def measure_slowdown(seconds: float = 0.5) -> float:
 
 
 def bound(slowdown: float, synchronous: float, generation: float, training: float) -> float:
-    """Most that overlapping can gain over a synchronous step on such cores.
-
-    Args:
-        slowdown: of two busy processes, see `measure_slowdown`.
-        synchronous: seconds of a synchronous step.
-        generation: seconds of work of the generator in it.
-        training: seconds of work of the trainer in it.
-    """
+    """Most that overlapping can gain over a synchronous step on such cores."""
     overlapped = max(generation, training, (generation + training) * slowdown / 2)
     return synchronous / overlapped
 

@@ -1,10 +1,6 @@
-"""`python -m benchmarks.rewards_audit`."""
-
-from __future__ import annotations
-
-import sys
-
-from benchmarks.rewards_audit.main import main
+"""`python -m benchmarks.rewards_audit`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.rewards_audit.main import main
+
+    raise SystemExit(main())

@@ -29,17 +29,12 @@ def _shaped(result: StepResult, text: str) -> StepResult:
 
 
 class BrittleGuessing(Guessing):
-    """Goes back by replay."""
-
     def step(self, action: Action) -> StepResult:
-        """As `Guessing`."""
         _strained(action.text)
         return _shaped(super().step(action), action.text)
 
 
 class RestoredGuessing(BrittleGuessing):
-    """Goes back by `restore`."""
-
     replay = None  # type: ignore[assignment]  # another way than its base
 
     def snapshot(self) -> Any:
@@ -47,7 +42,6 @@ class RestoredGuessing(BrittleGuessing):
         return self._number, self._wrong
 
     def restore(self, state: Any) -> None:
-        """Back to then."""
         self._number, self._wrong = state
 
 
@@ -58,9 +52,6 @@ class PlainGuessing(BrittleGuessing):
 
 
 class BrittleCalculator(Calculator):
-    """Goes back by replay."""
-
     def step(self, action: Action) -> StepResult:
-        """As `Calculator`."""
         _strained(action.text)
         return _shaped(super().step(action), action.text)

@@ -1,8 +1,6 @@
-"""`python -m benchmarks.rollout`."""
-
-import sys
-
-from benchmarks.rollout.main import main
+"""`python -m benchmarks.rollout`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.rollout.main import main
+
+    raise SystemExit(main())

@@ -5,7 +5,6 @@
              without which vLLM 0.32.0 draws wrong tokens on a CPU
     ours     this project's default: the cache drafts, and the planner decides how much
     chain    torch only: like ours, but with one chain per row instead of a tree
-    ngram    SGLang with its own NGRAM, which drafts as many tokens a row as ours may; GPUs only
 
 All engines run at the same time, each in its own process (vLLM, SGLang) or as its own engine object
 (torch). While one is timed, the others wait. The processor time that they use meanwhile is measured
@@ -19,7 +18,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import util
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,22 +25,19 @@ from asyncrl.cache.config import CacheConfig
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import Engine
-from benchmarks.rollout.ngram import NgramEngine, command_of, refusal
+from benchmarks.harness import cpu_seconds, descendants
 
-PLAIN, SUFFIX, OURS, CHAIN, NGRAM = "plain", "suffix", "ours", "chain", "ngram"
+PLAIN, SUFFIX, OURS, CHAIN = "plain", "suffix", "ours", "chain"
 SUFFIX_TOKENS = 16
 SUFFIX_FACTOR = 2.0
 """The best setting on this workload: 1 (the default), 2, 4 and 8 gave 5.1, 5.9, 5.7 and 5.6 tokens
 per step at one row. 32 tokens, a depth of 64 or another minimum probability gave nothing more."""
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
 class Contestant:
-    """One engine and its own processes."""
-
     name: str
-    engine: Engine | NgramEngine
+    engine: Engine
     remembers: bool
     """Whether it has a cache that epoch 1 fills."""
     suffix: bool = False
@@ -51,27 +46,20 @@ class Contestant:
 
     async def start(self) -> None:
         """Start the engine and note its processes. Raises EngineStartError."""
-        before = _descendants()
+        before = descendants(os.getpid())
         with _suffix_arguments() if self.suffix else contextlib.nullcontext():
             await self.engine.start()
-        self.pids = tuple(_descendants() - before)
+        self.pids = tuple(descendants(os.getpid()) - before)
 
     def cpu_seconds(self) -> float:
         """Processor time of the engine's own processes; 0 for an engine in this process."""
-        return sum(_cpu_seconds(pid) for pid in self.pids)
+        return sum(cpu_seconds(pid) for pid in self.pids)
 
 
 def contestants(
-    kind: str, model: str, later: Path, config: EngineConfig
+    kind: str, model: str, config: EngineConfig
 ) -> tuple[list[Contestant], dict[str, str]]:
-    """The contestants that can run here, and the reasons why others cannot.
-
-    Args:
-        kind: "torch", "vllm" or "sglang".
-        model: an HF directory.
-        later: an HF directory of the weights that are installed later.
-        config: slots, lengths, device.
-    """
+    """The contestants that can run here, and the reasons why others cannot."""
     missing: dict[str, str] = {}
     off = CacheConfig(enabled=False)
     found = [Contestant(PLAIN, create_engine(config, model, cache_config=off, seed=0), False)]
@@ -81,13 +69,6 @@ def contestants(
         else:
             engine = create_engine(config, model, cache_config=off, seed=0)
             found.append(Contestant(SUFFIX, engine, True, suffix=True))
-    if kind == "sglang":
-        why, drafts = refusal(config), CacheConfig().draft_tokens
-        if why is None:
-            ngram = NgramEngine(command_of(config, model, drafts), later, drafts)
-            found.append(Contestant(NGRAM, ngram, True))
-        else:
-            missing["sglang ngram"] = why
     if kind == "torch":
         chain = with_torch(config, draft_trees=False)
         engine = create_engine(chain, model, cache_config=CacheConfig(), seed=0)
@@ -127,33 +108,3 @@ def _suffix_arguments() -> Iterator[None]:
 
     with mock.patch.object(launch, "engine_args", with_suffix):
         yield
-
-
-def _descendants() -> set[int]:
-    """Processes that this one started, and those that they started."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: set[int] = set()
-    left = [os.getpid()]
-    while left:
-        mine = children.get(left.pop(), [])
-        found.update(mine)
-        left += mine
-    return found
-
-
-def _cpu_seconds(pid: int) -> float:
-    """User and system time of a process with all its threads; 0 if it has ended."""
-    fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat after the name, from the state on; [] if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()

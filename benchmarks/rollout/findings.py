@@ -3,10 +3,67 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.rollout.contestants import CHAIN, NGRAM, OURS, PLAIN, SUFFIX
+from rich.table import Table
+
+from benchmarks.harness import table, targets_table
+from benchmarks.rollout.contestants import CHAIN, OURS, PLAIN, SUFFIX
+
+
+def tables(findings: Findings) -> Iterator[Table]:
+    """All measurements in detail, then every target with its result."""
+    for kind, found in findings.measured.items():
+        yield _rates(kind, found)
+        if found.steps:
+            yield table(
+                f"{kind}: milliseconds of a plain step of n tokens",
+                ["n", *map(str, found.steps)],
+                [["ms", *(f"{1e3 * seconds:.1f}" for seconds in found.steps.values())]],
+            )
+    if findings.trees:
+        yield table(
+            "torch, 8 rows: accepted drafts per forward pass",
+            "nodes per row,chain,tree",
+            ((nodes, *both) for nodes, both in findings.trees.items()),
+        )
+    for steps, kept in findings.kept.items():
+        yield table(f"tokens that each rule keeps, version {steps}", "what,value", kept.items())
+    yield _targets(findings)
+
+
+def _rates(kind: str, found: Kind) -> Table:
+    rows = []
+    for count, at in found.rows.items():
+        for name in at.passes:
+            drafting, versus, bound = at.drafting(name), at.versus(name, PLAIN), found.bound(count)
+            per_step = (drafting[f"{what}_per_step"] for what in ("drafted", "accepted", "tokens"))
+            rows.append([
+                name, count, f"{at.rate(name):,.0f}",
+                versus and f"{versus.median:.2f} ({versus.lowest:.2f}-{versus.highest:.2f})",
+                f"{drafting['acceptance']:.2f}", *per_step, None if name == PLAIN else bound,
+            ])  # fmt: skip
+    return table(
+        f"{kind}: epoch 2 under the later version (waiting engines used at most "
+        f"{found.max_waiting_cores():.2f} cores meanwhile)",
+        "contestant,rows,tokens/s,vs plain (range),acceptance,drafted/step,accepted/step,"
+        "tokens/step,bound",
+        rows,
+        caption="median and range over pairs of passes; per step: per forward pass, all rows "
+        "together; bound: speed-up if every draft were accepted, from the step times below",
+    )
+
+
+def _targets(findings: Findings) -> Table:
+    asked = {
+        name: target
+        for name, target in TARGETS.items()
+        if findings.missing.get(name.partition("_b")[0]) != LEFT_OUT
+    }
+    return targets_table(findings.ratios(), asked, TARGETS.keys() - CEILINGS, reached)
+
 
 TARGETS = {
     "vllm_b1_vs_plain": 5.0,
@@ -16,7 +73,6 @@ TARGETS = {
     "vllm_b32_vs_plain": 0.97,
     "vllm_b128_vs_plain": 0.97,
     "sglang_b1_vs_plain": 0.97,
-    "sglang_b1_vs_ngram": 1.0,
     "sglang_b2_vs_plain": 0.97,
     "sglang_b8_vs_plain": 0.97,
     "sglang_b32_vs_plain": 0.97,
@@ -30,7 +86,7 @@ CEILINGS = frozenset({"overhead_b64"})
 LEFT_OUT = "left out by --engines"
 """Why an engine was not measured that was not asked for."""
 TREE_NODES = 32
-"""Nodes per row at which `tree_vs_chain` is measured; see `benchmarks.rollout.trees`."""
+"""Nodes per row at which `tree_vs_chain` is measured; see `benchmarks.rollout.passes`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +106,6 @@ class Pass:
 
     @property
     def rate(self) -> float:
-        """Response tokens per second."""
         return self.tokens / self.seconds
 
     @property
@@ -160,8 +215,6 @@ class Findings:
     """Nodes per row to accepted drafts per forward pass, of chain and of tree."""
     kept: dict[str, dict[str, float]] = field(default_factory=dict)
     """"v to v + 1" to the tokens that each rule keeps; see `benchmarks.rollout.kept`."""
-    machine: dict[str, Any] = field(default_factory=dict)
-    """Bandwidth and arithmetic; see `benchmarks.rollout.floor`."""
     missing: dict[str, str] = field(default_factory=dict)
     """What was not measured, and why."""
     failed: bool = False
@@ -177,8 +230,6 @@ class Findings:
                     (SUFFIX, OURS, "vs_suffix"),
                     (PLAIN, CHAIN, "chain_vs_plain"),
                     (PLAIN, SUFFIX, "suffix_vs_plain"),
-                    (NGRAM, OURS, "vs_ngram"),
-                    (PLAIN, NGRAM, "ngram_vs_plain"),
                 ):
                     versus = at.versus(name, other)
                     if versus is not None:
@@ -198,7 +249,7 @@ class Findings:
 
     def raw(self) -> dict[str, Any]:
         """Every pass and the summaries, for the JSON file."""
-        out: dict[str, Any] = {"not_measured": self.missing, "machine_floor": self.machine}
+        out: dict[str, Any] = {"not_measured": self.missing}
         out["verify_kept"] = self.kept
         out["accepted_per_forward_by_nodes"] = {
             nodes: {"chain": chain, "tree": tree} for nodes, (chain, tree) in self.trees.items()
@@ -217,5 +268,4 @@ class Findings:
 
 
 def reached(name: str, value: float) -> bool:
-    """Whether a ratio meets its target."""
     return value < TARGETS[name] if name in CEILINGS else value >= TARGETS[name]

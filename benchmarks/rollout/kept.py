@@ -49,15 +49,7 @@ _RULES = {"ours": None, "specrl_l1": 1.0, "specrl_e05": math.exp(0.5)}
 async def kept_tokens(
     earlier: Path, later: Path, task: Task, prompts: Sequence[Prompt], max_tokens: int
 ) -> dict[str, float]:
-    """Mean kept tokens per text of each rule, and `verify_kept_vs_specrl`.
-
-    Args:
-        earlier: HF directory of version v, not widened.
-        later: HF directory of version v + 1.
-        task: provides the stop tokens.
-        prompts: 8 texts are generated for each.
-        max_tokens: most tokens of a text.
-    """
+    """Mean kept tokens per text of each rule, and `verify_kept_vs_specrl`."""
     config = EngineConfig(slots=64, max_model_len=128, top_k_logprobs=_TOP_K)
     engine = create_engine(config, str(earlier), cache_config=CacheConfig(enabled=False), seed=0)
     sampling = SamplingParams(

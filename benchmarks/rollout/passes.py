@@ -21,16 +21,56 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.cache.config import CacheConfig
+from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError
+from asyncrl.engine.factory import create_engine
 from asyncrl.engine.protocol import GenerateRequest, SamplingParams
+from asyncrl.engine.remote.worker.drafting import FixedBudget
 from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.wire.weights.writer import published
-from benchmarks.rollout.contestants import NGRAM, OURS, PLAIN, SUFFIX, Contestant
+from benchmarks.rollout.contestants import CHAIN, OURS, PLAIN, SUFFIX, Contestant, with_torch
 from benchmarks.rollout.findings import Kind, Pass, RepeatedPasses
+
+ROWS = 8
+BUDGETS = (16, 32, 64, 127)
+"""Nodes per row. The one that counts is 32: with 8 rows it makes 264 tokens per forward pass, about
+where a GPU stops waiting for memory. The others show the trend."""
+
+
+def tree_and_chain(
+    work: Workload, config: EngineConfig, repeats: int, budget: int
+) -> tuple[float, float]:
+    """Accepted drafts per forward pass of chain and tree, with `budget` nodes per row.
+
+    The engines are created and closed here.
+    """
+    cache = CacheConfig(max_draft_tokens=budget, min_probability=0.0)
+    both = [
+        Contestant(
+            name,
+            create_engine(
+                with_torch(config, draft_trees=name == OURS),
+                str(work.earlier),
+                cache_config=cache,
+                seed=0,
+            ),
+            remembers=True,
+        )
+        for name in (CHAIN, OURS)
+    ]
+    plan = Plan(rows=(ROWS,), repeats=repeats, step_rows=(), overhead_repeats=0)
+    with mock.patch("asyncrl.engine.torch.core.DraftPlanner", FixedBudget):
+        found = asyncio.run(Bench(both, work, plan).run())
+    at = found.rows[ROWS]
+    chain, tree = (at.drafting(name)["accepted_per_step"] for name in (CHAIN, OURS))
+    return chain, tree
+
 
 GROUP = 8
 """Samples of one prompt, as in training."""
@@ -49,8 +89,6 @@ neither a prompt nor the end of a response (the shortest response has 42 tokens)
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
-
     rows: tuple[int, ...]
     """Requests at a time."""
     repeats: int
@@ -69,8 +107,6 @@ class Plan:
 
 @dataclass(frozen=True)
 class Workload:
-    """The task and the weights."""
-
     task: Task
     max_tokens: int
     """Most tokens of a response."""
@@ -94,11 +130,7 @@ class Bench:
         self._began = time.monotonic()
 
     async def run(self) -> Kind:
-        """Start everything, fill the caches, update the weights, measure.
-
-        Raises:
-            EngineError: an engine did not start, failed, or took too long.
-        """
+        """Start everything, fill the caches, update the weights, measure."""
         try:
             for contestant in self._contestants:
                 self._log(f"starting {contestant.name}")
@@ -120,7 +152,7 @@ class Bench:
             if contestant.remembers:
                 batches = [
                     *(g for r in plan.rows if self._takes_part(contestant, r) for g in prompts[r]),
-                    *([warm] if contestant.name in (SUFFIX, NGRAM) else [warm, crowd]),
+                    *([warm] if contestant.name == SUFFIX else [warm, crowd]),
                 ]
                 await self._fill(contestant, [prompt for batch in batches for prompt in batch])
         with published(_weights(self._work.later), 1) as manifest:
@@ -208,7 +240,6 @@ class Bench:
     def _request(
         self, number: int, index: int, prompt: Prompt, seed: int, fixed: int | None
     ) -> GenerateRequest:
-        """Sample `index` of pass `number`."""
         sampling = SamplingParams(
             max_tokens=fixed or self._work.max_tokens,
             stop_tokens=() if fixed else self._work.task.stop_tokens,
@@ -227,16 +258,7 @@ class Bench:
         fixed: int | None = None,
         samples: int | None = None,
     ) -> Pass:
-        """Generate GROUP samples of each prompt, `rows` at a time.
-
-        Args:
-            contestant: the engine that is timed.
-            prompts: served in this order.
-            rows: requests at a time.
-            seed: sample i draws with seed + i.
-            fixed: number of tokens of every sample; None: a sample ends by itself.
-            samples: number of samples; None: GROUP per prompt.
-        """
+        """Generate GROUP samples of each prompt, `rows` at a time."""
         await asyncio.sleep(SETTLE_SECONDS)
         engine, free_rows = contestant.engine, asyncio.Semaphore(rows)
         number = next(self._numbers)

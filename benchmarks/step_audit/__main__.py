@@ -11,26 +11,123 @@ step, by run and quantity. The exit code is 1 if one is above its tolerance.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import yaml
-from rich.console import Console
-from rich.table import Table
 
 from asyncrl.tasks.config import ModelConfig
 from asyncrl.tasks.model import resolve_model
-from benchmarks.report import add_smoke, write_json
-from benchmarks.run_command import run_command
-from benchmarks.step_audit.cases import ALL, COMMON, QUICK, SMOKE, Case
+from benchmarks.harness import parser_of, report, run_command, table
 from benchmarks.step_audit.compare import differences
-from benchmarks.step_audit.folder import Folder
-from benchmarks.step_audit.model import Model
+from benchmarks.step_audit.model import Folder, Model
 from benchmarks.tiny_models import smoke_settings
+
+
+class Case(NamedTuple):
+    example: str
+    """In `examples/`, without its ending."""
+    settings: tuple[str, ...] = ()
+    steps: int = 3
+    resume_after: int | None = None
+    """The run is ended after so many steps, and resumed."""
+
+
+COMMON = (
+    "run.log_samples=jsonl",
+    "run.log_sample_tokens=true",
+    "trainer.checkpoint_every=1",
+    "trainer.keep_checkpoints=1000",
+    "evaluation.prompts=1",
+    "monitoring.live=off",
+    "scheduler.groups_per_step=4",
+    "scheduler.group_size=4",
+    "engine.slots=16",
+)
+_STALE = ("scheduler.on_update=recompute", "scheduler.max_off_policy_steps=1")
+_LOOSE = ("sampling.temperature=1.2", "sampling.max_tokens=32", "trainer.learning_rate=1e-3")
+"""Samples that differ, some of which are cut off, and policies that move far in a step."""
+_OLDER = ("cispo", "gspo", "corrections")
+"""Examples with stale tokens. In theirs, the engines read KV of older weights (`keep`), which no
+checkpoint has; here it is computed again."""
+_CORRECTIONS = (
+    "token_truncated",
+    "token_masked",
+    "sequence_truncated",
+    "sequence_masked",
+    "sequence_rejected",
+    "none",
+)
+
+
+def _of(name: str, *settings: str) -> Case:
+    return Case(f"algorithms/{name}", (*_LOOSE, *settings))
+
+
+QUICK = {
+    "grpo": _of("grpo"),
+    "dapo": _of("dapo", *_STALE, "trainer.overlong_buffer=8"),
+    "ppo": _of("ppo", "trainer.ppo_epochs=2", "trainer.minibatches=2"),
+    "turns": Case("calculator", ("sampling.temperature=1.3", "trainer.learning_rate=1e-3")),
+    "ranks": _of("ppo", "trainer.ranks=2", "trainer.critic.passes=2"),
+    "resumed": Case(
+        "algorithms/grpo", (*_LOOSE, "trainer.reference_refresh_steps=2"), 4, resume_after=2
+    ),
+}
+SMOKE = ("grpo",)
+ALL = {
+    **QUICK,
+    "nucleus": _of(
+        "dapo",
+        *_STALE,
+        "sampling.top_p=0.9",
+        "sampling.top_k=12",
+        "sampling.min_p=0.02",
+        "trainer.kl_coefficient=0.05",
+        "trainer.reference_decay=0.5",
+        "trainer.max_grad_norm=0.05",
+        "trainer.weight_decay=0.1",
+        "trainer.optimizer_state=bfloat16",
+    ),
+    "lora": Case("lora", (*_LOOSE, "trainer.kl_coefficient=0.05")),
+    "turns_ppo": Case(
+        "calculator",
+        (
+            "sampling.temperature=1.3",
+            "trainer.learning_rate=1e-3",
+            "trainer.algorithm=ppo",
+            "trainer.advantage_normalization=std",
+            "trainer.critic.truncated=bootstrap",
+        ),
+    ),
+    **{
+        name: _of(name, *(_STALE if name in _OLDER else ()))
+        for name in ("cispo", "dr_grpo", "gpg", "gspo", "reinforce", "rloo", "corrections")
+    },
+    "reinforce_plus_plus_baseline": _of("reinforce_plus_plus"),
+    "reinforce_plus_plus": _of(
+        "reinforce_plus_plus",
+        "trainer.algorithm=reinforce_plus_plus",
+        "trainer.kl_coefficient=0.1",
+        "trainer.kl_estimator=k3",
+    ),
+    "ppo_streamed": _of("ppo", "trainer.critic.truncated=bootstrap", "trainer.critic.gamma=0.99"),
+    **{
+        one: _of(
+            "dr_grpo",
+            *_STALE,
+            "scheduler.max_off_policy_steps=2",
+            f"trainer.correction={one}",
+            "trainer.importance_cap=1.1",
+        )
+        for one in _CORRECTIONS
+    },
+}
+
 
 TOLERANCE = 2e-3
 """Of what float32 computes: metrics, gradients in the first moment."""
@@ -39,39 +136,23 @@ _SECONDS = 900.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the audit; 1 if a quantity is beyond its tolerance."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_audit")
-    parser.add_argument("--quick", action="store_true", help="what most people run, and no more")
-    parser.add_argument("--json", metavar="FILE")
+    parser = parser_of(__doc__, "what most people run, and no more")
     parser.add_argument("--runs", nargs="*", choices=ALL, help="only these")
     parser.add_argument("--folder", type=Path, help="of runs; those there are not run again")
-    add_smoke(parser)
     given = parser.parse_args(arguments)
     names = given.runs or list(SMOKE if given.smoke else QUICK if given.quick else ALL)
     found: dict[str, dict[str, float]] = {}
-    console = Console()
     with TemporaryDirectory(prefix="step-audit-") as temporary:
         parent = given.folder or Path(temporary)
         small = smoke_settings(parent) if given.smoke else ()
         for name in names:
             found[name] = _audit(_run(parent, name, ALL[name], small))
-            console.print(_table(name, found[name]))
-    beyond = {
-        f"{name} {quantity}": gap
-        for name, of in found.items()
-        for quantity, gap in of.items()
-        if not gap <= TOLERANCE
-    }
-    for what, gap in beyond.items():
-        console.print(f"[red]{what}: {gap:.2g} is above {TOLERANCE}")
-    if given.json:
-        write_json(
-            given.json,
-            "step_audit",
-            {"differences": found},
-            {"beyond": len(beyond)},
-            smoke=given.smoke,
-        )
+    gaps = [(name, what, gap) for name, of in found.items() for what, gap in of.items()]
+    beyond = [one for one in gaps if not one[2] <= TOLERANCE]
+    worst = sorted((one for one in gaps if one[2]), key=lambda one: -one[2])
+    title = f"largest relative differences; {len(beyond)} are above {TOLERANCE}"
+    shown = table(title, "run,quantity,difference", worst, left=("quantity",))
+    report(given, "step_audit", {"differences": found}, {"beyond": len(beyond)}, shown)
     return 1 if beyond else 0
 
 
@@ -91,7 +172,6 @@ def _run(parent: Path, name: str, case: Case, more: Sequence[str] = ()) -> Path:
 
 
 def _audit(path: Path) -> dict[str, float]:
-    """Largest relative difference by quantity."""
     source = yaml.safe_load((path / "config.yaml").read_text())["model"]["path"]
     folder = Folder(path, Path(resolve_model(ModelConfig(path=source), None)))
     worst: dict[str, float] = {}
@@ -99,16 +179,6 @@ def _audit(path: Path) -> dict[str, float]:
     for quantity, gap in differences(folder, model):
         worst[quantity] = max(worst.get(quantity, 0.0), gap)
     return worst
-
-
-def _table(name: str, found: dict[str, float]) -> Table:
-    table = Table("quantity", "largest relative difference", title=name)
-    for quantity, gap in sorted(found.items(), key=lambda one: -one[1]):
-        if gap:
-            table.add_row(quantity, f"{gap:.1e}")
-    exact = sum(not gap for gap in found.values())
-    table.add_row(f"{exact} others", "0")
-    return table
 
 
 if __name__ == "__main__":

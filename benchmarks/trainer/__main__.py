@@ -32,18 +32,114 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
-from rich.console import Console
+from rich.table import Table
 
 from asyncrl.trainer.cpu.layers import onednn_is_faster, product
-from benchmarks.peers.trl_environment import TrlMissingError, ensure_trl
-from benchmarks.report import add_smoke, write_json
-from benchmarks.targets import targets_table
-from benchmarks.trainer.workloads import GROUP_SIZE, Costs, Workload, costs_of
+from benchmarks.harness import parser_of, pick, report, table, targets_table
+from benchmarks.peers.contestants import TrlMissingError, ensure_trl
+from benchmarks.tiny_models import qwen3
+
+GROUP_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the samples of one step."""
+
+    name: str
+    vocabulary: int
+    hidden: int
+    layers: int
+    prompt: int
+    """Tokens of each prompt."""
+    longest: int
+    """Tokens of the longest response."""
+    tokens: int
+    """Of all samples, prompts included, about."""
+
+    @property
+    def intermediate(self) -> int:
+        """Width of the MLP, 8/3 of the hidden size."""
+        return self.hidden * 8 // 3
+
+    @property
+    def heads(self) -> int:
+        """Of 64 numbers each; a third of them for keys and values."""
+        return self.hidden // 64
+
+    def write(self, folder: Path, seed: int) -> None:
+        """Save the model, random, and the samples: prompts, responses, log-probabilities, rewards.
+
+        Lengths of responses are lognormal, as they are in training: most are a fraction of the
+        longest, and one is cut off there.
+        """
+        qwen3(
+            self.vocabulary, self.hidden, self.layers, seed=seed,
+            intermediate_size=self.intermediate, num_key_value_heads=max(1, self.heads // 3),
+            max_position_embeddings=self.prompt + self.longest,
+        ).save_pretrained(folder)  # fmt: skip
+        rng = np.random.default_rng(seed)
+        groups: list[dict[str, Any]] = []
+        while sum(map(_tokens, groups)) < self.tokens:
+            lengths = rng.lognormal(np.log(0.3 * self.longest), 0.8, GROUP_SIZE)
+            if not groups:
+                lengths[0] = self.longest
+            groups.append(
+                {
+                    "prompt": rng.integers(0, self.vocabulary, self.prompt).tolist(),
+                    "responses": [
+                        rng.integers(0, self.vocabulary, count).tolist()
+                        for count in np.clip(lengths, 8, self.longest).astype(int)
+                    ],
+                    "rewards": rng.integers(0, 2, GROUP_SIZE).tolist(),
+                }
+            )
+            groups[-1]["rewards"][0], groups[-1]["rewards"][1] = 0, 1  # every group has a signal
+        (folder / "samples.json").write_text(json.dumps({**asdict(self), "groups": groups}))
+
+
+def _tokens(group: dict[str, Any]) -> int:
+    return sum(len(one) + len(group["prompt"]) for one in group["responses"])
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the samples of a step cost, by arithmetic."""
+
+    tokens: int
+    """Prompts and responses, as users count them: each sample with its prompt."""
+    flops: float
+    """Forward and backward pass of real tokens, those that a group shares once. 6 a parameter and
+    token, 6 a number of the head and response token, causal attention. Nothing for padding or
+    for what is computed again."""
+    padded: int
+    """Tokens of groups that are padded to their longest sample."""
+
+
+def costs_of(workload: Workload, groups: Sequence[dict[str, Any]]) -> Costs:
+    hidden, size = workload.hidden, 64
+    kv = max(1, workload.heads // 3)
+    layer = hidden * size * (2 * workload.heads + 2 * kv) + 3 * hidden * workload.intermediate
+    flops, tokens, padded = 0.0, 0, 0
+    for group in groups:
+        prompt = len(group["prompt"])
+        lengths = [len(one) for one in group["responses"]]
+        row = prompt + sum(lengths)
+        tokens += prompt * len(lengths) + sum(lengths)
+        padded += (prompt + max(lengths)) * len(lengths)
+        pairs = prompt**2 / 2 + sum(one * prompt + one**2 / 2 for one in lengths)
+        attention = 12 * workload.heads * size * pairs
+        flops += workload.layers * (6 * layer * row + attention)
+        flops += 6 * hidden * workload.vocabulary * sum(lengths)
+    return Costs(tokens, flops, padded)
+
 
 WORKLOADS = (
     Workload("100m", 64, hidden=768, layers=16, prompt=64, longest=512, tokens=3_000),
@@ -63,10 +159,8 @@ _SECONDS = 900.0
 _ROOT = Path(__file__).parents[2]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="2 steps after the first, not 5")
-    parser.add_argument("--json", help="file to write")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "2 steps after the first, not 5")
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     names = [one.name for one in WORKLOADS]
@@ -75,9 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--set", action="append", default=[], dest="settings", metavar="KEY=VALUE",
         help="a setting of asyncrl's trainer, as compile=true",
     )  # fmt: skip
-    add_smoke(parser)
     options = parser.parse_args(arguments)
-    steps = 2 if options.smoke else 3 if options.quick else 6
+    steps = pick(options, 6, 3, 2)
     size = SMALL_PRODUCT if options.smoke else PRODUCT
     raw: dict[str, Any] = {"threads": options.threads, "settings": options.settings}
     peaks = [peak_flops(options.threads, size)]
@@ -88,18 +181,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for workload in chosen:
         raw[workload.name] = measure(workload, steps, options, peaks, size)
     raw["peak_flops"], peak = peaks, max(peaks)
-    print(
-        f"best float32 matrix products: {', '.join(f'{one / 1e9:.0f}' for one in peaks)} GFLOP/s "
-        f"with {options.threads} threads"
-    )
     ratios: dict[str, float] = {}
     for workload in chosen:
         ratios |= ratios_of(workload.name, raw[workload.name], peak)
-        print_table(workload.name, raw[workload.name], peak)
     ratios |= of_targets(ratios)
-    Console().print(targets_table(ratios, TARGETS, FLOORS, reached))
-    if options.json:
-        write_json(options.json, "trainer", raw, ratios, smoke=options.smoke)
+    shown = [table_of(workload.name, raw[workload.name], peak) for workload in chosen]
+    shown.append(targets_table(ratios, TARGETS, FLOORS, reached))
+    report(options, "trainer", raw, ratios, *shown)
+    return 0
 
 
 def measure(
@@ -215,26 +304,25 @@ def of_targets(ratios: dict[str, float]) -> dict[str, float]:
 
 
 def reached(name: str, value: float) -> bool:
-    """Whether a ratio reaches its target."""
     return value >= TARGETS[name] if name in FLOORS else value <= TARGETS[name]
 
 
-def print_table(name: str, found: dict[str, Any], peak: float) -> None:
+def table_of(name: str, found: dict[str, Any], peak: float) -> Table:
     costs = found["costs"]
-    print(
-        f"\n{name}: {costs['tokens']:,} tokens a step, {costs['padded']:,} with padding, "
-        f"{costs['flops'] / 1e12:.2f} TFLOP"
-    )
-    for contender in CONTENDERS:
-        if contender in found:
-            one = found[contender]
-            seconds = seconds_of(one)
-            print(
-                f"  {contender:8} {seconds:8.2f} s  {costs['tokens'] / seconds:9,.0f} tokens/s  "
-                f"{costs['flops'] / seconds / peak:6.1%} of the peak  "
-                f"{one['peak_bytes'] / 2**30:6.2f} GiB  gradient norm {one['norms'][0]:.5g}"
+    seconds = {one: seconds_of(found[one]) for one in CONTENDERS if one in found}
+    return table(
+        f"{name}: {costs['tokens']:,} tokens a step, {costs['padded']:,} with padding, "
+        f"{costs['flops'] / 1e12:.2f} TFLOP; peak {peak / 1e9:.0f} GFLOP/s",
+        "contender,s,tokens/s,of the peak,GiB,gradient norm",
+        (
+            (
+                one, taken, costs["tokens"] / taken, f"{costs['flops'] / taken / peak:.1%}",
+                found[one]["peak_bytes"] / 2**30, found[one]["norms"][0],
             )
+            for one, taken in seconds.items()
+        ),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

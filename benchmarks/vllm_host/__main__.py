@@ -1,6 +1,6 @@
-"""`python -m benchmarks.vllm_host`."""
-
-from benchmarks.vllm_host.main import main
+"""`python -m benchmarks.vllm_host`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    main()
+    from benchmarks.vllm_host.main import main
+
+    raise SystemExit(main())

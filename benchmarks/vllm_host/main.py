@@ -1,46 +1,27 @@
-"""What the generator costs vLLM: the log-probabilities, and the Python on the host.
+"""What does the generator cost vLLM: the log-probabilities, and the Python on the host?
 
-    python -m benchmarks.vllm_host [--quick] [--json FILE]
+    python -m benchmarks.vllm_host [--quick] [--part topk|host] [--json FILE]
 
-Each part runs two real vLLM engines in turns, in one process and on the same prompts:
-
-    ours    the generator: `VllmEngine` and `SampleGenerator`, down to finished trajectories
-    plain   vLLM with the same arguments and without any of our code: its own sampler, no
-            log-probabilities, no drafter, its own scheduler, and an output processor that throws
-            everything away except the end of a request
+Two real vLLM engines run in turns on the same prompts: `ours`, the generator (`VllmEngine` and
+`SampleGenerator`) down to finished trajectories, and `plain`, vLLM with the same arguments and none
+of our code: its own sampler and scheduler, no log-probabilities, no drafter, and an output
+processor that throws everything away except the end of a request.
 
 **vllm_topk_overhead** is tokens/s of ours over tokens/s of plain, the median over pairs of rounds:
-64 rows, K = 64, a random model with a vocabulary of 32,000 (43 M parameters), no drafts. It
-compares all that ours does, the draw and the transport included, with a vLLM that reports nothing.
+64 rows, K = 64, a random model with a vocabulary of 32,000 (43 M parameters), no drafts.
 `vllm_topk_over_none` is ours at K = 64 over ours at K = 0.
 
-**host_us_per_row_step** is the CPU time of our code, in microseconds per generated token, with 256
-rows and a model so small that the host is all there is (K = 8). The drafter is on and keeps its
-books. A full step has no room for drafts; at the end of a round, where rows have ended, steps have,
-and what the planner then drafts is counted. It is the sum of
-
-    client          CPU time of the generator's event loop, ours less plain: steps, chunks, samples,
-                    trajectories, requests, and vLLM's own decoding of our tables. Plain decodes an
-                    output per request, which ours does not send: what that saves counts too
-    sampler         CPU time of our sampler around the draw: rows, random numbers, output
-    drafter, table  CPU time of our hooks in vLLM's core: before a step, after it, and the
-                    scheduler's table
-
-**host_core_us_per_row_step** is the sum without the client. It delays the next step. The client is
-another process, whose work overlaps with the model's where they do not share a processor. Its part
-may be negative: plain vLLM sends and decodes more.
-
-The draw itself (`draw`: from logits to tokens and lists) is arithmetic that a GPU does. It is part
-of vllm_topk_overhead, and printed next to vLLM's own sampler here.
-
-Requests begin and end in a round, so what a request costs is spread over its tokens. Not counted:
-the thread that encodes a step's message (one more array or two), and reward workers. The CPU time
-of the whole core process is in the raw numbers; its difference is smaller than its noise.
+**host_us_per_row_step** is the CPU time of our code in µs per generated token, with 256 rows and a
+model so small that the host is all there is (K = 8): `client`, the generator's event loop, ours
+less plain (it may be negative: plain decodes more outputs); `sampler`, ours around the draw;
+`drafter` and `table`, our hooks in vLLM's core. **host_core_us_per_row_step** is the sum without
+the client: it delays the next step. The draw is arithmetic that a GPU does, and is printed only.
+What a request costs is spread over its tokens. Not counted: the thread that encodes a step's
+message, and reward workers.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import tempfile
@@ -50,19 +31,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
+import torch
 from rich.table import Table
 
 from asyncrl.cache.config import CacheConfig
-from benchmarks.report import add_smoke, write_json
+from benchmarks.harness import parser_of, pick, report, table
+from benchmarks.tiny_models import qwen3, random_qwen3
 from benchmarks.vllm_host.clocks import DRAW
-from benchmarks.vllm_host.models import tiny_model, wide_model
 from benchmarks.vllm_host.sides import PROMPT, Ours, Plain, Side, Spent, config_of, timed
+
+VOCABULARY = 32_000
+
+
+def wide_model(path: Path, max_length: int) -> None:
+    """A model with a real vocabulary: 43 M parameters, of which the head has 16 M.
+
+    The scale of its embeddings gives the 64 most probable tokens most of the mass, as in a language
+    model: how many tokens are drawn from outside them decides what a draw costs.
+    """
+    model = qwen3(VOCABULARY, 512, 8, seed=2, max_position_embeddings=max_length)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_(0.0, 0.25)
+    model.save_pretrained(path)
 
 
 class Effort(NamedTuple):
-    """How much is measured."""
-
     rounds: int
     topk_tokens: int
     host_tokens: int
@@ -103,7 +96,8 @@ async def measure_host(effort: Effort, folder: Path) -> dict[str, list[Spent]]:
     rows, tokens = effort.host_rows, effort.host_tokens
     # Steps of as many tokens as there are rows: none is left for drafts.
     config = config_of(rows, tokens, HOST_K, max_prefill_tokens=rows)
-    tiny_model(folder / "tiny", PROMPT + tokens + 1)
+    tiny = random_qwen3(1, 64, max_length=PROMPT + tokens + 1)
+    tiny.save_pretrained(folder / "tiny")
     path = str(folder / "tiny")
     async with AsyncExitStack() as stack:
         ours = await stack.enter_async_context(Ours.running(config, path, CacheConfig()))
@@ -154,50 +148,50 @@ def in_core(costs: dict[str, float]) -> float:
 
 
 def topk_table(rounds: dict[str, list[Spent]], k: int) -> Table:
-    """Speeds of the sides."""
-    table = Table("side", "tokens/s (median)", "ours / it", title=f"{k} log-probabilities a token")
-    for name, label in (("ours", f"ours, K = {k}"), ("none", "ours, K = 0"), ("plain", "plain")):
-        speed = statistics.median(s.row_steps / s.wall for s in rounds[name])
-        table.add_row(label, f"{speed:,.0f}", f"{speed_ratio(rounds['ours'], rounds[name]):.3f}")
-    return table
+    labels = {"ours": f"ours, K = {k}", "none": "ours, K = 0", "plain": "plain"}
+    return table(
+        f"{k} log-probabilities a token",
+        "side,tokens/s (median),ours / it",
+        (
+            (
+                label,
+                statistics.median(s.row_steps / s.wall for s in rounds[name]),
+                speed_ratio(rounds["ours"], rounds[name]),
+            )
+            for name, label in labels.items()
+        ),
+    )
 
 
 def host_table(costs: dict[str, float], rounds: dict[str, list[Spent]]) -> Table:
-    """CPU time of our code by part."""
-    table = Table("part", "µs per row-step", title="our code on the host")
-    for name, cost in costs.items():
-        table.add_row(name, f"{cost:.2f}")
-    table.add_row("together", f"{sum(costs.values()):.2f}")
-    table.add_row("of that in vLLM's core", f"{in_core(costs):.2f}")
+    """CPU time of our code by part, and of each side as a whole."""
+    rows: list[tuple[str, float]] = list(costs.items())
     for name, each in rounds.items():
-        client = statistics.median(s.client / s.row_steps for s in each) * 1e6
-        core = statistics.median(s.core / s.row_steps for s in each) * 1e6
-        draw = statistics.median(s.hooks[DRAW] / s.row_steps for s in each) * 1e6
-        table.add_row(
-            f"[dim]{name}: all of the client, of the core, the draw[/]",
-            f"[dim]{client:.2f}, {core:.2f}, {draw:.2f}[/]",
-        )
-    return table
+        for what, of in (
+            ("client", lambda s: s.client),
+            ("core", lambda s: s.core),
+            ("draw", lambda s: s.hooks[DRAW]),
+        ):
+            median = statistics.median(of(s) / s.row_steps for s in each)
+            rows.append((f"{name}: all of the {what}", 1e6 * median))
+    return table("our code on the host", "part,µs per row-step", rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run both parts, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="some minutes")
-    parser.add_argument("--json", metavar="FILE", help="write the result")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "some minutes")
     parser.add_argument("--part", choices=("topk", "host"), help="only this one")
-    add_smoke(parser)
     options = parser.parse_args(arguments)
-    effort, console = (SMOKE if options.smoke else QUICK if options.quick else FULL), Console()
+    effort = pick(options, FULL, QUICK, SMOKE)
     raw: dict[str, Any] = {"effort": effort._asdict()}
     ratios: dict[str, float] = {}
+    shown = []
     with tempfile.TemporaryDirectory() as folder:
         if options.part != "host":
             topk = asyncio.run(measure_topk(effort, Path(folder)))
             raw["topk"] = {name: [asdict(one) for one in each] for name, each in topk.items()}
             ratios["vllm_topk_overhead"] = speed_ratio(topk["ours"], topk["plain"])
             ratios["vllm_topk_over_none"] = speed_ratio(topk["ours"], topk["none"])
-            console.print(topk_table(topk, effort.top_k))
+            shown.append(topk_table(topk, effort.top_k))
         if options.part != "topk":
             host = asyncio.run(measure_host(effort, Path(folder)))
             costs = host_costs(host["ours"], host["plain"])
@@ -205,7 +199,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raw["host_us_by_part"] = costs
             ratios["host_us_per_row_step"] = sum(costs.values())
             ratios["host_core_us_per_row_step"] = in_core(costs)
-            console.print(host_table(costs, host))
-    console.print({name: round(value, 3) for name, value in ratios.items()})
-    if options.json:
-        write_json(options.json, "vllm_host", raw, ratios, smoke=options.smoke)
+            shown.append(host_table(costs, host))
+    report(options, "vllm_host", raw, ratios, *shown)
+    return 0

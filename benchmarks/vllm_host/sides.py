@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +23,7 @@ from asyncrl.generator.sample_state import SampleGeneration
 from asyncrl.rollout.trajectory import SampleId
 from asyncrl.wire.messages.frames import encode_tokens
 from asyncrl.wire.messages.to_generator import PromptPayload
+from benchmarks.harness import cpu_seconds
 from benchmarks.vllm_host.clocks import OURS, PLAIN
 
 PROMPT = 16
@@ -34,8 +33,6 @@ PROMPTS = 32
 
 @dataclass(frozen=True)
 class Spent:
-    """One round of a side."""
-
     row_steps: int
     """Tokens of all responses."""
     wall: float
@@ -48,8 +45,6 @@ class Spent:
 
 
 class Side(Protocol):
-    """One side of a comparison."""
-
     async def generate(self, rows: int, length: int, top_k: int) -> None:
         """Generate `rows` responses of `length` tokens, all at once."""
 
@@ -63,26 +58,20 @@ class Side(Protocol):
 async def timed(side: Side, rows: int, length: int, top_k: int) -> Spent:
     """Run one round. The event loop must run nothing else."""
     await side.hooks()
-    wall, client, core = time.perf_counter(), time.thread_time(), _cpu_of(side.core_pid())
+    wall, client, core = time.perf_counter(), time.thread_time(), cpu_seconds(side.core_pid())
     await side.generate(rows, length, top_k)
     return Spent(
         rows * length,
         time.perf_counter() - wall,
         time.thread_time() - client,
-        _cpu_of(side.core_pid()) - core,
+        cpu_seconds(side.core_pid()) - core,
         await side.hooks(),
     )
-
-
-def _cpu_of(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(") ", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def config_of(
     rows: int, length: int, top_k: int, max_prefill_tokens: int | None = None
 ) -> EngineConfig:
-    """Of both sides."""
     return EngineConfig(
         kind="vllm",
         slots=rows,
@@ -99,11 +88,7 @@ def prompt_of(index: int) -> list[int]:
 
 
 class Ours:
-    """The generator's engine and `SampleGenerator`, down to finished trajectories.
-
-    Args:
-        engine: started, with OURS as its worker extension.
-    """
+    """The generator's engine and `SampleGenerator`, down to finished trajectories."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
@@ -134,7 +119,6 @@ class Ours:
         await self._llm.collective_rpc("host_attach")
 
     async def generate(self, rows: int, length: int, top_k: int) -> None:
-        """`Side`"""
         self._round += 1
         rewards: Any = _NoRewards()
         sampling = SamplingParams(length, top_k_logprobs=top_k)
@@ -153,11 +137,9 @@ class Ours:
         assert all(len(one.trajectory.tokens) == length for one in held)
 
     def core_pid(self) -> int:
-        """`Side`"""
         return _pid(self._llm)
 
     async def hooks(self) -> dict[str, float]:
-        """`Side`"""
         (spent,) = await self._llm.collective_rpc("host_seconds")
         return dict(spent)
 
@@ -170,11 +152,7 @@ class _NoRewards:
 
 
 class Plain:
-    """VLLM without any of our code and without log-probabilities; its outputs are thrown away.
-
-    Args:
-        llm: started.
-    """
+    """VLLM without any of our code and without log-probabilities; its outputs are thrown away."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -193,7 +171,6 @@ class Plain:
             await shut_down(llm)
 
     async def generate(self, rows: int, length: int, top_k: int) -> None:
-        """`Side`"""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs.engine import tokens_input
 
@@ -209,11 +186,9 @@ class Plain:
         self._count += rows
 
     def core_pid(self) -> int:
-        """`Side`"""
         return _pid(self._llm)
 
     async def hooks(self) -> dict[str, float]:
-        """`Side`"""
         (spent,) = await self._llm.collective_rpc("host_seconds")
         return dict(spent)
 

@@ -19,15 +19,12 @@ from benchmarks.vllm_host.clocks import DRAW, SAMPLER
 
 
 class _Nothing:
-    """Something to time."""
-
     CALLS = 2000
 
     def inner(self) -> None:
         """Take no time."""
 
     def outer(self) -> None:
-        """Call a timed function often."""
         for _ in range(self.CALLS):
             self.inner()
 
@@ -80,8 +77,6 @@ class _Timed:
 
 
 class TimedExtension(_Timed, WorkerExtension):
-    """Ours, timed."""
-
     def host_attach(self) -> None:
         """Put the clocks around everything that was installed."""
         self._attach_clocks()
@@ -96,9 +91,6 @@ class TimedExtension(_Timed, WorkerExtension):
 
 
 class PlainExtension(_Timed):
-    """VLLM's own sampler, timed."""
-
     def host_attach(self) -> None:
-        """Put the clock around it."""
         self._attach_clocks()
         self._time(self.model_runner, "_sample", DRAW)

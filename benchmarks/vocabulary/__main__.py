@@ -1,8 +1,6 @@
-"""`python -m benchmarks.vocabulary`"""
-
-import sys
-
-from benchmarks.vocabulary.main import main
+"""`python -m benchmarks.vocabulary`; processes that import this module again load nothing."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks.vocabulary.main import main
+
+    raise SystemExit(main())

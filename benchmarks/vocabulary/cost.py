@@ -1,8 +1,6 @@
 """Time of drawing and of verification per token, next to that of the head that makes the logits.
 
-Contestants run in turns on the same distributions. `before` is the draw up to decision 0026, kept
-here for the comparison: the inverse of a cumulative sum over the vocabulary in float64, and
-`torch.topk` for the list that is reported. Now one function draws and makes the list.
+All parts run in turns on the same distributions; the statistic is the median of their times.
 """
 
 from __future__ import annotations
@@ -11,21 +9,20 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.engine.sampling.drawing import Streams, draw, identify, top_k, warm_up
-from asyncrl.engine.sampling.truncation import uniforms
 from asyncrl.rollout.acceptance import symbols_of, verify_kept
+from benchmarks.harness import in_turns
 
 VOCABULARIES = (32_000, 151_936)
 HIDDEN = 1024
 """Width of the head's input, that of Qwen3-0.6B, whose vocabulary is the larger one."""
 ROWS = 64
-_PARTS = ("head", "softmax", "before_draw", "before_list", "draw", "list", "verify")
 
 
 @dataclass(frozen=True)
@@ -35,12 +32,8 @@ class Cost:
     vocabulary: int
     k: int
     parts: dict[str, float]
-    """`head`: the product; `softmax`; `before_draw` and `before_list`; `draw`: the draw with its
-    list; `list`: the list alone; `verify`: judging one kept token, given its distribution."""
-    draw_vs_before: float
-    """Draw with list, now over before: median over rounds."""
-    draw_only_vs_before: float
-    """The same without the lists on both sides."""
+    """`head`: the product; `softmax`; `draw`: the draw with its list; `list`: the list alone;
+    `verify`: judging one kept token, given its distribution."""
 
 
 def distributions(vocabulary: int, rows: int, seed: int) -> Tensor:
@@ -65,44 +58,23 @@ def measure(vocabulary: int, k: int, rounds: int) -> Cost:
     hidden, head = torch.randn(ROWS, HIDDEN), torch.randn(HIDDEN, vocabulary)
     seeds, positions = np.arange(ROWS, dtype=np.uint64), np.arange(ROWS, dtype=np.int64)
     streams = Streams(seeds, positions, seeds + np.uint64(ROWS))
-    numbers = uniforms(seeds, positions)
-    verification = _Verification(logprobs, newer, k, streams)
     actions: dict[str, Callable[[], object]] = {
         "head": lambda: hidden @ head,
         "softmax": lambda: torch.log_softmax(logprobs, -1),
-        "before_draw": lambda: draw_by_cumulative_sum(logprobs, numbers),
-        "before_list": lambda: torch.topk(logprobs, k, dim=-1),
         "draw": lambda: draw(logprobs, k, streams),
         "list": lambda: top_k(logprobs, k),
-        "verify": verification.judge,
+        "verify": _Verification(logprobs, newer, k, streams).judge,
     }
-    times: dict[str, list[float]] = {part: [] for part in _PARTS}
-    for part in _PARTS:
-        actions[part]()
-    for _ in range(rounds):
-        for part in _PARTS:
-            began = time.perf_counter()
-            actions[part]()
-            times[part].append(1e6 * (time.perf_counter() - began) / ROWS)
-    rows = [dict(zip(_PARTS, row, strict=True)) for row in zip(*times.values(), strict=True)]
-    return Cost(
-        vocabulary=vocabulary,
-        k=k,
-        parts={part: statistics.median(values) for part, values in times.items()},
-        draw_vs_before=statistics.median(
-            row["draw"] / (row["before_draw"] + row["before_list"]) for row in rows
-        ),
-        draw_only_vs_before=statistics.median(
-            (row["draw"] - row["list"]) / row["before_draw"] for row in rows
-        ),
-    )
 
+    def timed(action: Callable[[], object], _round: int) -> float:
+        began = time.perf_counter()
+        action()
+        return 1e6 * (time.perf_counter() - began) / ROWS
 
-def draw_by_cumulative_sum(logprobs: Tensor, numbers: NDArray[np.float64]) -> Tensor:
-    """`[N]` the tokens at `numbers` of the cumulative mass: the draw before decision 0026."""
-    cumulative = torch.cumsum(logprobs.exp(), dim=-1, dtype=torch.float64)
-    target = torch.from_numpy(numbers) * cumulative[:, -1]
-    return torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
+    turns = {part: partial(timed, action) for part, action in actions.items()}
+    in_turns(turns, 1)  # warms up
+    times = in_turns(turns, rounds)
+    return Cost(vocabulary, k, {part: statistics.median(values) for part, values in times.items()})
 
 
 class _Verification:

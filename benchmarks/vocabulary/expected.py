@@ -1,4 +1,4 @@
-"""Whole distributions of two policies along a text, and what each rule is expected to keep of it.
+"""Whole distributions of two policies along a text, and how much of it is expected to be kept.
 
 The texts follow the old policy whatever K was when they were drawn, so one set of texts serves
 every K. Only the noise of a tail token depends on K, and it need not be drawn: with Gumbel noise g
@@ -15,10 +15,56 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.rollout.trajectory import IntArray
-from benchmarks.vocabulary.rules import Doubles, TextRatios, kept_shares
+
+Doubles = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TextRatios:
+    """What the rules read of B texts of L tokens each."""
+
+    token: Doubles
+    """`[B, L]` p(x) / q(x) of each token."""
+    tail: Doubles
+    """`[B, L]` p_T / q_T; read where `in_tail`."""
+    in_tail: Flags
+    """`[B, L]` whether the token lies outside the top K of q."""
+    same: Doubles
+    """`[B, L]` probability that the tail token has the same name under p, given the text (0 or
+    1 where the noise is known); read where `in_tail`."""
+
+    def first(self, length: int) -> TextRatios:
+        return TextRatios(
+            self.token[:, :length],
+            self.tail[:, :length],
+            self.in_tail[:, :length],
+            self.same[:, :length],
+        )
+
+
+def kept_shares(ratios: TextRatios) -> dict[str, float]:
+    """Expected kept tokens divided by all tokens: K = V (`all`), or with a tail (`tail`)."""
+    goes_on = np.where(ratios.in_tail, ratios.same, 1.0).cumprod(axis=1)
+    symbol = np.where(ratios.in_tail, ratios.tail, ratios.token)
+    return {
+        "all": float(block_weights(ratios.token).mean()),
+        "tail": float((goes_on * block_weights(symbol)).mean()),
+    }
+
+
+def block_weights(ratios: Doubles) -> Doubles:
+    """`[B, L]` w_i = min(1, w_(i-1) r_i): the probability that the first i tokens are accepted."""
+    weights = np.empty_like(ratios)
+    weight = np.ones(len(ratios))
+    for place in range(ratios.shape[1]):
+        weight = np.minimum(1.0, weight * ratios[:, place])
+        weights[:, place] = weight
+    return weights
 
 
 @dataclass(frozen=True)
@@ -32,7 +78,7 @@ class Expected:
     outside: dict[int, float]
     """K to the old policy's mass outside its K most probable tokens."""
     kept: dict[int, dict[int, dict[str, float]]]
-    """Length and K to the expected kept share by rule (`benchmarks.vocabulary.rules`). A shorter
+    """Length and K to the expected kept share by rule (`kept_shares`). A shorter
     length takes the first tokens of the texts."""
 
 
@@ -45,16 +91,7 @@ def expected(
     lengths: Sequence[int],
     temperature: float = 1.0,
 ) -> Expected:
-    """Judge texts that were drawn from the old policy.
-
-    Args:
-        old: a causal language model of transformers.
-        new: the policy that verifies.
-        texts: prompt and response tokens of each; all responses have the same length.
-        ks: sizes of the list A, increasing.
-        lengths: at most that of the responses.
-        temperature: of both policies.
-    """
+    """Judge texts that were drawn from the old policy."""
     drift, entropy, columns = 0.0, 0.0, []
     for prompt, response in texts:
         q, p = (_distributions(model, prompt, response, temperature) for model in (old, new))

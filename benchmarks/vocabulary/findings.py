@@ -2,11 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rich.table import Table
+
+from benchmarks.harness import table, targets_table
 from benchmarks.vocabulary.cost import Cost
 from benchmarks.vocabulary.expected import Expected
+
+TARGETS = {"kept_tail_vs_all": 0.9, "kept_flat": 0.3}
+
+
+def tables(findings: Findings) -> Iterator[Table]:
+    """All measurements, then every target with its result."""
+    made = findings.model
+    yield _pairs(
+        f"language model: {made['vocabulary']:,} tokens, {made['parameters'] / 1e6:.1f}M "
+        f"parameters, held-out perplexity {made['held_out_perplexity']:.0f}",
+        findings.language,
+    )
+    yield _pairs("flat model: 5,000 tokens, nothing learned", [findings.flat])
+    yield table(
+        "microseconds per token, 64 rows",
+        ("vocabulary", "K", *findings.costs[0].parts),
+        ((one.vocabulary, one.k, *one.parts.values()) for one in findings.costs),
+    )
+    yield targets_table(
+        findings.ratios(), TARGETS, TARGETS, lambda name, value: value >= TARGETS[name]
+    )
+
+
+def _pairs(title: str, pairs: list[Pair]) -> Table:
+    return table(
+        title,
+        "versions,T,TV a token,entropy,length,K,outside K,tail a symbol,all,engine",
+        (
+            (
+                f"{pair.earlier} → {pair.later}", pair.temperature, pair.expected.drift,
+                pair.expected.entropy, length, k, pair.expected.outside[k], shares["tail"],
+                shares["all"],
+                pair.engine_share if (k, length) == (pair.k, max(pair.expected.kept)) else None,
+            )
+            for pair in pairs
+            for length, by_k in pair.expected.kept.items()
+            for k, shares in by_k.items()
+        ),
+        caption="kept share of the earlier version's texts; engine: as measured",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,8 +76,6 @@ class Pair:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that a run has measured."""
-
     model: dict[str, Any]
     """How the language model was made, and its perplexity."""
     rewards: dict[str, float]
@@ -41,7 +83,6 @@ class Findings:
     language: list[Pair]
     """One step apart, and several."""
     flat: Pair
-    chains: list[dict[str, float]]
     costs: list[Cost]
 
     def ratios(self) -> dict[str, float]:
@@ -56,11 +97,9 @@ class Findings:
         return {
             "kept_tail_vs_all": shares["tail"] / shares["all"],
             "kept_flat": self.flat.engine_share,
-            "draw_vs_before": dearest.draw_vs_before,
             "engine_vs_expected": sum(pair.engine_share for pair in pairs)
             / sum(pair.longest(pair.k)["tail"] for pair in pairs),
             "kept_flat_expected": self.flat.longest(self.flat.k)["tail"],
-            "draw_only_vs_before": dearest.draw_only_vs_before,
             "draw_vs_head": dearest.parts["draw"] / dearest.parts["head"],
             "verification_vs_head": dearest.parts["verify"] / dearest.parts["head"],
         }

@@ -2,12 +2,10 @@
 
     python -m benchmarks.vocabulary [--quick] [--json FILE]
 
-    language  a small language model of 32,000 tokens, trained here on this machine's documentation
-              (`benchmarks.vocabulary.language_model`), and policy steps taken with it by
-              `asyncrl run` (`benchmarks.vocabulary.policies`): mass outside the top K, and the
-              share of a text that each rule keeps one and four optimizer steps later
+    language  a small language model of 32,000 tokens, trained here on this machine's documentation,
+              and policy steps taken with it by `asyncrl run`: mass outside the top K, and the share
+              of a text that verification keeps one and four optimizer steps later
     flat      the same for a model of 5,000 tokens that has learned nothing: 31,312 tokens
-    chains    Markov chains with a chosen drift, in plain NumPy (`benchmarks.vocabulary.markov`)
     cost      drawing and verification per token, next to the head (`benchmarks.vocabulary.cost`)
 
 Shares "by the engine" are those of the torch engine, which generates, takes the later weights and
@@ -17,10 +15,8 @@ the models, which takes some minutes; they stay in the cache directory.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -30,21 +26,24 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.rollout.trajectory import IntArray
-from benchmarks.report import add_smoke, write_json
-from benchmarks.vocabulary import cost, markov
-from benchmarks.vocabulary.corpus import CorpusShape
-from benchmarks.vocabulary.engine_share import Job, measure
+from benchmarks.harness import parser_of, pick, report
+from benchmarks.vocabulary import cost
 from benchmarks.vocabulary.expected import expected
-from benchmarks.vocabulary.findings import Findings, Pair
-from benchmarks.vocabulary.language_model import LanguageModel, model_record
-from benchmarks.vocabulary.policies import FLAT, LANGUAGE, PolicyVersions, Steps, ensure_versions
-from benchmarks.vocabulary.rules import kept_shares
-from benchmarks.vocabulary.tables import tables
+from benchmarks.vocabulary.findings import Findings, Pair, tables
+from benchmarks.vocabulary.language_model import CorpusShape, LanguageModel, model_record
+from benchmarks.vocabulary.policies import (
+    FLAT,
+    LANGUAGE,
+    Job,
+    PolicyVersions,
+    Steps,
+    ensure_versions,
+    measure,
+)
 from benchmarks.vocabulary.training import TrainingRecipe
 
 KS = (4, 8, 16, 64)
@@ -56,11 +55,8 @@ FLAT_TEXTS, FLAT_LENGTH = 103, 304
 
 
 class Effort(NamedTuple):
-    """How much is measured."""
-
     texts: int
     """Of the language model, 256 tokens each."""
-    chain_texts: int
     rounds: int
     """Of the costs."""
     language: Steps = LANGUAGE
@@ -68,14 +64,13 @@ class Effort(NamedTuple):
     flat_texts: int = FLAT_TEXTS
     flat_length: int = FLAT_LENGTH
     lengths: tuple[int, ...] = LENGTHS
-    chains: tuple[markov.Chain, ...] = markov.CHAINS
     vocabularies: tuple[int, ...] = cost.VOCABULARIES
     """Of the costs."""
     cached: bool = True
     """Whether the models are kept."""
 
 
-QUICK, FULL = Effort(32, 128, 9), Effort(256, 512, 31)
+QUICK, FULL = Effort(32, 9), Effort(256, 31)
 _SMALL = LanguageModel(
     corpus=CorpusShape(docstrings=150_000, manuals=0, documents=0, minimum=100_000),
     training=TrainingRecipe(32, 64, layers=1, heads=2, steps=2, rows=4, sequence=32),
@@ -86,53 +81,23 @@ _SMALL = LanguageModel(
 _FEW = ("scheduler.groups_per_step=2", "sampling.max_tokens=8", "engine.slots=16",
         "task.evaluation_size=1", "evaluation.prompts=1")  # fmt: skip
 _TWO = Steps(_SMALL, (1, 2), 0.9, _FEW)
-SMOKE = Effort(
-    2,
-    2,
-    1,
-    _TWO,
-    _TWO,
-    flat_texts=2,
-    flat_length=8,
-    lengths=(8,),
-    chains=markov.CHAINS[2:3],
-    vocabularies=(600,),
-    cached=False,
-)
+SMOKE = Effort(2, 1, _TWO, _TWO, 2, 8, lengths=(8,), vocabularies=(600,), cached=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="3 minutes on two cores; in full some 20"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, raw and ratios")
-    add_smoke(parser)
+    parser = parser_of(__doc__, "3 minutes on two cores; in full some 20")
     options = parser.parse_args(arguments)
-    effort = SMOKE if options.smoke else QUICK if options.quick else FULL
-    console = Console(width=120)
+    effort = pick(options, FULL, QUICK, SMOKE)
     disable_progress_bar()
-    load_before = os.getloadavg()[0]
     with TemporaryDirectory() as folder:
         models = None if effort.cached else Path(folder)
         made = [ensure_versions(steps, models) for steps in (effort.language, effort.flat)]
-        began = time.monotonic()
         findings = find(effort, *made)
-    for table in tables(findings):
-        console.print(table)
-    if options.json:
-        raw = asdict(findings) | {
-            "quick": options.quick,
-            "seconds": round(time.monotonic() - began, 1),
-            "load_before": load_before,
-            "load_after": os.getloadavg()[0],
-        }
-        write_json(options.json, "vocabulary", raw, findings.ratios(), smoke=options.smoke)
+    report(options, "vocabulary", asdict(findings), findings.ratios(), *tables(findings))
     return 0
 
 
 def find(effort: Effort, language: PolicyVersions, flat: PolicyVersions) -> Findings:
-    """All parts."""
     first, second, *others = effort.language.keep
     last = others[-1] if others else second
     earlier, later = effort.flat.keep
@@ -156,7 +121,6 @@ def find(effort: Effort, language: PolicyVersions, flat: PolicyVersions) -> Find
             Job(effort.flat_texts, effort.flat_length, K),
             (effort.flat_length,),
         ),
-        chains=[measure_chain(chain, effort.chain_texts) for chain in effort.chains],
         costs=[
             cost.measure(vocabulary, k, effort.rounds)
             for vocabulary in effort.vocabularies
@@ -190,19 +154,7 @@ def measure_pair(
 
 
 def prompts_of(made: PolicyVersions) -> list[IntArray]:
-    """The tokens of the held-out prompts."""
     tokenizer = AutoTokenizer.from_pretrained(made.paths[0])
     lines = made.prompts.read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["prompt"] for line in lines]
     return [np.array(ids, np.int32) for ids in tokenizer(texts)["input_ids"]]
-
-
-def measure_chain(chain: markov.Chain, texts: int) -> dict[str, float]:
-    """The expected shares of a Markov chain, and the tokens that were drawn outside."""
-    ratios = markov.simulate(*markov.policies(chain), texts, chain.length, chain.k)
-    return {
-        **asdict(chain),
-        **kept_shares(ratios),
-        "texts": float(texts),
-        "drawn_outside": float(ratios.in_tail.mean()),
-    }

@@ -61,7 +61,6 @@ def train(recipe: TrainingRecipe, sequences: Tensor, vocabulary: int) -> LlamaFo
 
 @torch.no_grad()
 def perplexity(model: LlamaForCausalLM, sequences: Tensor) -> float:
-    """Perplexity of `[n, sequence]` tokens."""
     parts = torch.split(sequences, 8)
     losses = [float(model(input_ids=part, labels=part).loss) for part in parts]
     return math.exp(sum(losses) / len(losses))
@@ -103,11 +102,7 @@ class _Training:
         self._optimizers: list[torch.optim.Optimizer] = [
             torch.optim.Muon(layers, lr=recipe.matrix_learning_rate, weight_decay=0.0),
             torch.optim.AdamW(
-                rest,
-                lr=recipe.learning_rate,
-                betas=(0.9, 0.95),
-                weight_decay=0.0,
-                fused=True,
+                rest, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
             ),
         ]
         self._groups = [group for one in self._optimizers for group in one.param_groups]

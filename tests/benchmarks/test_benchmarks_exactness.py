@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 from false_alarms import Claims
 
-from benchmarks.exactness import engines, kept, main, report
+from benchmarks.exactness import engines, kept, main
+from benchmarks.exactness.kept import TRAPS
 from benchmarks.exactness.model import draw, random_policy
 from benchmarks.exactness.pure import PURE
 from benchmarks.exactness.stats import distance
-from benchmarks.exactness.trap import TRAPS
 
 CLAIMS = Claims(__file__)
 
 
 @pytest.mark.parametrize("mode", [*PURE, *TRAPS])
 def test_modes_are_as_exact_as_they_say(mode: str) -> None:
-    found = report.run_pure(mode, report.QUICK, 0)
+    found = main.run_pure(mode, main.QUICK, 0)
     assert found.as_expected, found
-    assert found.distance.samples == report.QUICK
+    assert found.distance.samples == main.QUICK
     if found.exact:
         CLAIMS.take(10)
         assert found.distance.tv_low < 0.01
@@ -35,7 +35,7 @@ def test_modes_are_as_exact_as_they_say(mode: str) -> None:
 
 
 def test_the_trap_repeats_the_past_and_drafts_do_not() -> None:
-    notes = {m: report.run_pure(m, report.QUICK, 0).notes for m in ("trap-minpq", "trap-drafts")}
+    notes = {m: main.run_pure(m, main.QUICK, 0).notes for m in ("trap-minpq", "trap-drafts")}
     assert notes["trap-minpq"]["repeated"] > 2 * notes["trap-minpq"]["repeated_fresh"]
     drafts = notes["trap-drafts"]
     assert drafts["repeated"] == pytest.approx(drafts["repeated_fresh"], rel=0.06)
@@ -148,12 +148,12 @@ def test_modes_in_which_no_draft_is_accepted_certify_nothing(
     nothing = (np.zeros(1000, np.int64), {"drafted": 1000.0, "accepted": 0.0})
     monkeypatch.setattr(engines.TorchBench, "_drafted", lambda *_: nothing)
     with pytest.raises(engines.UnavailableError, match="0 accepted"):
-        list(report.run_engine("torch", ["torch-chain"], 1000, 0))
+        list(main.run_engine("torch", ["torch-chain"], 1000, 0))
 
 
 @pytest.mark.parametrize("mode", ["torch-chain", "torch-tree", "torch-verify"])
 def test_the_torch_engine_is_certified(mode: str) -> None:
-    (found,) = report.run_engine("torch", [mode], 6000, 0)
+    (found,) = main.run_engine("torch", [mode], 6000, 0)
     CLAIMS.take(10)
     assert found.as_expected, found
     assert found.notes["accepted"] > 500

@@ -10,8 +10,7 @@ import pytest
 from asyncrl.monitoring.records.group_account import account_of
 from asyncrl.wire.records.step import BatchMetrics, StalenessMetrics, StepGroups, StepMetrics
 from benchmarks.chaos.campaign import Kill, Outcome
-from benchmarks.chaos.findings import Findings, compare
-from benchmarks.chaos.lengths import p_value
+from benchmarks.chaos.findings import Findings, compare, p_value
 
 
 def counted(lengths: np.ndarray) -> Counter[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.wire.transport import outbox
-from benchmarks.controller.measured import Load, measure
+from benchmarks.controller.main import Load, measure
 
 
 @pytest.mark.parametrize(

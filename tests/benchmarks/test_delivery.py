@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.wire.transport.outbox import PART_BYTES
 from benchmarks.delivery import main
-from benchmarks.delivery.paths import PATHS
+from benchmarks.delivery.main import PATHS
 
 
 def test_it_measures_every_path_and_writes_the_ratios(

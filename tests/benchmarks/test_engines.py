@@ -11,9 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.engines import main
-from benchmarks.engines.cpu import cpu_seconds
-from benchmarks.engines.measure import Sizes, measure
-from benchmarks.vllm_host.models import tiny_model
+from benchmarks.engines.main import Sizes, cpu_seconds, measure
+from benchmarks.tiny_models import random_qwen3
 
 NUMBERS = {
     "ready_s",
@@ -33,7 +32,7 @@ NUMBERS = {
 
 def test_all_numbers_of_an_engine_are_measured(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    tiny_model(tmp_path, 256)
+    random_qwen3(1, 64, max_length=256).save_pretrained(tmp_path)
     tensors = dict(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
     sizes = Sizes(rows=2, length=12, rounds=1)
     found = asyncio.run(measure("torch", str(tmp_path), tensors, sizes))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.exactness_loop.chi_square import compare
-from benchmarks.exactness_loop.statements import ALARM
+from benchmarks.exactness_loop.statements import ALARM, compare
 
 
 def test_exact_draws_pass_at_the_nominal_rate_and_a_small_shift_fails() -> None:

@@ -20,8 +20,7 @@ from asyncrl.monitoring.records.samples import SampleSegment
 from asyncrl.monitoring.records.trained_samples import TrainedSample
 from benchmarks.live_audit.audit import refusal
 from benchmarks.live_audit.independence import correlations, repetitions, shared_numbers
-from benchmarks.live_audit.main import MUTATED
-from benchmarks.live_audit.runs import SCENARIOS, settings_of
+from benchmarks.live_audit.main import MUTATED, SCENARIOS, settings_of
 from benchmarks.live_audit.statements import Statement, sums, uniformity
 from benchmarks.live_audit.tokens import Tokens, contexts_of
 

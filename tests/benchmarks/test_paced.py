@@ -26,10 +26,10 @@ from asyncrl.wire.records.step import BatchMetrics, StalenessMetrics, StepMetric
 from benchmarks.paced import main as paced_main
 from benchmarks.paced import pace as paced_pace
 from benchmarks.paced.child import RECORDS, PacedCore
-from benchmarks.paced.findings import Findings, Result, reached
+from benchmarks.paced.findings import Findings, Result, reached, tables
+from benchmarks.paced.main import simulate
 from benchmarks.paced.model import Lengths, make_model
 from benchmarks.paced.pace import PacedDevice, Scale, Work, cost_of_environment, pace_variable
-from benchmarks.paced.plan import full, quick
 from benchmarks.paced.reward import rarer_letters
 from benchmarks.paced.run import Numbers, RunError, read_run
 from benchmarks.paced.setting import (
@@ -39,11 +39,10 @@ from benchmarks.paced.setting import (
     PROMPT_TOKENS,
     SYNC,
     VERIFY,
-    Machine,
     Paced,
+    full,
+    quick,
 )
-from benchmarks.paced.simulated import simulate, simulate_device
-from benchmarks.paced.tables import large_table, tables
 
 H200 = roofline(MODELS["7b"], DEVICES["h200"], trainer_devices=3, swap_seconds=0.5)
 
@@ -373,13 +372,3 @@ def test_the_simulation_repeats_lengths_and_rejections() -> None:
     )  # 5% of them get another length
     sync = simulate(replace(paced, mode=SYNC), like)
     assert sync.step_seconds > found.step_seconds
-
-
-def test_whole_answers_in_the_simulator() -> None:
-    found = simulate_device(1, 1e-3, Machine("h100", "1.5b"))
-    assert list(found) == list(MODES)
-    assert found[SYNC].step_seconds > found[VERIFY].step_seconds
-    assert found[VERIFY].mean_length == pytest.approx(1790, rel=0.25)
-    printed = Console(width=150, record=True, file=io.StringIO())
-    printed.print(large_table({1: found}, Machine("h100", "1.5b")))
-    assert "H100, 1.5B" in printed.export_text()

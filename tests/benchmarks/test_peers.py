@@ -12,16 +12,22 @@ import pytest
 
 from asyncrl.config.run_config import load_config
 from asyncrl.tasks.model import ensure_builtin_model
+from benchmarks.peers import contestants as peers_contestants
 from benchmarks.peers import main as peers
-from benchmarks.peers import trl_environment
 from benchmarks.peers.contestants import (
     CONFIG,
+    EPOCHS,
+    EXAMPLE,
     SYNC,
     TRL,
     VERIFY,
+    WORKLOADS,
     Contestant,
     Training,
+    TrlMissingError,
+    Workload,
     contestants,
+    ensure_trl,
 )
 from benchmarks.peers.findings import TARGETS
 from benchmarks.peers.measured_run import RunError, memory_of, run_measured
@@ -32,9 +38,7 @@ from benchmarks.peers.shared_data import (
     reward_of,
     task_of,
 )
-from benchmarks.peers.trl_arguments import NotComparableError, grpo_arguments
-from benchmarks.peers.trl_environment import TrlMissingError, ensure_trl
-from benchmarks.peers.workloads import EPOCHS, EXAMPLE, WORKLOADS, Workload
+from benchmarks.peers.trl_train import NotComparableError, grpo_arguments
 from benchmarks.tiny_models import SMOKE_START
 
 
@@ -189,14 +193,14 @@ def test_trl_that_cannot_be_installed_is_refused(
 def test_an_environment_shares_this_interpreters_packages_and_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = trl_environment._run, []
+    real, calls = peers_contestants._run, []
 
     def run(command: list[str]) -> str:
         calls.append(command)
         skip = "pip" in command or "version('trl')" in command[-1]
         return "" if skip else real(command)
 
-    monkeypatch.setattr(trl_environment, "_run", run)
+    monkeypatch.setattr(peers_contestants, "_run", run)
     python = ensure_trl(tmp_path)
     code = "import sys, torch; print(sys.prefix); print(torch.__file__)"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)

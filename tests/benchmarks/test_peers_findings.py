@@ -9,12 +9,10 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from benchmarks.peers.contestants import KEEP, SYNC, TRL, VERIFY
-from benchmarks.peers.findings import Findings, Run, step_of_accuracy
+from benchmarks.peers.contestants import EXAMPLE, KEEP, SYNC, TRL, VERIFY
+from benchmarks.peers.findings import Findings, Run, step_of_accuracy, tables
 from benchmarks.peers.measured_run import Usage
 from benchmarks.peers.shared_data import Step
-from benchmarks.peers.tables import tables
-from benchmarks.peers.workloads import EXAMPLE
 
 USAGE = Usage(20.0, 18.0, 700_000_000, 0.1, 1.0, 0.01)
 TINY_WORKLOAD = replace(EXAMPLE, steps=4, accuracy=0.8)

@@ -1,11 +1,10 @@
-"""benchmarks.pipeline without its runs: reading, ratios, tables, plot, and runs that fail."""
+"""benchmarks.pipeline without its runs: reading, ratios, tables, and runs that fail."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
-import xml.etree.ElementTree as ET
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -32,24 +31,26 @@ from benchmarks.pipeline import main as pipeline
 from benchmarks.pipeline import overlap
 from benchmarks.pipeline import run as pipeline_run
 from benchmarks.pipeline.costs import Costs
-from benchmarks.pipeline.findings import Findings, reached
+from benchmarks.pipeline.findings import Findings, reached, tables
 from benchmarks.pipeline.model import ModelRecipe, Muser, ensure_model
-from benchmarks.pipeline.modes import (
+from benchmarks.pipeline.run import (
     CONFIG,
     FULL,
+    GENERATOR,
     KEEP_4,
     QUICK,
     RUN_AHEAD,
     SYNC,
+    TRAINER,
     VERIFY,
     Effort,
     Mode,
+    RunError,
+    RunNumbers,
     modes,
+    read_run,
 )
-from benchmarks.pipeline.plot import curves, draw, write_plot
-from benchmarks.pipeline.run import GENERATOR, TRAINER, RunError, RunNumbers, read_run
-from benchmarks.pipeline.tables import tables
-from benchmarks.policies_variety import Variety
+from benchmarks.policies import Variety
 from benchmarks.tiny_models import SMOKE_START
 
 COSTS = Costs(4, 100.0, 150.0, 450.0, (30.0, 60.0, 140.0))
@@ -187,7 +188,7 @@ def test_ratios_by_hand() -> None:
     assert not reached("sync_over_verify", 1.4)
     assert not reached("generator_idle", 0.2)
     json.dumps(findings.raw())
-    assert [table.row_count > 0 for table in tables(findings)] == [True] * 4
+    assert [table.row_count > 0 for table in tables(findings)] == [True] * 3
 
 
 def test_seeds_give_students_interval() -> None:
@@ -250,30 +251,6 @@ def test_a_run_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         pipeline_run.carry_out(
             modes()[0], 0, model=tmp_path, effort=replace(EFFORT, steps=2), folder=tmp_path
         )
-
-
-def test_the_plot_has_a_line_per_mode_that_ends_when_its_run_did(tmp_path: Path) -> None:
-    slow = [(2.0 * (i + 1), 0.5 + 0.01 * i) for i in range(20)]
-    runs = [
-        a_run(SYNC, rewards=slow),
-        a_run(SYNC, 1, rewards=slow),
-        a_run(VERIFY),
-        a_run(VERIFY, 1),
-    ]
-    drawn = curves(runs, span=5)
-    assert [curve.name for curve in drawn] == [SYNC, VERIFY]
-    assert [curve.mean[-1][0] for curve in drawn] == [40.0, 20.0]
-    assert [len(curve.seeds) for curve in drawn] == [2, 2]
-    write_plot(tmp_path / "new" / "plot.svg", runs)
-    root = ET.fromstring((tmp_path / "new" / "plot.svg").read_text())  # noqa: S314 - our own
-    svg = "{http://www.w3.org/2000/svg}"
-    assert len(root.findall(f"{svg}path")) == 2 * 3
-    ends = [float(circle.attrib["cx"]) for circle in root.findall(f"{svg}circle")]
-    left = 64
-    assert ends[0] - left == pytest.approx(2 * (ends[1] - left), abs=0.2)
-    words = {text.text for text in root.iter(f"{svg}text")}
-    assert {SYNC, VERIFY, "40 s", "20 s"} <= words
-    assert "<script" not in draw(drawn, "<script>", "")
 
 
 def test_a_muser_gives_correct_answers_of_very_uneven_length() -> None:

@@ -18,7 +18,7 @@ from benchmarks.policies import (
     generate,
     total_variation,
 )
-from benchmarks.widen import widen
+from benchmarks.tiny_models import widen
 
 
 def test_widened_models_have_the_same_logits_and_differ_only_in_trained_parameters(

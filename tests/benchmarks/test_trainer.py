@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.trainer.__main__ import of_targets, ratios_of, reached
-from benchmarks.trainer.workloads import Workload, costs_of
+from benchmarks.trainer.__main__ import Workload, costs_of, of_targets, ratios_of, reached
 
 WORKLOAD = Workload("w", 100, hidden=192, layers=2, prompt=3, longest=8, tokens=1)
 

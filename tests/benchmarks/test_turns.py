@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.engine.protocol import GenerateRequest
-from benchmarks import turns, turns_outside
+from benchmarks import turns
 
 
 def test_what_turns_cost_is_told_from_what_tokens_cost() -> None:
@@ -37,21 +37,21 @@ def test_outside_the_engine_all_turns_are_played_and_verified(
 ) -> None:
     """Early and late turns are of the same samples, and each sends all tokens before it."""
     asked: list[GenerateRequest] = []
-    generate = turns_outside.ReadyEngine.generate
+    generate = turns.ReadyEngine.generate
 
     def noted(self: Any, request: GenerateRequest) -> Any:
         asked.append(request)
         return generate(self, request)
 
-    monkeypatch.setattr(turns_outside.ReadyEngine, "generate", noted)
-    found = asyncio.run(turns_outside.measure_outside(4, 8, 1))
+    monkeypatch.setattr(turns.ReadyEngine, "generate", noted)
+    found = asyncio.run(turns.measure_outside(4, 8, 1))
     assert all(value > 0 for value in found.values())
     played = {4: asked[:5], 16: asked[5:]}
     for number, requests in played.items():
         *drawn, verified = requests
         assert len(drawn) == number
         assert verified.kept is not None
-        assert int((~verified.kept.observed).sum()) == number * turns_outside.TOKENS
+        assert int((~verified.kept.observed).sum()) == number * turns.TOKENS
         assert [one.kept for one in drawn] == [None] * number
         lengths = [len(one.prefix_tokens) for one in drawn]
         assert lengths == sorted(set(lengths))
@@ -59,7 +59,7 @@ def test_outside_the_engine_all_turns_are_played_and_verified(
 
 
 def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = turns_outside.measure_outside
+    whole = turns.measure_outside
     monkeypatch.setattr(turns, "measure_outside", lambda *_: whole(8, 128, 1))
     path = tmp_path / "out.json"
     turns.main(["--quick", "--part", "outside", "--json", str(path)])

@@ -14,8 +14,14 @@ from typing import Any
 from false_alarms import Claims
 
 from benchmarks.exactness_loop import statements
-from benchmarks.exactness_loop.distributions import ResponseDistributions, ResponseSpace
-from benchmarks.exactness_loop.modes import MODES, PROMPTS, Mode, make_policies
+from benchmarks.exactness_loop.modes import (
+    MODES,
+    PROMPTS,
+    Mode,
+    ResponseDistributions,
+    ResponseSpace,
+    make_policies,
+)
 from benchmarks.exactness_loop.outcome import Delivered
 from benchmarks.exactness_loop.statements import TOLERANCE, Finding
 

@@ -139,7 +139,7 @@ def carry_out(
 
 
 def as_command(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
-    """In the place of `subprocess.run` for `benchmarks.run_command`: the run, in threads."""
+    """In the place of `subprocess.run` for `benchmarks.harness`: the run, in threads."""
     assert list(command[1:4]) == ["-m", "asyncrl", "run"]
     assert command[5] == "--end-with"
     assert set(command[7::2]) == {"--set"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.report import NO_CLAIM
+from benchmarks.harness import NO_CLAIM
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
@@ -22,8 +22,6 @@ PARTS = {
 """Modules that are started by benchmarks, and by nobody else."""
 LIGHT = (
     "cache",
-    "checkpoints",
-    "context_parallel",
     "controller",
     "delivery",
     "exactness",

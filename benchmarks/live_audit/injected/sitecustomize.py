@@ -21,7 +21,6 @@ def accept_too_often(module):
 
 
 def accept_all(module):
-    """Verification accepts whatever was drawn."""
     right = module.verify_kept
 
     def wrong(symbols, _, current, **more):

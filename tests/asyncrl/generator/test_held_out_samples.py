@@ -24,11 +24,17 @@ from asyncrl.tasks.sample_requests import sample_seed
 from asyncrl.wire.messages import from_generator as fg
 from asyncrl.wire.messages import to_generator as tg
 from asyncrl.wire.weights.writer import WeightPublisher
-from benchmarks.exactness_loop.chi_square import Verdict, compare
-from benchmarks.exactness_loop.distributions import ResponseDistributions
 from benchmarks.exactness_loop.engines import slow_down, torch_engine
-from benchmarks.exactness_loop.generator import EngineClock, FakeLine, generator_process
-from benchmarks.exactness_loop.modes import MODES, PROMPTS, SPACE, make_policies, settings_of
+from benchmarks.exactness_loop.member import EngineClock, FakeLine, generator_process
+from benchmarks.exactness_loop.modes import (
+    MODES,
+    PROMPTS,
+    SPACE,
+    ResponseDistributions,
+    make_policies,
+    settings_of,
+)
+from benchmarks.exactness_loop.statements import Verdict, compare
 
 pytestmark = [pytest.mark.slow, pytest.mark.statistics]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from asyncrl_runs import ROOT, CommandLine, call, until
 
 from asyncrl.runs.directory import read_state
-from benchmarks.run_command import run_command
+from benchmarks.harness import run_command
 
 STARTS_A_RUN = """
 import subprocess, sys
-from benchmarks.run_command import run_command
+from benchmarks.harness import run_command
 subprocess.run(run_command(sys.argv[1], sys.argv[2:]), capture_output=True)
 """
 
