@@ -1,5 +1,6 @@
 """Simulates a cluster: the live scheduler among simulated generators.
 
+setting         what a run is given
 world           due events in time order around `scheduler.Scheduler`, the same one that runs live
 sim_generator   generators that share their decoding speed among their requests
 cost            seconds of decoding, scoring and training: from a roofline or as measured

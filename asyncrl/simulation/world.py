@@ -336,12 +336,12 @@ class World:
         groups = [entry for step in range(first, last) for entry in self._delivered.get(step, [])]
         tokens = max(1, sum(count for _, _, count in groups))
         samples = len(groups) * self._setting.config.group_size
-        installs = self._fleet.installs.seconds
+        installs, busy = self._fleet.installs.seconds, ended.tally.busy - began.tally.busy
         everything = sum(count for step in self._delivered.values() for _, _, count in step)
         return Outcome(
             step_seconds=seconds / (last - first),
             tokens_per_second=tokens / seconds,
-            generator_idle=1 - (ended.tally.busy - began.tally.busy) / seconds / self._setting.generators,
+            generator_idle=1 - busy / seconds / self._setting.generators,
             trainer_idle=1 - (ended.trained - began.trained) / seconds,
             staleness_mean=sum(weighted for _, weighted, _ in groups) / tokens,
             staleness_max=max((oldest for oldest, _, _ in groups), default=0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -65,7 +66,13 @@ def test_the_share_of_tests_that_a_program_passes(response: str, tests: Any, val
 @contained
 def test_a_program_that_hangs_fails_its_tests_within_the_time() -> None:
     right_once = "import sys, time\nif sys.stdin.read() != '3 4\\n': time.sleep(600)\nprint(7)"
-    assert score(right_once, SUM, total_seconds=3.0) == 0.5
+    # A busy machine takes the time before the program does, and the reward says so: give it more.
+    for seconds in (3.0, 9.0, 27.0, 81.0):
+        with contextlib.suppress(NoRewardError):
+            assert score(right_once, SUM, total_seconds=seconds) == 0.5
+            break
+    else:
+        pytest.fail("the machine was too busy to judge the program within 81 s")
     assert score("while True: pass", SUM[:1], test_seconds=1) == 0.0
 
 

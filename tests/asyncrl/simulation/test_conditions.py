@@ -242,7 +242,8 @@ def test_the_command_takes_the_conditions_and_refuses_impossible_ones():
     for option, value in {
         "bandwidth": "0", "latency": "-1", "gpus-per-node": "0", "fan-out": "0", "chunk": "0",
         "delta-share": "0", "failures": "-1", "failure-scope": "rack", "restart": "0",
-        "trainer-failures": "-1", "checkpoint-every": "0", "slow-share": "1.5", "slow-factor": "0.5",
+        "trainer-failures": "-1", "checkpoint-every": "0", "slow-share": "1.5",
+        "slow-factor": "0.5",
     }.items():  # fmt: skip
         refused = CliRunner().invoke(app, [*run, f"--{option}", value])
         assert (refused.exit_code, f"--{option}" in refused.output) == (2, True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,8 +35,10 @@ async def main():
     )
     with signals.handled():
         note("ready")
-        while True:  # the loop never runs again
-            time.sleep(60)
+        # The loop never runs again. A signal that comes just before a nap begins does not end it:
+        # its handler runs after the nap, so naps are short.
+        while True:
+            time.sleep(0.1)
 
 asyncio.run(main())
 """
@@ -97,32 +101,36 @@ def test_a_stop_that_fails_ends_the_run_with_its_error() -> None:
     assert str(asyncio.run(main()).error) == "the scheduler is broken"
 
 
-def started(limit: float) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
+@contextlib.contextmanager
+def started(limit: float) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
         [sys.executable, "-c", BLOCKED, str(limit)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def test_the_second_signal_ends_a_process_whose_loop_is_blocked() -> None:
-    process = started(limit=0.2)
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    with started(limit=0.2) as process:
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
     assert process.returncode == Interrupted.exit_code
     assert output.split("\n")[-3:] == ["kill", "clean up", ""]
 
 
 def test_the_third_signal_does_not_wait() -> None:
-    process = started(limit=600)
-    assert process.stdout is not None
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout.readline() == "kill\n"
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    with started(limit=600) as process:
+        assert process.stdout is not None
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "kill\n"
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
     assert process.returncode == Interrupted.exit_code
 
 
