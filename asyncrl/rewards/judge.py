@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncrl.errors import RewardError
 from asyncrl.rewards.services.settings import Limits, check_numbers, check_url, read_secret
 from asyncrl.rewards.values import NoRewardError
@@ -26,6 +28,21 @@ _FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*\Z", re.DOTALL)
 _NUMBER = re.compile(r"\s*[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*\Z")
 _SHOWN = 300
 _RESERVED = ("model", "messages", "stream", "n")
+
+
+class _Message(msgspec.Struct):
+    content: str | None = ""
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: Any = None
+
+
+class _Completion(msgspec.Struct):
+    """What is read of a chat completion."""
+
+    choices: list[_Choice]
 
 
 async def judge(
@@ -108,10 +125,18 @@ async def judge(
         "/chat/completions", request | {"model": model, "messages": messages}
     )
     try:
-        said = content_of(answer)
+        choice = msgspec.convert(answer, _Completion).choices[0]
+    except (msgspec.ValidationError, IndexError):
+        raise NoRewardError(
+            "garbage", f"the judge sent no chat completion: {_cut(str(answer))}"
+        ) from None
+    said = choice.message.content
+    try:
+        if said is None:  # as when a model has only reasoned
+            raise NoRewardError("no_score", f"the judge's answer has no text: {_cut(str(answer))}")
         score = score_in(said, score_pattern, score_field)
     except NoRewardError as error:
-        if not _is_cut_off(answer):
+        if choice.finish_reason != "length":
             raise
         most = request.get("max_tokens") or request.get("max_completion_tokens")
         cut = f"{error}; it was cut off at args.max_tokens ({most})"
@@ -126,30 +151,6 @@ async def judge(
 def fill(template: str, words: dict[str, str]) -> str:
     """Put the words into the template at once: a response that says `{answer}` gets none."""
     return _PLACES.sub(lambda match: words[match.group(1)], template)
-
-
-def content_of(answer: Any) -> str:
-    """The text of a chat completion.
-
-    Raises:
-        NoRewardError: it is none, or has no text, as when a model has only reasoned.
-    """
-    try:
-        text = answer["choices"][0]["message"].get("content", "")
-    except (KeyError, IndexError, TypeError, AttributeError):
-        text = 0
-    if text is None:
-        raise NoRewardError("no_score", f"the judge's answer has no text: {_cut(str(answer))}")
-    if not isinstance(text, str):
-        raise NoRewardError("garbage", f"the judge sent no chat completion: {_cut(str(answer))}")
-    return text
-
-
-def _is_cut_off(answer: Any) -> bool:
-    try:
-        return bool(answer["choices"][0]["finish_reason"] == "length")
-    except (KeyError, IndexError, TypeError):
-        return False
 
 
 async def try_once(args: dict[str, Any], seconds: float) -> str | None:

@@ -227,7 +227,7 @@ class _Http(openai.DefaultAsyncHttpxClient):
             kind = "throttled" if status == 429 else "server_error"
             attempts.failed(kind, f"{status} {response.reason_phrase}")
             wait = response.headers.get("Retry-After", "")
-            if wait.isdigit() and time.monotonic() + int(wait) >= attempts.ends:
+            if wait.isdecimal() and time.monotonic() + int(wait) >= attempts.ends:
                 response.headers["x-should-retry"] = "false"  # the library obeys it
                 attempts.last += f"; the next would be in {wait} s, which is too late"
         return response
