@@ -124,7 +124,7 @@ def check_rewards(config: RewardConfig) -> None:
                     f"get a reward: {reason}"
                 )
     if any(function.name not in BUILTIN for function in config.functions):
-        asyncio.run(_start_one_worker(config))
+        asyncio.run(_start_once(RewardPool(config.model_copy(update={"workers": 1}))))
 
 
 def check_environment(config: RunConfig) -> None:
@@ -135,17 +135,11 @@ def check_environment(config: RunConfig) -> None:
             fails while it is imported.
     """
     if config.environment.name is not None:
-        asyncio.run(_start_one_environment_worker(config))
+        environment = config.environment.model_copy(update={"workers": 1})
+        asyncio.run(_start_once(EnvironmentPool(environment, config.rewards)))
 
 
-async def _start_one_environment_worker(config: RunConfig) -> None:
-    pool = EnvironmentPool(config.environment.model_copy(update={"workers": 1}), config.rewards)
-    await pool.start()
-    await pool.close()
-
-
-async def _start_one_worker(config: RewardConfig) -> None:
-    pool = RewardPool(config.model_copy(update={"workers": 1}))
+async def _start_once(pool: RewardPool | EnvironmentPool) -> None:
     await pool.start()
     await pool.close()
 
