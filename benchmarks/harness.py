@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -192,6 +193,35 @@ def run_command(config: Path | str, settings: Iterable[str], *more: str) -> list
     parent = ("--end-with", str(os.getpid()))
     given = overrides(settings)
     return [sys.executable, "-m", "asyncrl", "run", str(config), *parent, *more, *given]
+
+
+class RunError(RuntimeError):
+    """A run failed or its files are incomplete. The message names the run and quotes its output."""
+
+
+def output_of(command: Sequence[str], name: str, seconds: float, **more: Any) -> str:
+    """Standard output of a command that has so many seconds. Raises RunError if it fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=False, **more
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"{name} took more than {seconds:.0f} s") from error
+    if done.returncode:
+        output = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise RunError(f"{name} failed with exit code {done.returncode}:\n{output}")
+    return done.stdout
+
+
+def names_of(
+    parser: argparse.ArgumentParser, text: str, known: Collection[str], separator: str = ","
+) -> list[str]:
+    """The names of an argument; the parser refuses one that is not known."""
+    names = [name.strip() for name in text.split(separator)]
+    for name in names:
+        if name not in known:
+            parser.error(f"{name!r} is not one of {f'{separator} '.join(known)}")
+    return names
 
 
 def cpu_seconds(pid: int) -> float:
