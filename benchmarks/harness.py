@@ -90,7 +90,7 @@ def write_json(
     *,
     smoke: bool = False,
 ) -> dict[str, Any]:
-    """Write `{name, date, machine, versions, raw, ratios}` and return it.
+    """Write `{name, date, commit, machine, versions, raw, ratios}` and return it.
 
     `raw` has all numbers as measured, with units in the keys, `ratios` one number per name.
     """
@@ -98,6 +98,7 @@ def write_json(
         "name": name,
         **({"smoke": True} if smoke else {}),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit_of(Path(__file__).parents[1]),
         "machine": machine(),
         "versions": versions(_PACKAGES),
         "raw": raw,
@@ -107,6 +108,12 @@ def write_json(
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
+
+
+def commit_of(tree: Path) -> str:
+    """Of a checkout; empty if it is none."""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True).stdout.strip()
 
 
 def table(
