@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -89,7 +90,7 @@ def write_json(
     *,
     smoke: bool = False,
 ) -> dict[str, Any]:
-    """Write `{name, date, machine, versions, raw, ratios}` and return it.
+    """Write `{name, date, commit, machine, versions, raw, ratios}` and return it.
 
     `raw` has all numbers as measured, with units in the keys, `ratios` one number per name.
     """
@@ -97,6 +98,7 @@ def write_json(
         "name": name,
         **({"smoke": True} if smoke else {}),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit_of(Path(__file__).parents[1]),
         "machine": machine(),
         "versions": versions(_PACKAGES),
         "raw": raw,
@@ -106,6 +108,12 @@ def write_json(
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
+
+
+def commit_of(tree: Path) -> str:
+    """Of a checkout; empty if it is none."""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True).stdout.strip()
 
 
 def table(
@@ -192,6 +200,35 @@ def run_command(config: Path | str, settings: Iterable[str], *more: str) -> list
     parent = ("--end-with", str(os.getpid()))
     given = overrides(settings)
     return [sys.executable, "-m", "asyncrl", "run", str(config), *parent, *more, *given]
+
+
+class RunError(RuntimeError):
+    """A run failed or its files are incomplete. The message names the run and quotes its output."""
+
+
+def output_of(command: Sequence[str], name: str, seconds: float, **more: Any) -> str:
+    """Standard output of a command that has so many seconds. Raises RunError if it fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=False, **more
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"{name} took more than {seconds:.0f} s") from error
+    if done.returncode:
+        output = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise RunError(f"{name} failed with exit code {done.returncode}:\n{output}")
+    return done.stdout
+
+
+def names_of(
+    parser: argparse.ArgumentParser, text: str, known: Collection[str], separator: str = ","
+) -> list[str]:
+    """The names of an argument; the parser refuses one that is not known."""
+    names = [name.strip() for name in text.split(separator)]
+    for name in names:
+        if name not in known:
+            parser.error(f"{name!r} is not one of {f'{separator} '.join(known)}")
+    return names
 
 
 def cpu_seconds(pid: int) -> float:

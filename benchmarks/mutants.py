@@ -44,7 +44,7 @@ from typing import Self
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import write_json
+from benchmarks.harness import commit_of, write_json
 
 LIST = Path(__file__).with_suffix(".toml")
 _COPIES = 2
@@ -375,11 +375,8 @@ def main(arguments: list[str] | None = None) -> int:
     killed = sum(one.killed for one in outcomes)
     console.print(f"{killed} of {len(outcomes)} killed")
     if args.json:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True, check=False
-        )
         raw = {
-            "commit": commit.stdout.strip(),
+            "commit": commit_of(tree),
             "mutants": [
                 {"name": one.mutant.name, "package": one.mutant.package, "file": one.mutant.file,
                  "harm": one.mutant.harm, "killed_by": one.killed_by, "problem": one.problem,

@@ -22,7 +22,6 @@ import hashlib
 import itertools
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -50,7 +49,7 @@ from asyncrl.tasks.model import default_cache_dir, ensure_builtin_model
 from asyncrl.tasks.prompts import Prompt, Task
 from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.checkpoint.format.files import path_of
-from benchmarks.harness import parser_of, report, run_command, table
+from benchmarks.harness import output_of, parser_of, report, run_command, table
 from benchmarks.tiny_models import SMOKE_START
 
 
@@ -227,12 +226,7 @@ def _make(recipe: Recipe, making: Path, cache_dir: Path) -> dict[str, float]:
         *recipe.overrides,
     )
     command = run_command(_ROOT / recipe.example, settings)
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TRAINING_SECONDS, check=False
-    )
-    if done.returncode:
-        output = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise RuntimeError(f"training the policy versions failed ({done.returncode}):\n{output}")
+    output_of(command, "training the policy versions", TRAINING_SECONDS)
     for step in recipe.keep[1:]:
         trained = path_of(run / "policies" / "checkpoints", step)
         export(trained, making / f"step-{step}")

@@ -16,7 +16,6 @@ simulates 32 generators.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from rich.table import Table
 from asyncrl.simulation.fit import Fit, fit_run
 from asyncrl.simulation.study import MODES, Cluster, as_json, cluster, compare
 from asyncrl.simulation.tables import mode_table
-from benchmarks.harness import parser_of, pick, report, run_command, table
+from benchmarks.harness import output_of, parser_of, pick, report, run_command, table
 from benchmarks.tiny_models import smoke_settings
 
 EXAMPLE = "examples/arithmetic.yaml"
@@ -59,9 +58,7 @@ def real_run(
         "trainer.checkpoint_every": 10 * steps,
     }
     command = run_command(EXAMPLE, [*(f"{k}={v}" for k, v in overrides.items()), *more])
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    output_of(command, name, 1800)
     return directory / name
 
 

@@ -23,7 +23,11 @@ from asyncrl.tasks.model import ensure_builtin_model
 
 
 def widen(source: str, target: Path, intermediate_size: int, seed: int = 0) -> int:
-    """Write the widened copy of a gated-MLP model (Qwen, Llama) and return its parameter count."""
+    """Write a copy of a gated-MLP model that costs more, and return its parameter count.
+
+    Its larger `intermediate_size` has random gate and up rows and zero columns in the down
+    projection, so the outputs are the same. The random part depends on the seed alone.
+    """
     small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     old = int(small.config.intermediate_size)
     if intermediate_size <= old:

@@ -42,7 +42,11 @@ class Drafter(Protocol):
 
 
 def rollouts(prompts: int, epochs: int, length: int, seed: int = 0) -> list[list[IntArray]]:
-    """`[epoch][prompt * GROUP + sample]` token arrays `[length]`."""
+    """`[epoch][prompt * GROUP + sample]` token arrays `[length]`, all from one policy.
+
+    Each prompt has a text with branches that rejoin it, and 1% of the tokens are random, so
+    drafting has to re-synchronise.
+    """
     rng = np.random.default_rng(seed)
     texts = rng.integers(0, 5000, (prompts, length), dtype=np.int32)
     forks = rng.random((prompts, length)) < 0.1

@@ -1,4 +1,4 @@
-"""Kills processes of one run at random moments, one after the other, and measures each recovery."""
+"""Kills processes of a run at random moments, one after the other, and measures each recovery."""
 
 from __future__ import annotations
 

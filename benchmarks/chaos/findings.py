@@ -1,4 +1,4 @@
-"""What the runs with kills show, against a run that was left alone."""
+"""What runs with kills show against a run that was left alone, and the test of response lengths."""
 
 from __future__ import annotations
 

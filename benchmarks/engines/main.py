@@ -50,7 +50,7 @@ from asyncrl.engine.vllm.config import VllmConfig
 from asyncrl.wire.weights.layout import SHARED_MEMORY
 from asyncrl.wire.weights.writer import WeightPublisher
 from benchmarks.harness import cpu_seconds as cpu_seconds_of
-from benchmarks.harness import descendants, parser_of, pick, report, sglang_python, table
+from benchmarks.harness import descendants, names_of, parser_of, pick, report, sglang_python, table
 from benchmarks.tiny_models import random_qwen3
 from benchmarks.weights import make_model
 
@@ -234,9 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__, "3 rounds, not 9")
     parser.add_argument("--engine", default=",".join(KINDS), help="some of them, with commas")
     options = parser.parse_args(arguments)
-    kinds = options.engine.split(",")
-    if not set(kinds) <= set(KINDS):
-        parser.error(f"--engine {options.engine}: some of {', '.join(KINDS)}")
+    kinds = names_of(parser, options.engine, KINDS)
     torch.set_num_threads(1)
     sizes = pick(options, Sizes(rounds=9), Sizes(rounds=3), Sizes(rows=2, length=8, rounds=1))
     names = MODELS[1:] if options.smoke else MODELS

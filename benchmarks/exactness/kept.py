@@ -1,7 +1,15 @@
-"""How many kept tokens each rule accepts after a small change of the policy.
+"""Two things about kept tokens: training on them, and how many each rule accepts.
 
-The policy is a Markov chain of 64 tokens with about the entropy of a trained model (some 0.5 nats a
-token), changed by noise on its logits. docs/exactness.md discusses the numbers.
+The trap: a policy trained on the very samples that it then verifies. In each replication a softmax
+policy draws two sequences, takes one REINFORCE step on them, and a sample of the new policy is
+asked for. The pairs (batch, sample) are compared with P(batch) * p_batch(sample), enumerated.
+
+    trap-minpq      the first sequence of the batch, accepted with min(1, p/q): repeats the past
+    trap-drafts     the same sequence as a draft, judged by fresh draws (the default): exact
+    trap-untrained  a third sequence, drawn but not trained on, accepted with min(1, p/q): exact
+
+The shares: the policy is a Markov chain of 64 tokens with about the entropy of a trained model,
+changed by noise on its logits. docs/exactness.md discusses the numbers.
 """
 
 from __future__ import annotations

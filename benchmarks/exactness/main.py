@@ -31,7 +31,7 @@ from benchmarks.exactness.kept import TRAPS, Shares, trained
 from benchmarks.exactness.model import Codes, Doubles
 from benchmarks.exactness.pure import PURE, default_pair
 from benchmarks.exactness.stats import Distance, distance
-from benchmarks.harness import parser_of, pick, report, table
+from benchmarks.harness import names_of, parser_of, pick, report, table
 
 ALARM = 1e-6
 FULL, QUICK = 1_000_000, 20_000
@@ -191,12 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     some.add_argument("--modes", help=f"some of {', '.join(MODES)}; default: all")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    modes = options.modes.split(",") if options.modes else modes_of(options.engine)
+    asked = options.modes or ",".join(modes_of(options.engine))
+    modes = names_of(parser, asked, MODES)
     if options.smoke and not (options.modes or options.engine):
         modes = [mode for mode in modes if mode in (*PURE, *TRAPS, "torch-chain")]
-    unknown = [mode for mode in modes if mode not in MODES]
-    if unknown:
-        parser.error(f"no mode {unknown[0]!r}; the modes are {', '.join(MODES)}")
     samples = pick(options, options.samples or FULL, options.samples or QUICK, SMOKE_SAMPLES)
     if samples < 1000:
         parser.error("--samples must be at least 1,000")

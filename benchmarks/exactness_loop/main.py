@@ -41,7 +41,7 @@ from benchmarks.exactness_loop.modes import (
     settings_of,
 )
 from benchmarks.exactness_loop.statements import ALARM, TOLERANCE, check, rewards_match
-from benchmarks.harness import parser_of, pick, report, table
+from benchmarks.harness import names_of, parser_of, pick, report, table
 
 QUICK, FULL = 5_000, 50_000
 SMOKE_SAMPLES = 60
@@ -56,13 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     samples = pick(options, options.samples or FULL, options.samples or QUICK, SMOKE_SAMPLES)
-    names = options.modes.split(";") if options.modes else list(MODES)
-    unknown = [name for name in names if name not in MODES]
-    if unknown:
-        parser.error(f"no mode {unknown[0]!r}; the modes are {'; '.join(MODES)}")
-    kinds = options.engine.split(",")
-    if not set(kinds) <= set(ENGINES) or len(set(kinds)) < len(kinds):
-        parser.error(f"--engine {options.engine}: some of {', '.join(ENGINES)}, each once")
+    names = names_of(parser, options.modes or ";".join(MODES), MODES, ";")
+    kinds = names_of(parser, options.engine, ENGINES)
+    if len(set(kinds)) < len(kinds):
+        parser.error(f"--engine {options.engine}: each once")
     torch.set_num_threads(1)
     names = names[:1] if options.smoke else names
     raw = {name: _measure(name, kinds, samples, options.seed) for name in names}

@@ -1,4 +1,10 @@
-"""The modes of the scheduler that are run, and what each promises."""
+"""The modes of the scheduler that are run, what each promises, and the policies' distributions.
+
+Everything that can be said about a trajectory of a tiny policy is enumerated with plain Hugging
+Face forward passes in float32 (softmax in float64): the distribution of whole responses to each
+prompt, and of each token given the tokens before it, also for responses during which the weights
+changed and whose earlier tokens left the KV of the old weights behind.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from transformers.utils import logging
 
 from benchmarks.chaos.campaign import VICTIMS
 from benchmarks.chaos.live_run import ChaosError, LiveRun, Setup
-from benchmarks.harness import console, environment, parser_of, report, table
+from benchmarks.harness import console, environment, names_of, parser_of, report, table
 from benchmarks.live_audit.audit import (
     Material,
     NotAuditableError,
@@ -271,12 +271,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.smoke:
         options.runs = options.runs or QUICK[0]
         options.steps = options.steps or 3
-    names = options.runs.split(";") if options.runs else list(QUICK if options.quick else SCENARIOS)
-    if unknown := [name for name in names if name not in SCENARIOS]:
-        parser.error(f"no run {unknown[0]!r}; the runs are {'; '.join(SCENARIOS)}")
-    wrong = options.mutants.split(";") if options.mutants else []
-    if unknown := [name for name in wrong if name not in (*MUTATED, RECORDS)]:
-        parser.error(f"no mutant {unknown[0]!r}; there are {'; '.join((*MUTATED, RECORDS))}")
+    asked = options.runs or ";".join(QUICK if options.quick else SCENARIOS)
+    names = names_of(parser, asked, SCENARIOS, ";")
+    if options.mutants:
+        names_of(parser, options.mutants, (*MUTATED, RECORDS), ";")
     folder = options.keep or Path(mkdtemp(prefix="asyncrl-live-audit-"))
     folder.mkdir(parents=True, exist_ok=True)
     if options.smoke:

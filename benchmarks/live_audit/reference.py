@@ -1,10 +1,13 @@
-"""The same groups, drawn again by plain transformers: lengths, rewards and ends must be alike.
+"""What must hold of a run's records: without chance, of hints, and next to plain sampling.
 
-A step's samples are draws of the version that trains on them, whatever was run ahead, verified,
-interrupted, lost or drawn again. So for each group of each step as many responses are sampled with
-`transformers` alone from the checkpoint, and of each number the mean of the group is compared. The
-differences of the groups have mean 0; their sum, divided by the root of the sum of their squares,
-is standard normal if there are many.
+`faults` are things that hold of every record of an exactly on-policy run. `statements` are about
+the audit's own games, whose hints lie with a known probability whatever was said before: a hint
+that is kept or exchanged because of what followed it is seen there, and not in the policy's tokens.
+
+`compare` draws the same groups again. A step's samples are draws of the version that trains on
+them, so for each group as many responses are sampled with `transformers` alone from the checkpoint.
+The differences of the groups' means have mean 0; their sum, divided by the root of the sum of their
+squares, is standard normal if there are many.
 """
 
 from __future__ import annotations

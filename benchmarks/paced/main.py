@@ -28,7 +28,7 @@ from asyncrl.simulation.lengths import Survival
 from asyncrl.simulation.outcome import Outcome
 from asyncrl.simulation.setting import Setting
 from asyncrl.simulation.world import World
-from benchmarks.harness import parser_of, pick, report
+from benchmarks.harness import names_of, parser_of, pick, report
 from benchmarks.paced.findings import Findings, Result, label, tables
 from benchmarks.paced.model import make_model
 from benchmarks.paced.run import Numbers, RunError, carry_out
@@ -157,9 +157,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--generators", metavar="N,M", default="1,2,4", help="only these numbers of generators"
     )
     options = parser.parse_args(arguments)
-    options.modes = [name.strip() for name in options.modes.split(",")]
+    options.modes = names_of(parser, options.modes, MODES)
     options.generators = [int(number) for number in options.generators.split(",")]
-    unknown = [name for name in options.modes if name not in MODES]
-    if unknown:
-        parser.error(f"no mode {unknown[0]!r}; the modes are {', '.join(MODES)}")
     return options

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +13,13 @@ from asyncrl.config.run_config import load_config
 from asyncrl.monitoring.records.jsonl import read_jsonl
 from asyncrl.monitoring.records.metrics_log import read_metrics
 from asyncrl.monitoring.records.spans import clip, idle_by_cause, read_timelines
-from benchmarks.harness import overrides
+from benchmarks.harness import RunError, output_of, overrides
 from benchmarks.paced.child import RECORDS
 from benchmarks.paced.pace import Work, pace_variable
 from benchmarks.paced.setting import CONFIG, Paced
 
 _ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 600.0
-
-
-class RunError(Exception):
-    """A run failed or its files are incomplete."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +67,8 @@ def carry_out(paced: Paced, model: Path, folder: Path) -> Numbers:
     command = [sys.executable, "-m", "benchmarks.paced.command", "run", str(CONFIG)]
     command += ["--end-with", str(os.getpid()), *overrides(paced.settings(model, folder))]
     load_config(CONFIG, paced.settings(model, folder))  # refuses before a process is started
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-            cwd=_ROOT,
-            env=os.environ | pace_variable(paced.cost()),
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RunError(f"{paced.name} took more than {TIMEOUT_SECONDS:.0f} s") from error
-    if done.returncode:
-        output = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise RunError(f"{paced.name} failed with exit code {done.returncode}:\n{output}")
+    environment = os.environ | pace_variable(paced.cost())
+    output_of(command, paced.name, TIMEOUT_SECONDS, cwd=_ROOT, env=environment)
     return read_run(folder / paced.name, paced.window)
 
 

@@ -28,7 +28,10 @@ class TrlMissingError(Exception):
 
 
 def ensure_trl(cache_dir: Path | None = None, packages: Sequence[str] = PACKAGES) -> Path:
-    """The Python of an environment with TRL. It is made if it is missing (under a minute)."""
+    """The Python of an environment with TRL. It is made if it is missing (under a minute).
+
+    All but TRL and what it needs is this interpreter's, so both sides use the same kernels.
+    """
     shared = sysconfig.get_paths()["purelib"]
     content = "\n".join((*packages, shared, sys.version))
     digest = hashlib.sha256(content.encode()).hexdigest()[:12]

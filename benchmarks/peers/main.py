@@ -26,7 +26,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.harness import console, parser_of, report
+from benchmarks.harness import console, names_of, parser_of, report
 from benchmarks.peers.contestants import (
     ESSENTIAL,
     SMOKE,
@@ -118,8 +118,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.contestants, options.repeats, options.workloads = SYNC, 1, SMOKE.name
         names = [SMOKE.name]
     asked = options.contestants or ",".join(ESSENTIAL if options.quick else known)
-    options.contestants = [known[name] for name in _chosen(parser, asked, list(known))]
-    chosen = _chosen(parser, options.workloads, names)
+    options.contestants = [known[name] for name in names_of(parser, asked, known)]
+    chosen = names_of(parser, options.workloads, names)
     options.workloads = [one for one in (*WORKLOADS, SMOKE) if one.name in chosen]
     if options.quick:
         options.workloads = [one.shortened() for one in options.workloads]
@@ -127,11 +127,3 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.workloads = [replace(one, steps=options.steps) for one in options.workloads]
     options.seeds = range(options.repeats or (1 if options.quick else len(SEEDS)))
     return options
-
-
-def _chosen(parser: argparse.ArgumentParser, text: str, known: list[str]) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            parser.error(f"{name!r} is not one of {', '.join(known)}")
-    return names

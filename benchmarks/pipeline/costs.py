@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import output_of
 from benchmarks.pipeline.run import CONFIG
 
 GROUP = 4
@@ -60,20 +60,9 @@ def measure_costs(model: Path, prompts: int, more: Sequence[str] = ()) -> Costs:
     """Measure in a child process that is pinned to one core."""
     command = [sys.executable, "-m", "benchmarks.pipeline.costs", str(model), str(prompts)]
     command += more
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-    )
-    if done.returncode:
-        output = "\n".join(done.stderr.splitlines()[-8:])
-        raise RuntimeError(
-            f"measuring the engine failed with exit code {done.returncode}:\n{output}"
-        )
-    found = json.loads(done.stdout.splitlines()[-1])
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    said = output_of(command, "measuring the engine", SECONDS, env=os.environ | threads)
+    found = json.loads(said.splitlines()[-1])
     return Costs(**{**found, "lengths": tuple(found["lengths"])})
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.wire.records.evaluations import accuracy_of
-from benchmarks.harness import console, parser_of, pick, report
+from benchmarks.harness import console, names_of, parser_of, pick, report
 from benchmarks.pipeline.costs import measure_costs
 from benchmarks.pipeline.findings import Findings, tables
 from benchmarks.pipeline.model import SMOKE_MODEL, ModelRecipe, ensure_model
@@ -138,11 +138,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.smoke:
         options.modes = VERIFY
-    names = [name.strip() for name in options.modes.split(",")]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        parser.error(f"no mode {unknown[0]!r}; the modes are {', '.join(known)}")
-    options.modes = [known[name] for name in names]
+    options.modes = [known[name] for name in names_of(parser, options.modes, known)]
     minimum = QUICK.left_out_first + QUICK.left_out_last + 1
     if options.steps is not None and options.steps < minimum:
         parser.error(f"--steps must be at least {minimum}: the first and last ones are not timed")

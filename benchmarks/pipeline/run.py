@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from asyncrl.monitoring.records.spans import (
     idle_by_cause,
     read_timelines,
 )
-from benchmarks.harness import run_command
+from benchmarks.harness import RunError, output_of, run_command
 
 CONFIG = Path(__file__).with_name("pipeline.yaml")
 RUNAHEAD_STEPS = 3
@@ -108,10 +107,6 @@ FULL = Effort(steps=160, seeds=(0, 1, 2), intermediate_size=12_000, evaluated=51
 GENERATOR, TRAINER = "generator-0", "trainer"
 
 
-class RunError(Exception):
-    """A run failed or its files are incomplete. The message names the run and quotes its output."""
-
-
 @dataclass(frozen=True)
 class RunNumbers:
     """Means over the timed steps of one run."""
@@ -171,16 +166,7 @@ def carry_out(mode: Mode, seed: int, *, model: Path, effort: Effort, folder: Pat
         *mode.settings,
         *effort.more,
     )
-    command = run_command(CONFIG, settings)
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=effort.timeout_seconds, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RunError(f"{name} took more than {effort.timeout_seconds:.0f} s") from error
-    if done.returncode:
-        output = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise RunError(f"{name} failed with exit code {done.returncode}:\n{output}")
+    output_of(run_command(CONFIG, settings), name, effort.timeout_seconds)
     return folder / name
 
 

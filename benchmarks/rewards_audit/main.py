@@ -72,6 +72,12 @@ class Finding:
 
 
 class Auditor:
+    """Plays each turn of a sample in a fresh environment, whose answers must be what follows.
+
+    Nothing of the run is used but the tokens: no pool, no verification, no going back. The
+    environment must not need its seed, as that is not recorded.
+    """
+
     def __init__(self, config: RunConfig, task: Task) -> None:
         if config.environment.name is None or config.rewards.functions or config.sampling.stop:
             raise ValueError("an environment's rewards are recomputed, without stop texts")

@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 from asyncrl.engine.config import EngineConfig
 from asyncrl.engine.errors import EngineError, EngineStartError
 from asyncrl.tasks.loading import load_task
-from benchmarks.harness import parser_of, report, sglang_python
+from benchmarks.harness import names_of, parser_of, report, sglang_python
 from benchmarks.policies import SMOKE, Policies, Recipe, drift_table, ensure_policies
 from benchmarks.rollout import passes
 from benchmarks.rollout.contestants import contestants
@@ -160,23 +160,12 @@ def _lacking(kind: str) -> str | None:
 
 
 KINDS = ("vllm", "torch", "sglang")
-DEFAULT = ["vllm", "torch"]
 WIDE = 684 * 128
 """Intermediate size that gives the trained model 101 million parameters."""
 SPARE_PROMPTS = 512
 """Prompts beyond those trained on, for large batches."""
 EPOCH = (0, 16)
 """Policy versions of epochs 1 and 2: one epoch of training apart."""
-
-
-def _kinds(text: str) -> list[str]:
-    kinds = text.split(",")
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"no engine {unknown[0]!r}; the engines are {', '.join(KINDS)}"
-        )
-    return kinds
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -199,8 +188,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--engines",
         "--engine",
-        type=_kinds,
-        default=DEFAULT,
+        default="vllm,torch",
         help="of vllm, torch and sglang; default: vllm,torch",
     )
     parser.add_argument("--rows", type=_numbers, help="requests at a time, e.g. 1,8,32")
@@ -219,7 +207,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="intermediate_size of the model that is timed; default %(default)s",
     )
 
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.engines = names_of(parser, options.engines, KINDS)
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

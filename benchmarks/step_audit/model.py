@@ -1,4 +1,4 @@
-"""Policy and critic in float64 by plain transformers: padded rows, full logits, eager attention."""
+"""A run's folder, and its policy and critic in float64 by plain transformers (eager, padded)."""
 
 from __future__ import annotations
 

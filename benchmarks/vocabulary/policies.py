@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from asyncrl.tasks.model import default_cache_dir
 from asyncrl.trainer.checkpoint.export import export
 from asyncrl.trainer.checkpoint.format.files import path_of
 from asyncrl.wire.weights.writer import published
-from benchmarks.harness import run_command
+from benchmarks.harness import output_of, run_command
 from benchmarks.vocabulary.language_model import PROMPTS, LanguageModel, ensure_language_model
 from benchmarks.vocabulary.training import TrainingRecipe
 
@@ -201,12 +200,7 @@ def _make(steps: Steps, model: Path, making: Path) -> None:
     )
     command = run_command(_ROOT / _RUN[0], settings)
     sys.stdout.write(f"taking {last} policy steps with {model.name} (once)\n")
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TRAINING_SECONDS, check=False, cwd=_ROOT
-    )
-    if done.returncode:
-        output = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise RuntimeError(f"taking policy steps failed ({done.returncode}):\n{output}")
+    output_of(command, "taking policy steps", TRAINING_SECONDS, cwd=_ROOT)
     for version in steps.keep:
         if version:
             trained = path_of(run / "policies" / "checkpoints", version)

@@ -78,7 +78,7 @@ def test_ratios_are_medians_of_pairs_and_the_bound_is_the_best_step() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engines", "vlm"], "no engine 'vlm'"),
+        (["--engines", "vlm"], "'vlm' is not one of vllm"),
         (["--rows", "1,0"], "positive numbers"),
         (["--versions", "0,3"], "not a pair EARLIER,LATER of"),
     ],
