@@ -66,7 +66,7 @@ class RayMachines:
         with (self.folder / name / "start.log").open("wb") as log:
             self._starting[name] = machine.start(
                 [
-                    str(Path(sys.executable).with_name("ray")),
+                    *(str(self._interpreter()), "-m", "ray.scripts.scripts"),
                     *("start", "--block", "--disable-usage-stats", *place),
                     f"--node-ip-address={machine.address}",
                     f"--num-cpus={self.cpus[name]}",
@@ -75,6 +75,15 @@ class RayMachines:
                 ],
                 output=log,
             )
+
+    def _interpreter(self) -> Path:
+        """The interpreter under a path without spaces, since Ray's head starts it by a shell."""
+        if " " not in sys.prefix:
+            return Path(sys.executable)
+        link = self.folder / "environment"
+        if not link.is_symlink():
+            link.symlink_to(sys.prefix)
+        return link / "bin" / Path(sys.executable).name
 
     def start_all(self) -> None:
         """Start the head, then the nodes, each when the one before is ready.
@@ -117,7 +126,7 @@ class RayMachines:
         """Kill what Ray has on a machine, by SIGKILL; other processes stay."""
         machine = self.machines[name]
         for _ in range(3):  # some start others
-            for text in ("/bin/ray\0start", "/ray/", "ray::"):
+            for text in ("ray.scripts.scripts\0start", "/ray/", "ray::"):
                 for pid in machine.having(text):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
