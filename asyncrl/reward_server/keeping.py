@@ -125,6 +125,7 @@ class RewardServers:
     async def _until_ready(
         self, index: int, server: _Server, args: dict[str, Any], seconds: float
     ) -> None:
+        args = args | {"attempt_seconds": None}  # the model is loaded first
         trial = asyncio.create_task(reward_model.try_once(args, seconds))
         while not trial.done() and server.process.poll() is None:
             await asyncio.wait([trial], timeout=_CHECK_SECONDS)
@@ -132,12 +133,14 @@ class RewardServers:
         if ended:
             trial.cancel()
             await asyncio.wait([trial])
-        if ended or (reason := trial.result()) is not None:
-            last = _last_line(server.log) if ended else reason
+        reason = _last_line(server.log) if ended else trial.result()
+        if ended or reason is not None:
+            how = "ended as it was started"
+            if not ended:
+                how = f"scored no trial text within {seconds:g} s (rewards.startup_seconds)"
             raise UserError(
-                f"the server of rewards.functions[{index}] with {server.args['model']} "
-                f"{'ended as it was started' if ended else 'gave no score to a trial text'}"
-                f"{': ' + last if last else ''}"
+                f"the server of rewards.functions[{index}] with {server.args['model']} {how}: "
+                f"{reason}"
             )
 
     async def _watch(self) -> None:

@@ -31,6 +31,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.errors import RenderingError, UserError
 from asyncrl.tasks.model_tokenizer import wants_own_code
@@ -236,6 +237,7 @@ def main() -> None:
     given = parser.parse_args()
     end_with_parent(given.parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    disable_progress_bar()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     if given.threads:
         torch.set_num_threads(given.threads)

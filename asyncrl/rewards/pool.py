@@ -87,7 +87,7 @@ class RewardLane(Lane[RewardCall]):
             self._abandoned = True
             self.process.terminate()
 
-    def _take_in(self, message: FromWorker) -> None:
+    def _take_in(self, message: Any) -> None:
         call = None
         if isinstance(message, FromWorker):
             _check(message, len(self._config.functions))

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from asyncrl.environments.config import EnvironmentConfig
 from asyncrl.environments.workers import interpreter, messages
@@ -28,7 +29,7 @@ _LATE_SECONDS = 2.0
 """Beyond a call's time limit, which the worker itself keeps: then its event loop is blocked."""
 _MAX_HANGING = 4
 """Most threads of a worker that hang; with more it is replaced."""
-_ANSWERS = {
+_ANSWERS: dict[type[Any], type[Any]] = {
     messages.Open: messages.Opened,
     messages.Step: messages.Stepped,
     messages.Restore: messages.Restored,
@@ -155,7 +156,7 @@ class EnvironmentLane(Lane[SessionCall]):
         if isinstance(call.message, Open):
             self.sessions.add(call.message.session)
 
-    def _take_in(self, message: Answer | Hanging) -> None:
+    def _take_in(self, message: Any) -> None:
         if isinstance(message, Hanging):
             self._note_hanging(message.threads)
             return

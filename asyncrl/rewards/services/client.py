@@ -123,6 +123,7 @@ class Client:
         self.what, self._secret, self._limits = what, secret, limits
         self._breaker = Breaker(limits.breaker_failures, limits.breaker_seconds, time.monotonic)
         self._room = asyncio.Semaphore(limits.concurrency)
+        seconds = limits.attempt_seconds
         # Nothing of the variables that the library reads for OpenAI's own endpoint is sent.
         headers: Any = dict.fromkeys(("OpenAI-Organization", "OpenAI-Project"), openai.omit)
         headers["Authorization"] = f"Bearer {secret}" if secret else openai.omit
@@ -131,7 +132,9 @@ class Client:
             api_key="none",
             default_headers=headers,
             max_retries=limits.attempts - 1,
-            timeout=openai.Timeout(limits.attempt_seconds, connect=_CONNECT_SECONDS),
+            timeout=openai.Timeout(
+                seconds, connect=min(_CONNECT_SECONDS, seconds or _CONNECT_SECONDS)
+            ),
             http_client=_Http(
                 verify=ssl.create_default_context(), trust_env=False, follow_redirects=False
             ),

@@ -263,7 +263,10 @@ def _pid(servers: RewardServers) -> int:
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     config = RewardConfig.model_validate(
-        {"functions": [{"name": "reward_model", "args": {"model": str(tmp_path)}}]}
+        {
+            "functions": [{"name": "reward_model", "args": {"model": str(tmp_path)}}],
+            "startup_seconds": 300,
+        }
     )
 
     async def check() -> None:
