@@ -1,12 +1,10 @@
 """Follows what decode steps generate, and decides what to draft for the next one.
 
 A request has a slot here as long as the engine knows it, wherever its row lies and however often it
-is preempted. Slots are kept in arrays. What rows have generated stays in the engine's table until
-drafts are wanted or the row ends, so a step without drafts costs some twenty array operations for
-any number of rows of any length.
+is preempted. Slots are kept in arrays. Generated tokens stay in the engine's table until drafts are
+wanted or the row ends, so a step without drafts costs some twenty array operations for any number
+of rows of any length. A request's row in the cache is open for the same time as its slot.
 
-A request's row in the cache opens when the engine takes the request in and closes when the engine
-forgets it.
 A wrong draft costs time, never exactness.
 """
 
@@ -38,23 +36,23 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Drafts of m of the n rows that were asked about."""
+    """Drafts of m of n rows."""
 
     rows: NDArray[np.int64]
     """`[m]` indices of the rows among the n."""
     drafts: Drafts
-    """Of the m rows."""
+    """Drafts of the m rows."""
     keep: IntArray
-    """`[m]` how many nodes of each to feed: its first ones."""
+    """`[m]` number of nodes of each to feed: its first ones."""
 
 
 class RowBook:
-    """The requests that draft, and what each has generated.
+    """The requests that draft, and the tokens that each has generated.
 
     Args:
-        source: where drafts come from.
-        planner: how much to draft.
-        branching: whether the source may propose trees; otherwise it proposes chains.
+        source: proposes drafts.
+        planner: decides how much to draft.
+        branching: True if the source may propose trees instead of chains.
     """
 
     def __init__(self, source: DraftSource, planner: Planner, *, branching: bool = False) -> None:
@@ -77,12 +75,7 @@ class RowBook:
         return len(self._handle) - len(self._free)
 
     def slots(self, request_ids: Sequence[str], entry_of: Callable[[str], Entry]) -> Index:
-        """`[n]` the slots of requests, new ones for new requests; NO_SLOT for those not to draft.
-
-        Args:
-            request_ids: n requests.
-            entry_of: what is known of a request.
-        """
+        """Return `[n]` slots of requests, new ones for new requests; NO_SLOT: does not draft."""
         slot_of = self._slot_of
         for request_id in request_ids:
             if request_id not in slot_of:
@@ -117,12 +110,12 @@ class RowBook:
             self._free.append(slot)
 
     def judge(self, slots: Index, fed: Index, accepted: Index) -> None:
-        """Tell the planner which of the drafts that a step fed were accepted.
+        """Report to the planner which of a step's drafts were accepted.
 
         Args:
             slots: `[n]`
             fed: `[n]` draft tokens of each row.
-            accepted: `[n]` of those, how many were kept.
+            accepted: `[n]` number of them that were kept.
         """
         mine = np.flatnonzero((slots != NO_SLOT) & (fed > 0))
         slots, fed, accepted = slots[mine], fed[mine], accepted[mine]
@@ -133,12 +126,12 @@ class RowBook:
         self._planner.judge(self._guess[slots][:, : len(place)][inside], kept[inside])
 
     def record(self, slots: Index, rows: Index, lengths: Index, table: IntArray) -> None:
-        """Tell the cache what rows have generated since they were last recorded.
+        """Add to the cache what rows have generated since they were last recorded.
 
         Args:
-            slots: `[n]` of the rows; those with NO_SLOT are left out.
+            slots: `[n]` slots of the rows; those with NO_SLOT are left out.
             rows: `[n]` their rows of the table.
-            lengths: `[n]` tokens of each row now.
+            lengths: `[n]` tokens of each row.
             table: `[R, M]` tokens of each row.
         """
         mine = np.flatnonzero(slots != NO_SLOT)
@@ -160,7 +153,7 @@ class RowBook:
     def draft(
         self, slots: Index, rows: Index, lengths: Index, table: IntArray, *, other_tokens: int
     ) -> dict[int, list[int]]:
-        """What to propose for the next step, of a book of chains. Arguments as of `choose`.
+        """Propose chains for the next step. Arguments as of `choose`.
 
         Returns:
             Drafts by index into `slots`; rows without one are missing.
@@ -182,16 +175,16 @@ class RowBook:
     def choose(
         self, slots: Index, rows: Index, lengths: Index, table: IntArray, *, other_tokens: int
     ) -> Choice | None:
-        """What the source proposes for the next step, and how much of it the planner wants.
+        """Ask the source for drafts of the next step, and the planner how many to feed.
 
-        The rows are recorded only if the planner wants drafts: tokens of several steps cost the
-        cache less together. A row that ended by a stop token in this step may still be counted when
-        the planner is asked.
+        The rows are recorded only if the planner wants drafts: the cache takes tokens of several
+        steps more cheaply together. A row that ended by a stop token in this step may still count
+        when the planner is asked.
 
         Args:
-            slots: `[n]` of the rows that decode in it; NO_SLOT for those that do not draft.
+            slots: `[n]` slots of the rows that decode in it; NO_SLOT for those that do not draft.
             rows: `[n]` their rows of the table.
-            lengths: `[n]` tokens of each row now.
+            lengths: `[n]` tokens of each row.
             table: `[R, M]` tokens of each row.
             other_tokens: tokens of the next step that belong to none of them.
 
@@ -218,7 +211,7 @@ class RowBook:
             stops=self._stops[slots] if len(self._stops) else self._stops[:0],
             min_probability=min_probability,
         )
-        # Also where nothing was found: the planner learns that asking does not pay.
+        # Also if nothing was found: the planner learns that asking does not pay.
         keep = self._planner.choose(
             drafts.path_probabilities, drafts.offsets, rows=len(slots), other_tokens=other_tokens
         )
@@ -227,7 +220,7 @@ class RowBook:
     def _remember(
         self, slots: Index, begins: IntArray, keep: IntArray, guesses: FloatArray
     ) -> None:
-        """What was thought of the drafts, for `judge`."""
+        """Keep the probabilities of the drafts for `judge`."""
         width = int(keep.max(initial=0))
         self._widen("_guess", width, 0.0)
         place = np.minimum(begins[:, None] + np.arange(width), len(guesses) - 1)
@@ -275,14 +268,14 @@ def _new_tokens(
         lengths: `[n]`
         table: `[R, M]`
         limit: `[S]` by slot, as the others of this shape.
-        stops: `[S, W]` nothing after one of these belongs to the response; the engine ends it too.
+        stops: `[S, W]` tokens that end the response; the engine ends it too.
         known: `[S]`
         over: `[S]`
         grown: `[n]` set to the new tokens of each row.
         tokens: the new tokens, flat.
 
     Returns:
-        How many there are.
+        The number of new tokens.
     """
     total = 0
     for i in range(len(slots)):
@@ -300,7 +293,7 @@ def _new_tokens(
 
 
 def warm_up() -> None:
-    """Compile what `RowBook.record` calls, or load it compiled."""
+    """Compile what `RowBook.record` calls, or load the compiled code."""
     index, table = np.zeros(1, np.int64), np.zeros((1, 1), np.int32)
     _new_tokens(
         index, index, index, table, index, table, index, np.zeros(1, np.bool_), index, table[0]
