@@ -80,7 +80,7 @@ class StopRule:
 
 
 def _automaton(patterns: Sequence[bytes]) -> NDArray[np.int16]:
-    """`[S, 256]` the state after a byte: the longest suffix of the text that begins a pattern."""
+    """Return `[S, 256]` states after a byte, each the longest suffix that begins a pattern."""
     children: list[dict[int, int]] = [{}]
     ends = [False]
     for pattern in patterns:

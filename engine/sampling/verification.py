@@ -222,7 +222,7 @@ class Verdict:
     """`[B]` whether it lies outside its list and `name_tokens` has not been called for it yet."""
 
     def place(self, batch: KeptBatch, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Index among the N kept tokens of the first one that does not stay, in some rows."""
+        """Return the index among the N kept tokens of each row's first that does not stay."""
         place: NDArray[np.int64] = (batch.offsets[rows] + self.accepted[rows]).astype(np.int64)
         return place
 

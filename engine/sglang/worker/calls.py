@@ -13,19 +13,19 @@ from asyncrl.engine.sglang.messages import Answer, Call
 
 
 class SteppingScheduler(Protocol):
-    """A scheduler that can be stopped, and told of new weights."""
+    """A scheduler that can be stopped and receives new versions."""
 
     def stop(self) -> None:
-        """Run no step from now on; all that ran before are in the outbox."""
+        """Run no step from now on; the outputs of earlier steps are in the outbox."""
 
     def resume_steps(self) -> None:
         """Run steps again."""
 
     def advance(self, policy_version: int) -> None:
-        """Draw from now on under this version."""
+        """Draw under this version from now on."""
 
     def save_cache(self) -> int:
-        """Write the snapshot of the cache of rollouts; returns its bytes."""
+        """Write the snapshot of the rollout cache; return its bytes."""
 
 
 class Weights(Protocol):
@@ -35,7 +35,7 @@ class Weights(Protocol):
         """Begin to copy the weights of a manifest."""
 
     def staging(self) -> dict[str, Any]:
-        """A `StagingReport`."""
+        """Return a `StagingReport`."""
 
     def install(self, policy_version: int) -> str:
         """Put the staged weights of this version in place."""
@@ -48,11 +48,11 @@ class Weights(Protocol):
 
 
 class WorkerCalls(RemoteWorker):
-    """What the client may call, by name.
+    """The methods that the client may call, by name.
 
     Args:
-        scheduler: that is stopped for new weights.
-        weights: of its model.
+        scheduler: stopped for new weights.
+        weights: the weights of its model.
     """
 
     def __init__(self, scheduler: SteppingScheduler, weights: Weights) -> None:
@@ -60,7 +60,7 @@ class WorkerCalls(RemoteWorker):
         self._weights = weights
 
     def asyncrl_pause(self) -> None:
-        """Stop running steps; requests stay as they are."""
+        """Stop running steps; requests keep their state."""
         self._scheduler.stop()
 
     def asyncrl_resume(self) -> None:
@@ -72,7 +72,7 @@ class WorkerCalls(RemoteWorker):
         self._weights.begin(manifest)
 
     def asyncrl_staging(self) -> dict[str, Any]:
-        """A `StagingReport` of the staging begun last, in all ranks together."""
+        """Return a `StagingReport` of the staging begun last, over all ranks."""
         return self._weights.staging()
 
     def asyncrl_install(self, policy_version: int) -> str:
@@ -90,21 +90,18 @@ class WorkerCalls(RemoteWorker):
         self._weights.begin_fingerprint(shapes)
 
     def asyncrl_fingerprint(self) -> dict[str, Any] | None:
-        """Continue it for a few milliseconds; the fingerprint when it is done."""
+        """Continue it for a few milliseconds; return the fingerprint when it is done."""
         return self._weights.fingerprint()
 
     def asyncrl_save_cache(self) -> int:
-        """Write the snapshot of the cache of rollouts; returns its bytes."""
+        """Write the snapshot of the rollout cache; return its bytes."""
         return self._scheduler.save_cache()
 
 
 def answer(calls: object, call: Call, ranks: Ranks) -> Answer:
     """Make a call in all ranks; errors of any rank are reported, results of rank 0.
 
-    Args:
-        calls: its methods whose names begin with `asyncrl_` may be called.
-        call: what is called.
-        ranks: of this process.
+    Only methods of `calls` whose names begin with `asyncrl_` may be called.
     """
     result, error = None, ""
     try:

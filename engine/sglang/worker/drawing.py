@@ -22,9 +22,9 @@ class StepDrawing:
     """Draws one token for each row of the batch.
 
     Args:
-        batch: that is run.
-        ranks: of this process; rank 0 draws.
-        reporting: where tables go.
+        batch: the running batch.
+        ranks: this process's ranks; rank 0 draws.
+        reporting: receives the tables.
         max_bytes: memory that drawing may hold at once (`asyncrl.engine.sampling.logits`).
     """
 
@@ -37,10 +37,9 @@ class StepDrawing:
         self._max_bytes = max_bytes
 
     def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, StepOutput | None]:
-        """The tokens `[B]` int64 of the step and its table, which only rank 0 has.
+        """Return the tokens `[B]` int64 of the step and, in rank 0, its table.
 
-        Args:
-            logits: `[B, V]`; may be overwritten.
+        The logits `[B, V]` may be overwritten.
         """
         batch, rows = self._batch, len(logits)
         if not self._ranks.leads:
@@ -64,14 +63,14 @@ def output_of(
     reporting: Reporting,
     at: torch.Tensor | None = None,
 ) -> StepOutput:
-    """The table of a step.
+    """Return the table of a step.
 
     Args:
-        drawn: in it.
-        batch: that ran.
-        starts: `[B]` where each row's first token lies in the table.
-        reporting: where the table goes.
-        at: draws that the table has, in order; None: all.
+        drawn: the draws.
+        batch: the batch that ran.
+        starts: `[B]` index of each row's first token in the table.
+        reporting: receives the table.
+        at: the draws that the table has, in order; None: all.
     """
     reported = slice(1 + batch.top_k_logprobs)
     ids, logprobs = drawn.ids[:, reported], drawn.logprobs[:, reported]

@@ -1,4 +1,4 @@
-"""What a forward pass attends to, row by row: computed once, used by all layers. No SGLang here."""
+"""The keys of a forward pass, row by row: computed once, used by all layers. Imports no SGLang."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Singles:
     slots: torch.Tensor
     """`[b, L]` KV slots of each row's keys, then any."""
     mask: torch.Tensor | None
-    """`[b, 1, 1, L]` the keys that there are; None: all."""
+    """`[b, 1, 1, L]` keys that exist; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Segment:
     slots: torch.Tensor
     """`[L]` KV slots of the row's keys, its own tokens last."""
     mask: torch.Tensor | None
-    """`[tokens, L]` what each may attend to; None: the row has no other keys, causal."""
+    """`[tokens, L]` keys that each may attend to; None: the row has no other keys, causal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Segments:
             q: `[T, H, D]`
             k: `[slots, H_kv, D]` of the whole pool.
             v: `[slots, H_kv, D_v]`
-            scale: of the products.
+            scale: scale of the products.
             out: `[T, H, D_v]` is set.
         """
         kv_heads = k.shape[1]
@@ -101,8 +101,7 @@ def segments_of(
         table: `[n, >= context + count]` KV slots of each row's text.
         contexts: `[n]` tokens of each row that have KV already.
         counts: `[n]` tokens that it feeds.
-        masks: by row, `[count, count]` what its fed tokens may attend to among themselves; the
-            others attend causally.
+        masks: by row, the mask `[count, count]` among its fed tokens; other rows attend causally.
     """
     masks = masks or {}
     lengths = contexts + counts
@@ -122,7 +121,6 @@ def segments_of(
 
 
 def _alike(rows: Index, lengths: Index) -> Iterator[Index]:
-    """Rows in groups of nearly equal lengths."""
     rows = rows[np.argsort(lengths[rows], kind="stable")]
     first = 0
     for end in range(1, len(rows) + 1):
@@ -140,7 +138,7 @@ def _singles(table: torch.Tensor, rows: Index, lengths: Index, starts: Index) ->
     if inside.all():
         return Singles(torch.from_numpy(starts[rows]), slots, None)
     keys = torch.from_numpy(inside)
-    # What lies after a row's text may be stale: slot 0 exists, and is masked.
+    # Slots after a row's text may be stale: slot 0 exists, and is masked.
     return Singles(torch.from_numpy(starts[rows]), slots * keys, keys[:, None, None])
 
 
@@ -159,7 +157,7 @@ def _mask(context: int, count: int, own: NDArray[np.bool_] | None) -> torch.Tens
 def visible(
     counts: Index, query: Sequence[int] | Index, key: Sequence[int] | Index
 ) -> dict[int, NDArray[np.bool_]]:
-    """`masks` of the rows that hide something from their own tokens.
+    """Return the `masks` of the rows that hide something from their own tokens.
 
     Args:
         counts: `[n]` tokens that rows feed.

@@ -1,4 +1,4 @@
-"""How the trees of a step are fed to SGLang's model, and what is accepted of them. No SGLang here.
+"""The layout of trees fed to SGLang's model, and the accepted paths. Imports no SGLang.
 
 A decode step feeds each row its last token and its drafted nodes. A row's KV slots are those that
 follow its context in SGLang's pool (`req_to_token`), in the order of feeding:
@@ -7,8 +7,8 @@ follow its context in SGLang's pool (`req_to_token`), in the order of feeding:
     fed places                  0               1               2
 
 *Ragged* feeding takes one place per token: a row without drafts costs one token. *Uniform* feeding
-gives all rows the places of the longest one, which kernels with fixed strides need; what fills them
-is attended by nobody, drawn from nowhere and never accepted.
+gives all rows the places of the longest one, which kernels with fixed strides need; nothing attends
+to, draws from or accepts the padding.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Feed:
     place: Index
     """`[T]` counted from the row's last token, 0."""
     positions: Index
-    """`[T]` in the row's text."""
+    """`[T]` positions in the row's text."""
     counts: Index
     """`[n]` places of each row; their sum is T."""
     real: Index | None
-    """`[n + N]` which of the T are last tokens and nodes, in order; None: all."""
+    """`[n + N]` indices among the T of last tokens and nodes, in order; None: all."""
 
     @property
     def width(self) -> int:
@@ -53,10 +53,10 @@ def lay_out(trees: TokenTrees, last: IntArray, contexts: Index, *, ragged: bool)
     """Lay out the tokens of a step.
 
     Args:
-        trees: of the n rows.
+        trees: trees of the n rows.
         last: `[n]` each row's last token.
         contexts: `[n]` tokens of each row before that.
-        ragged: whether rows may have different numbers of places.
+        ragged: True if rows may have different numbers of places.
     """
     counts = trees.counts.astype(np.int64)
     tokens = trees.fed(last, trees.tokens)
@@ -81,7 +81,7 @@ def _places(counts: Index) -> tuple[Index, Index]:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """KV of accepted nodes that does not lie where the row's text continues, M in all."""
+    """KV of M accepted nodes that does not lie where the row's text continues."""
 
     source: Index
     """`[M]` indices of fed tokens."""
@@ -90,19 +90,19 @@ class Moves:
 
 
 def roots(trees: TokenTrees) -> Index:
-    """`[n]` index of each row's last token among all last tokens and nodes, in order."""
+    """Return `[n]` indices of the rows' last tokens among all last tokens and nodes, in order."""
     found: Index = trees.offsets[:-1].astype(np.int64) + np.arange(trees.rows)
     return found
 
 
 def places_in(trees: TokenTrees, width: int) -> Index:
-    """`[n + N]` places of last tokens and nodes in a flat table `[n, width]`."""
+    """Return `[n + N]` places of last tokens and nodes in a flat table `[n, width]`."""
     row, place = _places(trees.counts.astype(np.int64))
     return row * width + place
 
 
 def paths_of(walks: AcceptedPaths, trees: TokenTrees) -> tuple[Index, Index]:
-    """Walks as tables.
+    """Convert walks to tables.
 
     Returns:
         path: `[n, 1 + depth of the deepest tree]` places whose draws are generated, 0 first; after
@@ -117,7 +117,7 @@ def paths_of(walks: AcceptedPaths, trees: TokenTrees) -> tuple[Index, Index]:
 
 
 def accepted_nodes(trees: TokenTrees, path: Index, counts: Index) -> NDArray[np.bool_]:
-    """`[N]` whether each node is on its row's path; `path` and `counts` as of `paths_of`."""
+    """Return `[N]` whether each node is on its row's path; `path` and `counts` as of `paths_of`."""
     flags = np.zeros(len(trees.tokens), np.bool_)
     row, step = np.nonzero((np.arange(path.shape[1]) < counts[:, None]) & (path > 0))
     flags[trees.offsets[row] + path[row, step] - 1] = True
@@ -125,7 +125,7 @@ def accepted_nodes(trees: TokenTrees, path: Index, counts: Index) -> NDArray[np.
 
 
 def moves(feed: Feed, path: Index, counts: Index) -> Moves:
-    """What to move after a step with forked trees; `path` and `counts` as of `paths_of`.
+    """Return the moves after a step with forked trees; `path` and `counts` as of `paths_of`.
 
     All sources must be read before a target is written: a path that lies further back is moved onto
     places of other paths.
@@ -138,7 +138,7 @@ def moves(feed: Feed, path: Index, counts: Index) -> Moves:
 
 
 def hidden_places(trees: TokenTrees, feed: Feed) -> tuple[Index, Index]:
-    """Pairs of fed tokens on different paths that a causal mask over places lets through.
+    """Return pairs of fed tokens on different paths that a causal mask over places lets through.
 
     Returns:
         indices of fed tokens: of each query, and of the key that it must not attend to.
@@ -149,16 +149,16 @@ def hidden_places(trees: TokenTrees, feed: Feed) -> tuple[Index, Index]:
 
 
 def full_mask(trees: TokenTrees, feed: Feed, contexts: Index, device: torch.device) -> torch.Tensor:
-    """The mask that SGLang's kernels take: for each row `[places, context + places]`, flat.
+    """Return the mask that SGLang's kernels take: for each row `[places, context + places]`, flat.
 
-    It is made where it is read. Only what is hidden among the drafted places comes from the host,
-    so a step without drafts costs one operation, whatever the contexts are.
+    It is made on its device. Only what is hidden among the drafted places comes from the host, so a
+    step without drafts costs one operation, whatever the contexts are.
 
     Args:
-        trees: of the rows.
+        trees: trees of the rows.
         feed: their layout, uniform.
         contexts: `[n]` tokens of each row before its last one.
-        device: of the mask.
+        device: device of the mask.
     """
     width = feed.width
     line = contexts + width
@@ -178,13 +178,13 @@ def full_mask(trees: TokenTrees, feed: Feed, contexts: Index, device: torch.devi
 def walk_on_device(
     draws: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rollout.acceptance.accept_tree` in tensor operations, without waiting for the device.
+    """Do `rollout.acceptance.accept_tree` in tensor operations, without waiting for the device.
 
     Args:
         draws: `[n, W]` the token drawn after each place.
         tokens: `[n, W]` the token fed at each place; place 0 is the row's last token.
-        parents: `[n, W]` place of each one's parent; -1 where there is no node (place 0, padding).
-        depth: of the deepest tree.
+        parents: `[n, W]` place of each one's parent; -1 if there is no node (place 0, padding).
+        depth: depth of the deepest tree.
 
     Returns:
         path: `[n, depth + 1]` places whose draws are generated, 0 first; after the end of a row's
