@@ -1,4 +1,4 @@
-"""What decoding rows draft in a step, and what was accepted of it.
+"""Drafts of decoding rows in a step, and their acceptance.
 
 Wrong drafts cost time, never exactness.
 """
@@ -26,10 +26,10 @@ class Drafter:
 
     Args:
         rows: the core's rows.
-        source: what rows draft from and feed; None: rows draft from earlier continuations only.
-        planner: how much to draft.
-        branching: whether to draft trees; otherwise chains.
-        vocab_size: of the model; drafts of other tokens are dropped.
+        source: rows draft from it and feed it; None: only from earlier continuations.
+        planner: decides how much to draft.
+        branching: True to draft trees; otherwise chains.
+        vocab_size: the model's; drafts of other tokens are dropped.
     """
 
     def __init__(
@@ -79,14 +79,11 @@ class Drafter:
             self._source.advance(policy_version)
 
     def draft(self, n: int, other_tokens: int) -> TokenTrees:
-        """Draft for rows `[0, n)`, as much as the planner finds worth it.
+        """Draft for rows `[0, n)`, as much as the planner allows.
 
-        A path is no longer than what its row may generate before the draw after it. A tree may
-        hold more nodes than that, as many as its row's slot has places left.
-
-        Args:
-            n: decoding rows.
-            other_tokens: tokens of new contexts in the same step.
+        A path is no longer than what its row may generate before the draw after it. A tree may hold
+        more nodes than that, as many as its row's slot has places left. `other_tokens` are those of
+        new contexts in the same step.
         """
         if not n or self.planner.declines(n):
             return no_trees(n)
@@ -116,11 +113,9 @@ class Drafter:
         return plant(drafts, np.minimum(keep, room), left - 1, self._vocab_size)
 
     def judge(self, trees: TokenTrees, tokens: NDArray[np.int64]) -> AcceptedPaths:
-        """Follow draws through the trees, and tell the planner which nodes were accepted.
+        """Follow draws through the trees, and report accepted nodes to the planner.
 
-        Args:
-            trees: what was fed.
-            tokens: `[n + N]` the draw after each root and node, in the order of feeding.
+        `tokens` are `[n + N]` draws after each root and node, in feeding order.
         """
         walks = accept_tree(tokens, trees.tokens, trees.parents, trees.offsets)
         accepted = np.zeros(len(trees.tokens), np.bool_)
@@ -147,7 +142,7 @@ class Drafter:
             self._continuations.follow_from(draws.judged, draws.accepted[draws.judged] + 1)
 
     def _leave_earlier_turns(self, draws: Draws) -> None:
-        """Let verified rows draft only the rest of the turn that they are in."""
+        """Let verified rows draft only the rest of their current turn."""
         for row in draws.judged.tolist():
             kept = self._rows.requests[row].kept
             if kept is not None and kept.observed.any():

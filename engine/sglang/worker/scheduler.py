@@ -323,7 +323,7 @@ class ClientScheduler(Scheduler):
         return 0.0 if self.draft_worker is None else self.draft_worker.now()
 
     def _rest(self, since: float) -> None:
-        """Tell the drafter when the last decode step was over, if something else follows it."""
+        """Report the end of the last decode step to the drafter, if something else follows it."""
         if self.draft_worker is not None:
             self.draft_worker.rest(since)
 

@@ -2,17 +2,13 @@
 
 A small model's decode step is bound by the number of operations: transformers' forward pass of a
 layer is about 40 of them, each some microseconds of Python and dispatch. Here the whole pass is one
-compiled call, which gives up Python's lock once: a layer is four matrix products (queries, keys and
-values at once; output; gate and up at once; down) and three loops, on buffers that stay. The last
+compiled call, which releases Python's lock once: a layer is four matrix products (queries, keys and
+values at once; output; gate and up at once; down) and three loops, on persistent buffers. The last
 layer computes only the tokens whose logits are wanted.
 
 The weights of fused products are rows of one tensor, and the module's parameters become views of
 it. So there is one copy of each weight, and installed weights are used at once.
-
-`rollout.cpu.fused_models` says which models have it. All others run through transformers' forward
-pass.
-
-The call:
+`rollout.cpu.fused_models` lists the models; all others run through transformers' forward pass.
 
     embed + norm -> [qkv, rotate_and_store, attend, o, add_and_norm, gate and up, gated, down,
                      add_and_norm] x layers -> head
@@ -45,24 +41,24 @@ kernel = kernels_of("engine/torch", "rollout")
 
 
 class Weights(NamedTuple):
-    """What a model computes with. A bias or a norm that the model lacks has 0 columns."""
+    """The model's weights. A bias or a norm that the model lacks has 0 columns."""
 
     table: FloatArray
     """`[V, C]` embeddings."""
     before_attention: FloatArray
-    """`[N, C]` of the norm."""
+    """`[N, C]` weight of the norm."""
     qkv: FloatArray
     """`[N, (H + 2 J) D, C]`"""
     qkv_bias: FloatArray
     of_queries: FloatArray
-    """`[N, D]` of the norm of each query head."""
+    """`[N, D]` weight of the norm of each query head."""
     of_keys: FloatArray
     """`[N, D]`"""
     output: FloatArray
     """`[N, C, H D]`"""
     output_bias: FloatArray
     before_mlp: FloatArray
-    """`[N, C]` of the norm."""
+    """`[N, C]` weight of the norm."""
     gate_up: FloatArray
     """`[N, 2 I, C]`"""
     gate_up_bias: FloatArray
@@ -75,22 +71,22 @@ class Weights(NamedTuple):
     """`[V, C]`"""
     head_bias: FloatArray
     cosines: FloatArray
-    """`[positions, D]` of the rotary embedding."""
+    """`[positions, D]` table of the rotary embedding."""
     sines: FloatArray
     """`[positions, D]`"""
     epsilon: np.float32
-    """Of all norms."""
+    """Epsilon of all norms."""
     scale: np.float32
-    """Of attention scores."""
+    """Scale of attention scores."""
     heads: int
     """H."""
 
 
 class Places(NamedTuple):
-    """Where the tokens of a pass lie and what they attend to (`engine.torch.attention_mask`)."""
+    """Places of a pass's tokens and of their keys (`engine.torch.attention_mask`)."""
 
     position: LongArray
-    """`[T]` in their contexts."""
+    """`[T]` positions in their contexts."""
     slot: LongArray
     first: LongArray
     last: LongArray
@@ -110,7 +106,7 @@ class Buffers(NamedTuple):
     attended: FloatArray
     """`[rows, H D]`"""
     both: FloatArray
-    """`[rows, 2 I]` gates and what they let through."""
+    """`[rows, 2 I]` gates and the values that they scale."""
     gated: FloatArray
     """`[rows, I]`"""
 
@@ -132,9 +128,9 @@ def forward(
 
     Args:
         sgemm: `asyncrl.engine.torch.cpu.blas.sgemm_address`.
-        weights: of the model.
+        weights: weights of the model.
         ids: `[T]` tokens.
-        places: of the tokens.
+        places: places of the tokens.
         wanted: `[W]` ascending indices into `[T]`. The last layer computes only these.
         fed: rows of the products, at least T: the rows after T are padding.
         keys: `[N, S, J, L, D]`; `[1, ...]`: not kept, each layer overwrites those before.
@@ -184,8 +180,9 @@ class FusedDecoder:
 
     Args:
         model: of a family in `rollout.cpu.fused_models`, float32, on a CPU. Its weights become
-        views. cache: its KV slots, allocated. What they hold is lost. batch_invariant: whether a
-        row's logits must not depend on what else is in the batch
+            views.
+        cache: its KV slots, allocated. Their content is lost.
+        batch_invariant: True if a row's logits must not depend on the rest of the batch
             (`engine.torch.cpu.invariant_attention`): products then see whole blocks of rows.
 
     Raises:
@@ -258,7 +255,7 @@ class FusedDecoder:
 
 
 def _weights_of(model: Any, positions: int) -> Weights:
-    """The weights of all layers in joined tensors, of which the model's become views."""
+    """Join the weights of all layers in tensors, of which the model's become views."""
     inner, config = model.model, model.config
     layers = list(inner.layers)
     attentions, mlps = [one.self_attn for one in layers], [one.mlp for one in layers]
@@ -297,7 +294,7 @@ def _weights_of(model: Any, positions: int) -> Weights:
 
 
 def _linear(layers: list[tuple[nn.Linear, ...]]) -> tuple[FloatArray, FloatArray]:
-    """Weights `[N, out, in]` and biases `[N, out or 0]` of products over the same input."""
+    """Join weights `[N, out, in]` and biases `[N, out or 0]` of products over the same input."""
     weight = _joined([[one.weight for one in product] for product in layers])
     of_layers: list[list[torch.Tensor | None]] = [
         [one.bias for one in product] for product in layers
@@ -307,12 +304,12 @@ def _linear(layers: list[tuple[nn.Linear, ...]]) -> tuple[FloatArray, FloatArray
 
 
 def _norms(modules: list[Any]) -> FloatArray:
-    """Weights `[N, D]` of norms; `[N, 0]`: there are none."""
+    """Join weights `[N, D]` of norms; `[N, 0]`: there are none."""
     return _joined([[] if one is None else [one.weight] for one in modules])
 
 
 def _joined(layers: Sequence[Sequence[torch.Tensor]]) -> FloatArray:
-    """The parameters of each layer, one below the other: `[N, sum of rows, ...]`.
+    """Stack the parameters of each layer: `[N, sum of rows, ...]`.
 
     Each of them becomes a view as soon as it is copied, so that no more than one layer's weights
     are in memory twice.

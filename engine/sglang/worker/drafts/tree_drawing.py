@@ -66,13 +66,7 @@ class TreeDrawing:
         self._max_bytes = max_bytes
 
     def __call__(self, logits: torch.Tensor, trees: TokenTrees, feed: Feed) -> Accepted:
-        """Draw, and follow the trees.
-
-        Args:
-            logits: `[T, V]` of what was fed; may be overwritten.
-            trees: that were fed.
-            feed: their layout.
-        """
+        """Draw from logits `[T, V]` of the fed tokens, overwriting them, and follow the trees."""
         device, n = logits.device, len(feed.counts)
         if not self._ranks.leads:
             return self._follow(n, 1 + int(trees.depths.max(initial=0)), device)
