@@ -106,13 +106,13 @@ class ModuleWeights:
                 torch.cuda.synchronize(self._device)  # the staging memory may be overwritten now
 
     def fingerprint(self) -> Fingerprint:
-        """Of the live parameters, by every name of the state dict; once after each installation."""
+        """Return the fingerprint of the live parameters, computed once after each installation."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self._module.state_dict(keep_vars=True).items())
         return self._fingerprint
 
     def _base(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Copies of the weights that the module was loaded with, where versions are staged."""
+        """Return copies of the module's initial weights, in the memory that stages versions."""
         if self._whole.policy_version is not None:
             raise WeightsReadError(
                 "the module has had whole weights, so it is not known what an adapter is added to"

@@ -27,12 +27,12 @@ from asyncrl.rollout.acceptance import accept_tree, warm_up_verification
 def warm_up(model: SlotModel, *, listed: int, drafting: bool) -> None:
     """Load the kernels that a core uses, or compile them: once per machine, for a few seconds.
 
-    On a GPU half a minute.
+    Takes half a minute on a GPU.
 
     Args:
-        model: what is sampled from.
+        model: the policy.
         listed: K of its draws.
-        drafting: whether there is a cache to draft from.
+        drafting: True if there is a cache to draft from.
     """
     if drafting:
         tree.warm_up()
@@ -51,7 +51,7 @@ def warm_up(model: SlotModel, *, listed: int, drafting: bool) -> None:
 
 
 def _warm_up_step() -> None:
-    """The loops of `asyncrl.engine.torch.step_kernels`, for two rows with a draw each."""
+    """Compile the loops of `asyncrl.engine.torch.step_kernels`, for two rows with a draw each."""
     zero, none = np.zeros(2, np.int32), np.empty(0, np.int32)
     seeds, flags = np.zeros(2, np.uint64), np.zeros(2, np.bool_)
     row, starts, _, _, noise = place_draws(zero + 1, none, zero, seeds, seeds)

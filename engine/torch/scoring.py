@@ -25,13 +25,13 @@ def score_all(
     """Score requests; contexts go through the model packed and sorted by length.
 
     Args:
-        model: what scores; its slots are not used.
+        model: scores the tokens; its slots are not used.
         requests: in any order; scores come back in the same order.
-        max_tokens: most tokens of one pass; a single longer request still goes, alone.
+        max_tokens: most tokens of one pass; a single longer request still runs, alone.
         max_bytes: memory for the float32 logits of one pass, with the same exception, and as much
             to process them.
         listed: K of the engine, at least that of each request.
-        policy_version: of the weights.
+        policy_version: version of the weights.
     """
     order = sorted(range(len(requests)), key=lambda i: _length(requests[i]))
     scores: dict[int, Score] = {}

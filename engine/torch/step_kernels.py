@@ -1,7 +1,7 @@
-"""What a step does for each row, in compiled loops: where draws belong, paths, what rows append.
+"""Per-row work of a step in compiled loops: places of draws, paths, appended tokens.
 
-Each function is one call for all rows of a step, in place of some operations on arrays each.
-None of them gives up Python's lock: another thread would take it at every one.
+Each function is one call for all rows of a step, in place of some operations on arrays each. None
+of them releases Python's lock: another thread would take it at every one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ _DRAFTED, _SAMPLED = int(Provenance.DRAFTED), int(Provenance.SAMPLED)
 
 
 class GeneratedTokens(NamedTuple):
-    """M tokens with what is reported of them. As a buffer: B tokens for each of S rows."""
+    """M tokens with everything that is reported about them.
+
+    As a buffer: B tokens for each of S rows.
+    """
 
     tokens: IntArray
-    """`[M]`, of a buffer `[S, B]`."""
+    """`[M]`; in a buffer `[S, B]`."""
     logprobs: FloatArray
     """`[M]`"""
     topk_ids: IntArray
@@ -40,7 +43,7 @@ class GeneratedTokens(NamedTuple):
 
     @classmethod
     def empty(cls, *shape: int, top_k: int) -> GeneratedTokens:
-        """Arrays to be filled."""
+        """Return arrays to be filled."""
         return cls(
             np.empty(shape, np.int32),
             np.empty(shape, np.float32),
@@ -52,32 +55,32 @@ class GeneratedTokens(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where N draws belong, row by row."""
+    """Places of N draws, row by row."""
 
     row: LongArray
     """`[N]` row of each draw."""
     starts: LongArray
     """`[n]` each row's first draw."""
     positions: LongArray
-    """`[N]` in the responses."""
+    """`[N]` positions in the responses."""
     seeds: SeedArray
-    """`[N]` of the requests."""
+    """`[N]` seeds of the requests."""
     noise_seeds: SeedArray
-    """`[N]` of the noise for tokens outside the list."""
+    """`[N]` seeds of the noise for tokens outside the list."""
 
 
 def place_draws(
     sizes: IntArray, depths: IntArray, responses: IntArray, seeds: SeedArray, noise: SeedArray
 ) -> Places:
-    """Say where draws belong.
+    """Return the places of draws.
 
     Args:
         sizes: `[n]` draws of each row.
-        depths: `[D]` of the first D draws: the places of their tokens after the row's last one.
+        depths: `[D]` for the first D draws: the places of their tokens after the row's last one.
             The draws of other rows follow each other.
         responses: `[n]` tokens of each row's response.
-        seeds: `[n]` of the requests.
-        noise: `[n]` of the noise.
+        seeds: `[n]` seeds of the requests.
+        noise: `[n]` seeds of the noise.
     """
     n, size = len(sizes), int(sizes.sum())
     places = Places(
@@ -127,16 +130,16 @@ def choose_draws(
     kept: IntArray,
     stopped: Flags,
 ) -> int:
-    """Choose each row's path: what it accepts and one draw more, up to a stop token or its limit.
+    """Choose each row's path: what it accepts and one more draw, up to a stop token or its limit.
 
     Args:
         accepted: `[n]` drafts and kept tokens that each row accepts.
         starts: `[n]` each row's first draw.
         walked: rows that take their draws from `walk`; others take those from `starts` on.
         walk: `[P]` draws of these rows' paths, row after row.
-        tokens: `[N]` of the draws.
+        tokens: `[N]` tokens of the draws.
         stops: `[n, stops]` stop tokens, padded with -1.
-        begun: `[n]` leading tokens of each path that are of earlier turns, and end nothing.
+        begun: `[n]` leading tokens of each path in earlier turns, whose stops do not count.
         left: `[n]` tokens that each row may still generate.
         chosen: `[M]` to fill, the draws of the paths, row after row.
         row: `[M]` to fill, the row of each.
@@ -188,11 +191,11 @@ def append_draws(
 
     Args:
         chosen: `[M]` draws, row after row.
-        row: `[M]` of each.
+        row: `[M]` row of each.
         step: `[M]` its place among its row's new tokens.
-        accepted: `[n]` how many of these are accepted drafts.
+        accepted: `[n]` number of these that are accepted drafts.
         judged: `[n]` rows whose tokens are not reported from the buffers.
-        tokens: `[N]` of all draws.
+        tokens: `[N]` tokens of all draws.
         logprobs: `[N]`
         ids: `[N, K]`
         values: `[N, K]`
@@ -232,7 +235,7 @@ def advance_rows(
     due: LongArray,
     ended: LongArray,
 ) -> tuple[int, int]:
-    """Count what each row has appended, and say which rows report.
+    """Count what each row has appended, and find the rows that report.
 
     Args:
         kept: `[n]` tokens that each row has appended.
@@ -243,12 +246,12 @@ def advance_rows(
         kv_length: `[S]` tokens whose KV is in the slots; updated.
         count: `[S]` tokens to report; updated.
         begun: `[S]` whether a row has reported anything.
-        chunk_tokens: with so many tokens to report a row reports.
+        chunk_tokens: least number of tokens to report.
         due: `[n]` to fill with the rows that report and continue.
         ended: `[n]` to fill with the rows that have ended, from the last one down.
 
     Returns:
-        How many are due, and how many have ended.
+        The numbers of due rows and of ended rows.
     """
     dues = ends = 0
     for row in range(len(kept) - 1, -1, -1):
@@ -265,7 +268,7 @@ def advance_rows(
 
 
 def pack(buffers: GeneratedTokens, rows: LongArray, counts: IntArray) -> GeneratedTokens:
-    """The first `counts[i]` tokens of each of some rows of a buffer, row after row."""
+    """Pack the first `counts[i]` tokens of each of some rows of a buffer, row after row."""
     packed = GeneratedTokens.empty(int(counts.sum()), top_k=buffers.topk_ids.shape[2])
     _pack(buffers, rows, counts, packed)
     return packed
@@ -303,14 +306,14 @@ def pick_tokens(
 
     Args:
         chosen: `[M]` draws, row after row.
-        tokens: `[N]` of all draws.
-        kept: `[n]` how many of the chosen ones each row has.
+        tokens: `[N]` tokens of all draws.
+        kept: `[n]` number of chosen ones of each row.
         wanted: `[n]` rows whose tokens are gathered.
         picked: `[M]` to fill with these, row after row.
-        offsets: `[n + 1]` to fill: where each wanted row's tokens begin, and the end.
+        offsets: `[n + 1]` to fill: begin of each wanted row's tokens, and the end.
 
     Returns:
-        How many rows are wanted.
+        The number of wanted rows.
     """
     at = rows = size = 0
     offsets[0] = 0

@@ -206,12 +206,12 @@ class FusedDecoder:
         reach: Reach,
         wanted: NDArray[np.int64],
     ) -> torch.Tensor:
-        """Logits `[len(wanted), V]` after some of the tokens, whose KV is written to the slots.
+        """Return logits `[len(wanted), V]` after some of the tokens; all KV goes to the slots.
 
         Args:
             ids: `[T]` tokens.
-            positions: `[T]` in their contexts.
-            reach: what each attends to; if it is `packed`, no slot is used.
+            positions: `[T]` positions in their contexts.
+            reach: the keys of each; if it is `packed`, no slot is used.
             wanted: ascending indices into `[T]`.
 
         Raises:
