@@ -70,12 +70,7 @@ class Reach:
         return cls(np.zeros_like(tokens), starts, tokens, starts, hidden, packed=True)
 
     def within_window(self, positions: NDArray[np.int64], window: int) -> Reach:
-        """The same keys, without those that are `window` positions or more before their token.
-
-        Args:
-            positions: `[T]` of the tokens in their contexts.
-            window: keys that a token sees, its own among them.
-        """
+        """Drop keys `window` or more positions before their token; `positions` are `[T]`."""
         oldest = positions - (window - 1)
         first, hidden = np.maximum(self.first, self.first + oldest), self.hidden
         in_tree = np.flatnonzero(self.base > 0) if hidden.shape[1] else np.empty(0, np.int64)

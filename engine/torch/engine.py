@@ -417,7 +417,7 @@ def _abort(core: DecodeCore, request_id: str, reader: _Reader) -> None:
 
 
 def _ignore(_result: None) -> None:
-    """Of work that has no result."""
+    """Ignore the result of a job."""
 
 
 def _use_threads(threads: int | None) -> None:

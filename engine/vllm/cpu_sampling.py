@@ -47,14 +47,14 @@ def apply_if_affected() -> None:
 
 
 def _tolerate_foreign_handles() -> None:
-    """Keep vLLM's start from failing where numba is imported in its core process.
+    """Keep vLLM's start from failing if numba is imported in its core process.
 
-    vLLM looks through the attributes of all modules for kernels to replace and takes `vars(value)`
-    for a dictionary. For llvmlite's library handle it is something else.
+    vLLM searches the attributes of all modules for kernels to replace and takes `vars(value)` for a
+    dictionary. For llvmlite's library handle it is something else.
     """
     from vllm.triton_utils import dispatcher
 
-    # On the way vLLM touches a deprecated name of torch, which warns.
+    # During that vLLM touches a deprecated name of torch, which warns.
     warnings.filterwarnings("ignore", message=_OLD_NAME, category=FutureWarning)
 
     def vars_or_nothing(value: object) -> Mapping[str, Any]:
@@ -66,7 +66,7 @@ def _tolerate_foreign_handles() -> None:
 
 
 def writes_its_output(impl: Expand | None) -> bool:
-    """Whether an `expand` fills a float32 output as the Triton kernel does.
+    """Return True if an `expand` fills a float32 output as the Triton kernel does.
 
     A missing function (None) counts as fine: this vLLM does without it.
     """

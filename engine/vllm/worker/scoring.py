@@ -4,7 +4,7 @@ vLLM computes `prompt_logprobs` one request after the other, for all of a prompt
 it leaves out temperature and truncation (`GPUModelRunner._get_prompt_logprobs_dict`, 0.32.0).
 `CoreScorer` replaces that method. `asyncrl.engine.remote.worker.scoring` does the work.
 
-The result replaces vLLM's table: a row for each token that is reported, with the columns of
+The result replaces vLLM's table: a row for each reported token, with the columns of
 `asyncrl.engine.remote.extras.ScoreColumns`.
 """
 
@@ -27,7 +27,7 @@ class CoreScorer:
     Args:
         runner: vLLM's `GPUModelRunner`.
         batch: its requests.
-        ranks: of this worker; rank 0 scores, the others take part in the output layer.
+        ranks: this worker's ranks; rank 0 scores, the others take part in the output layer.
         max_bytes: memory that scoring may hold at once (`asyncrl.engine.sampling.logits`).
     """
 
@@ -49,7 +49,7 @@ class CoreScorer:
 
     @torch.inference_mode()
     def compute(self, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
-        """The tables of the requests whose prompts are complete after this step, as vLLM's.
+        """Return vLLM's tables of the requests whose prompts are complete after this step.
 
         Empty in ranks other than 0.
         """

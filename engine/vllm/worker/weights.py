@@ -1,4 +1,4 @@
-"""New weights in vLLM's process: how vLLM loads them (`asyncrl.engine.remote.worker.staging`)."""
+"""Loads new weights in vLLM's process (`asyncrl.engine.remote.worker.staging`)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class VllmLoader:
 
     @property
     def model(self) -> torch.nn.Module:
-        """That decodes."""
+        """The model that decodes."""
         model: torch.nn.Module = self._worker.model_runner.get_model()
         return model
 
     @property
     def model_path(self) -> str:
-        """As `Loader`."""
+        """See `Loader`."""
         return str(self._worker.model_config.model)
 
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -41,7 +41,7 @@ class VllmLoader:
         load(self._worker, model, tensors)
 
     def adopt(self, twin: Twin) -> None:
-        """Give vLLM what it has noted of the model's modules at their first loading."""
+        """Copy vLLM's notes on the model's modules from their first loading."""
         from asyncrl.engine.vllm.worker.api import (
             LAYERWISE_INFO,
             LayerReloadingInfo,
@@ -60,7 +60,7 @@ class VllmLoader:
             )
 
     def forget(self, twin: Twin) -> None:
-        """Take a twin out of vLLM's notes, which would keep its memory."""
+        """Remove a twin from vLLM's notes, which would keep its memory."""
         from asyncrl.engine.vllm.worker.api import LAYERWISE_INFO
 
         for _, other in twin.pairs:
@@ -78,7 +78,7 @@ class VllmLoader:
 
 
 def load(worker: Any, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Have vLLM load a checkpoint's tensors into a model, or its twin, in place."""
+    """Load a checkpoint's tensors into a model, or its twin, in place, by vLLM."""
     from asyncrl.engine.vllm.worker.api import inplace, set_current_vllm_config
 
     with set_current_vllm_config(worker.vllm_config):
