@@ -36,10 +36,10 @@ class TrajectoryDelivery(Message, frozen=True):
     finish_reason: FinishReason
     reward: float
     terms: tuple[Finite, ...] = ()
-    """What each reward function returned, without its weight; empty if the reward failed and
-    counts as 0. Only reported; `reward` is what is trained on."""
+    """Value of each reward function, without its weight; empty if the reward failed and counts as
+    0. Only reported; training uses `reward`."""
     lineage: int = 0
-    """Of the trainer that it is for; another one must not train on it."""
+    """Lineage of the trainer that it is for; another one must not train on it."""
     contexts: tuple[Count, ...] = ()
     """`asyncrl.rollout.trajectory.Trajectory.contexts`"""
 
@@ -49,18 +49,16 @@ class Received(Message, frozen=True):
 
     sample: SampleId
     lineage: int = 0
-    """Of this trainer."""
 
 
 class SendAgain(Message, frozen=True):
-    """The trainer takes this sample now. It came before its order, when there was no room for it.
+    """The trainer takes this sample now; before its order, there was no room for it.
 
     Only a delivery that the trainer has not acknowledged is sent again.
     """
 
     sample: SampleId
     lineage: int = 0
-    """Of this trainer."""
 
 
 FromGeneratorData = TrajectoryDelivery

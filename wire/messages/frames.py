@@ -24,21 +24,21 @@ _UINT64 = "<u8"
 _UINT8 = "u1"
 
 DIGEST_BYTES = 16
-"""Of the digest of a trajectory, in a report and in an order."""
+"""Size of a trajectory's digest, in a report and in an order."""
 
 _TOKEN_BYTES = 64
-"""Bytes of a response token in a segment of its own; without it, 9."""
+"""Bytes of a response token in a separate segment; without it, 9."""
 _HEAD_BYTES = 1 << 16
 """Bytes of a delivery without its tokens: names, ids and a prompt id of any usual length."""
 
 
 def encode_tokens(tokens: IntArray) -> bytes:
-    """Token ids of any shape as bytes."""
+    """Encode token ids of any shape."""
     return tokens.astype(_INT32).tobytes()
 
 
 def decode_tokens(data: bytes | memoryview) -> IntArray:
-    """Token ids as a flat read-only view of the bytes.
+    """Decode token ids as a flat read-only view of the bytes.
 
     Raises:
         ValueError: the length is not a multiple of four bytes.
@@ -47,22 +47,22 @@ def decode_tokens(data: bytes | memoryview) -> IntArray:
 
 
 def encode_floats(values: FloatArray) -> bytes:
-    """Log-probabilities of any shape as bytes."""
+    """Encode log-probabilities of any shape."""
     return values.astype(_FLOAT32).tobytes()
 
 
 def decode_floats(data: bytes | memoryview) -> FloatArray:
-    """Log-probabilities as a flat read-only view of the bytes. Raises ValueError as above."""
+    """Decode log-probabilities as a flat read-only view. Raises ValueError as `decode_tokens`."""
     return np.frombuffer(data, _FLOAT32)
 
 
 def encode_seeds(seeds: SeedArray) -> bytes:
-    """Seeds of noise as bytes."""
+    """Encode seeds of noise."""
     return seeds.astype(_UINT64).tobytes()
 
 
 def decode_seeds(data: bytes | memoryview) -> SeedArray:
-    """Seeds of noise as a flat read-only view of the bytes.
+    """Decode seeds of noise as a flat read-only view of the bytes.
 
     Raises:
         ValueError: the length is not a multiple of eight bytes.
@@ -71,7 +71,7 @@ def decode_seeds(data: bytes | memoryview) -> SeedArray:
 
 
 def max_delivery_bytes(tokens: int) -> int:
-    """Longest delivery of a run: `tokens` of prompt and response together."""
+    """Return the longest delivery of a run with `tokens` of prompt and response together."""
     return tokens * _TOKEN_BYTES + _HEAD_BYTES
 
 
@@ -83,7 +83,7 @@ def encode_trajectory(
     terms: tuple[float, ...] = (),
     lineage: int = 0,
 ) -> TrajectoryDelivery:
-    """The message that delivers a trajectory to the trainer of this lineage for this step.
+    """Make the message that delivers a trajectory to the trainer of this lineage for this step.
 
     It refers to the trajectory's arrays.
     """
@@ -105,7 +105,7 @@ def encode_trajectory(
 
 
 def digest_of(delivery: TrajectoryDelivery) -> bytes:
-    """16 bytes that stand for the trajectory in a delivery, not its step and rewards.
+    """Return 16 bytes that identify the trajectory in a delivery, without its step and rewards.
 
     They are the first of a SHA-256, for which processors have instructions.
     """
@@ -119,7 +119,7 @@ def digest_of(delivery: TrajectoryDelivery) -> bytes:
 
 
 def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
-    """The trajectory inside a delivery; its arrays are read-only views of the message.
+    """Return the trajectory inside a delivery; its arrays are read-only views of the message.
 
     The views need not be aligned: NumPy reads them all the same, a little more slowly.
 
@@ -155,5 +155,5 @@ def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
 
 
 def _raw(values: NDArray[Any], dtype: str) -> memoryview:
-    """The bytes of an array, which is copied only if it is not of this type and contiguous."""
+    """Return the bytes of an array, copied only if it has another type or is not contiguous."""
     return np.ascontiguousarray(values, dtype).reshape(-1).view(_UINT8).data

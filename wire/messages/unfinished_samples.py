@@ -33,7 +33,7 @@ from asyncrl.wire.transport.decoding import Count, FrameDecoder
 _MAGIC = b"asyncrl unfinished 2\n"
 """The number rises with the format: 2 has the seeds of the noise."""
 _ANY_MAGIC = b"asyncrl unfinished "
-"""Of all formats."""
+"""Common prefix of all formats."""
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 16
 _TAIL_BYTES = _LENGTH_BYTES + _DIGEST_BYTES
@@ -47,7 +47,7 @@ class UnfinishedRefused(WireError):  # noqa: N818 - says what happened, like Fra
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where the record of a sample is in its file, in bytes."""
+    """Location of a sample's record in its file, in bytes."""
 
     sample: SampleId
     offset: Count
@@ -55,12 +55,12 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Index(msgspec.Struct, frozen=True):
-    """What a file holds."""
+    """Index of a file."""
 
     version: int
     """Policy version of the checkpoint that it goes with."""
     settings: str
-    """Stands for the settings that the tokens were drawn with."""
+    """Identifies the settings that the tokens were drawn with."""
     places: tuple[Place, ...]
 
 
@@ -92,7 +92,7 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, sample: SampleId, prompt_id: str, kept: KeptTokens) -> UnfinishedSample:
-        """The record of a sample with these tokens."""
+        """Make the record of a sample with these tokens."""
         return cls(
             sample,
             prompt_id,
@@ -107,7 +107,7 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
         )
 
     def kept(self) -> KeptTokens:
-        """Its tokens, to be verified. Raises ValueError if the arrays differ in length."""
+        """Return its tokens, to be verified. Raises ValueError if the arrays differ in length."""
         tokens = decode_tokens(self.tokens)
         shape = (len(tokens), self.topk)
         observed = np.frombuffer(self.observed or bytes(len(tokens)), np.uint8) != 0
@@ -138,7 +138,7 @@ _SAMPLE: FrameDecoder[UnfinishedSample] = FrameDecoder(
 def write_unfinished(
     path: Path, version: int, settings: str, samples: Sequence[UnfinishedSample]
 ) -> None:
-    """Write the file, which takes its name when it is whole and on the disk. Raises OSError."""
+    """Write the file, which takes its name when it is complete and on the disk. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     places: list[Place] = []
@@ -160,10 +160,10 @@ def write_unfinished(
 
 
 def read_index(path: Path) -> Index:
-    """Check a whole file, and say what it holds.
+    """Check a whole file, and return its index.
 
     Raises:
-        UnfinishedRefused: it cannot be read, is damaged, or is no such file.
+        UnfinishedRefused: it cannot be read, is damaged, or is not such a file.
     """
     try:
         with path.open("rb") as file:
@@ -199,7 +199,7 @@ def read_index(path: Path) -> Index:
 
 
 def read_sample(path: Path, place: Place, *, prompt_id: str) -> KeptTokens:
-    """The tokens of one sample, of a file that `read_index` has accepted.
+    """Read the tokens of one sample, from a file that `read_index` has accepted.
 
     Raises:
         UnfinishedRefused: the record cannot be read, or is of another sample or prompt.

@@ -81,7 +81,7 @@ class Outbox:
         return self._drafts
 
     def add_ends(self, requests: Iterable[Any]) -> None:
-        """Keep the ends of requests of vLLM's that were aborted, and hurry: they are waited for."""
+        """Add the ends of vLLM's aborted requests, and hurry, as readers wait for them."""
         for one in requests:
             end = EngineCoreOutput(one.request_id, [], finish_reason=FinishReason.ABORT)
             self._outputs.setdefault(one.client_index, []).append(end)
@@ -111,7 +111,7 @@ class _WholeTables:
     """vLLM's: ended requests that the worker does not know of yet."""
 
     def has_requests(self) -> bool:
-        """Whether a step is needed: also to send what is left before the core rests or pauses."""
+        """Return True if a step is needed, if only to send what is left before a pause."""
         parent: Any = super()
         return self.outbox.waits or bool(parent.has_requests())
 

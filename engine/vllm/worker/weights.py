@@ -12,11 +12,7 @@ from asyncrl.engine.remote.worker.shadow_model import Twin, like
 
 
 class VllmLoader:
-    """Loads with vLLM's `reload_weights`; satisfies `asyncrl.engine.remote.worker.staging.Loader`.
-
-    Args:
-        worker: vLLM's.
-    """
+    """Loads by vLLM's `reload_weights`; satisfies `engine.remote.worker.staging.Loader`."""
 
     name = "vLLM"
 
