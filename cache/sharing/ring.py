@@ -1,16 +1,15 @@
-"""A lock-free ring file: the last messages of one writer.
-
-The file has a fixed size and any number of readers.
+"""A lock-free ring file with the last messages of one writer, for any number of readers.
 
     marks    magic 8 | format 4 | - 4 | capacity 8 || oldest 8 | end 8 | crc32 4
     message  position 8 | bytes 4 | crc32 4 | content, padded to 8 bytes
 
 A *position* counts all bytes ever written; modulo `capacity` it is an offset in the file. The
 writer first moves `oldest` past the bytes it is about to overwrite, then writes the message, then
-moves `end`. So a writer killed at any instant leaves at worst bytes after `end` that nobody reads.
-A reader copies the bytes between its own position and `end`. Every message contains its position
-and a checksum, so a message that was overwritten meanwhile is detected, and the reader resumes at
-`oldest`. A slow reader misses what was overwritten; it never delays anybody.
+moves `end`. So a writer killed at any instant leaves at worst unread bytes after `end`.
+
+A reader copies the bytes between its position and `end`. Every message contains its position and a
+checksum, so a message that was overwritten during the copy is detected, and the reader resumes at
+`oldest`. A slow reader misses overwritten messages; it never delays the writer.
 
 Files are read and written, not mapped: a truncated file or a full /dev/shm is then an error that
 can be handled and not a SIGBUS. Readers and writers are processes of one user on one machine, and
@@ -90,7 +89,7 @@ class RingWriter:
             raise
 
     def write(self, content: bytes) -> int:
-        """Append a message; returns the bytes it takes, or 0 if it was not written.
+        """Append a message; return the bytes it takes, or 0 if it was not written.
 
         A message longer than a quarter of the ring is not written.
 
@@ -160,7 +159,7 @@ class RingReader:
         return int(capacity)
 
     def read(self, limit: int = _READ) -> list[bytes]:
-        """The next messages, about `limit` bytes; at least one if there is any.
+        """Return the next messages, about `limit` bytes; at least one if there is any.
 
         Raises:
             OSError: the file cannot be read.
@@ -182,7 +181,7 @@ class RingReader:
         return messages
 
     def _read_marks(self) -> tuple[int, int] | None:
-        """`oldest` and `end`; None if they are being written right now, or are damaged."""
+        """Return `oldest` and `end`; None if they are being written right now, or are damaged."""
         data = os.pread(self._file, _MARKS.size, _START.size)
         if len(data) < _MARKS.size:
             return None
@@ -220,7 +219,7 @@ class RingReader:
         return data
 
     def _skip_unreadable(self, end: int) -> None:
-        """Nothing was readable: skip what was overwritten meanwhile, or what is damaged."""
+        """Skip bytes that were overwritten or damaged."""
         marks = self._read_marks()
         if marks is None or marks[0] > self.position:
             self._catch_up(marks[0] if marks else self.position)
@@ -233,6 +232,6 @@ class RingReader:
             self.position = oldest
 
     def _give_up(self, end: int) -> None:
-        """Skip to `end`: where the next message starts cannot be told after a damaged one."""
+        """Skip to `end`: the start of the next message is unknown after a damaged one."""
         self.refused += 1
         self.position = end

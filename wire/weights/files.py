@@ -1,8 +1,7 @@
 """Files of published weights as bytes: made, opened and checked. Imports no torch.
 
-Two kinds of process write files in the layout of `asyncrl.wire.weights.layout`: the trainer
-(`asyncrl.wire.weights.writer`), and a node that receives the weights from another
-(`asyncrl.wire.weights.chain`).
+The trainer (`asyncrl.wire.weights.writer`) and nodes that receive weights from others
+(`asyncrl.wire.weights.chain`) write them in the layout of `asyncrl.wire.weights.layout`.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ def mark(memory: mmap.mmap, version: int) -> None:
 
 
 def marked(memory: mmap.mmap) -> int:
-    """The version in the header."""
+    """Return the version in the header."""
     return int.from_bytes(memory[:8], "little", signed=True)
 
 
 @contextmanager
 def held_version(manifest: WeightManifest) -> Iterator[int]:
-    """The descriptor of a file that holds a version at the beginning and at the end of the block.
+    """Yield the descriptor of a file that holds a version before and after the block.
 
     Raises:
         WeightsSupersededError: the file no longer holds this version, or was removed.
@@ -80,7 +79,7 @@ def held_version(manifest: WeightManifest) -> Iterator[int]:
 
 
 def open_published(manifest: WeightManifest) -> int:
-    """A descriptor of the file of a version, which the caller closes.
+    """Return a descriptor of the file of a version, which the caller closes.
 
     Raises:
         WeightsSupersededError: it was removed.
@@ -120,7 +119,7 @@ def check_version(descriptor: int, manifest: WeightManifest) -> None:
 
 
 def fill(target: memoryview, descriptor: int, offset: int) -> None:
-    """Fill memory from a place in a file. Other threads run meanwhile.
+    """Fill memory from a place in a file, releasing Python's lock.
 
     Raises:
         WeightsReadError: the file is shorter.

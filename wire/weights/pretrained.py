@@ -20,7 +20,7 @@ _lock = threading.Lock()
 
 
 def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a directory or hub id, on the CPU.
+    """Load the model of a directory or hub id, on the CPU.
 
     Raises:
         OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError: transformers
@@ -36,7 +36,7 @@ def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def causal_lm_without_weights(config: Any) -> PreTrainedModel:
-    """The model that a configuration of transformers describes, on the meta device.
+    """Build the model of a transformers configuration, on the meta device.
 
     Raises:
         OSError, ValueError, KeyError: transformers cannot build it.

@@ -12,7 +12,7 @@ from asyncrl.wire.weights.layout import HEADER_BYTES, TensorSpec
 
 
 def dtype_of(spec: TensorSpec, size: int) -> torch.dtype:
-    """The data type of a tensor, once it is known to lie in a file of `size` bytes.
+    """Return the data type of a tensor, after checking that it lies in a file of `size` bytes.
 
     Raises:
         WeightsReadError: the data type is unknown, or the tensor does not lie in the file.
@@ -31,7 +31,7 @@ def dtype_of(spec: TensorSpec, size: int) -> torch.dtype:
 
 
 def tensor_view(memory: Tensor, spec: TensorSpec) -> Tensor:
-    """A tensor that shares its bytes with `memory`, `[nbytes]` uint8 in the layout of a file.
+    """Return a tensor that shares its bytes with `memory`, `[nbytes]` uint8 in a file's layout.
 
     Raises:
         WeightsReadError: as `dtype_of`.

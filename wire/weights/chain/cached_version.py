@@ -21,18 +21,18 @@ Part = bytes | memoryview
 
 @dataclass(slots=True)
 class Held:
-    """A version, whole or on its way."""
+    """A version, complete or arriving."""
 
     manifest: WeightManifest
     memory: NDArray[np.uint8]
     """`[nbytes]` of the file."""
     still: Callable[[], bool]
-    """Whether the memory still holds this version."""
+    """Returns True while the memory holds this version."""
     grid: Grid
     missing: set[int] = field(default_factory=set)
-    """Chunks that are not there yet."""
+    """Chunks that have not arrived."""
     checksums: dict[int, int] = field(default_factory=dict)
-    """Of chunks, as far as they are known."""
+    """Known checksums of chunks."""
     name: str = ""
     word_bytes: int = 2
 
@@ -41,16 +41,16 @@ class Held:
         self.word_bytes = word_bytes(self.manifest.tensors)
 
     def chunk(self, index: int) -> NDArray[np.uint8]:
-        """The memory of a chunk."""
+        """Return the memory of a chunk."""
         return self.memory[self.grid.span(index)]
 
     def encoded(
         self, index: int, base: Held | None, *, more: bool = False
     ) -> tuple[Chunk, list[Part]]:
-        """The message and the bytes of a chunk: a delta to the base if it has one and is shorter.
+        """Return the message and the bytes of a chunk: a delta to the base if that is shorter.
 
         Raises:
-            WeightsSupersededError: the memory holds another version by now.
+            WeightsSupersededError: the memory holds another version.
         """
         body, used = None, None
         if base is not None and not base.missing:

@@ -26,7 +26,7 @@ MESSAGE_BYTES = 4096
 _LOCAL = ("ipc://", "inproc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 _QUEUED = 2 * MAX_ASKS
 _SPARE = 4
-"""Parts that a chunk's frame may have above those of a chunk."""
+"""Parts that a chunk's frame may have beyond those of a chunk."""
 
 Socket = zmq.Socket[Any]
 
@@ -48,9 +48,10 @@ class ParentSocket:
     """The end that children connect to.
 
     Args:
-        address: a ZeroMQ address; port 0 of TCP: any that is free.
-        keys: of this node's hub; None: of this machine only.
-        refusals: of this socket.
+        context: ZeroMQ context.
+        address: a ZeroMQ address; port 0 of TCP: any free one.
+        keys: keys of this node's hub; None: for this machine only.
+        refusals: refusals of this socket.
 
     Raises:
         KeyUnusable: the address needs keys.
@@ -83,10 +84,10 @@ class ParentSocket:
         self.address = endpoint.rstrip(b"\0").decode() if isinstance(endpoint, bytes) else address
 
     def receive(self) -> tuple[str, ToParent] | None:
-        """The next message that is accepted, and who sent it; None if none is there now.
+        """Return the next accepted message and its sender; None if it was refused.
 
         Raises:
-            zmq.Again: nothing was there at all.
+            zmq.Again: there was none.
         """
         parts = self.socket.recv_multipart(zmq.NOBLOCK)
         child = self._name_in(parts[0])
@@ -111,7 +112,7 @@ class ParentSocket:
         name = child.encode() if self._keys is None else self._keys.identity_of(child)
         try:
             self.socket.send_multipart([name, self._encoder.encode(message), *parts], zmq.NOBLOCK)
-        except zmq.ZMQError:  # not connected, or it does not take what is queued for it
+        except zmq.ZMQError:  # not connected, or its queue is full
             return False
         return True
 
@@ -128,10 +129,11 @@ class ChildSocket:
     """The end that asks one parent.
 
     Args:
-        name: of this node, where there are no keys to tell it.
-        parent: whom it connects to.
-        refusals: of all parents.
-        chunk_bytes: of the longest chunk.
+        context: ZeroMQ context.
+        name: name of this node, used without keys.
+        parent: the parent to connect to.
+        refusals: refusals of all parents.
+        chunk_bytes: size of the longest chunk.
 
     Raises:
         KeyUnusable: the address needs keys.
@@ -163,10 +165,10 @@ class ChildSocket:
         self.socket.connect(parent.address)
 
     def receive(self) -> tuple[FromParent, list[Part]] | None:
-        """The next message that is accepted and the bytes after it; None if none is there now.
+        """Return the next accepted message and the bytes after it; None if it was refused.
 
         Raises:
-            zmq.Again: nothing was there at all.
+            zmq.Again: there was none.
         """
         frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         try:
@@ -178,7 +180,7 @@ class ChildSocket:
             return None
 
     def send(self, message: ToParent) -> bool:
-        """Queue a message; False if the parent does not take what is queued."""
+        """Queue a message; False if the parent's queue is full."""
         try:
             self.socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError:

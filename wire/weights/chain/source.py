@@ -18,14 +18,13 @@ from asyncrl.wire.weights.files import check_version, marked, open_published
 from asyncrl.wire.weights.layout import WeightManifest
 
 _FILES = 2
-"""Versions that the trainer keeps."""
+"""Number of versions that the trainer keeps."""
 
 
 class PublishedVersions:
-    """What the source serves. The trainer overwrites a version whenever it likes.
+    """The versions of the source, which the trainer may overwrite at any time.
 
-    Args:
-        chunk_bytes: of every node of the chain.
+    `chunk_bytes` is the same in every node of the chain.
     """
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -35,7 +34,7 @@ class PublishedVersions:
         self._past: dict[str, None] = {}
 
     def add(self, manifest: WeightManifest) -> None:
-        """Serve a version that the trainer has just published, and the one before it.
+        """Serve a version that the trainer has just published, and the previous one.
 
         Raises:
             WeightsReadError: the manifest does not describe its file.
@@ -67,14 +66,14 @@ class PublishedVersions:
         self._past[name] = None
 
     def state(self, version: str, index: int) -> State:
-        """Of a chunk."""
+        """Return the state of a chunk."""
         held = self._held.get(version)
         if held is None:
             return State.GONE if version in self._past else State.COMING
         return State.HERE if index < held.grid.count and held.still() else State.GONE
 
     def to_send(self, ask: Ask) -> tuple[Held, Held | None]:
-        """The version that a chunk here belongs to, and the base for it."""
+        """Return the version of a chunk that is here, and the base for it."""
         held = self._held[ask.version]
         base = self._held.get(ask.base) if ask.base is not None else None
         same = base is not None and alike(base.manifest, held.manifest) and base.still()
@@ -85,11 +84,11 @@ class WeightSource(ServingThread[PublishedVersions]):
     """A thread on the trainer's node. The trainer never waits for it.
 
     Args:
-        name: of this node.
-        address: to bind; port 0 of TCP: any that is free.
-        keys: of this node's hub; None: only for children on this machine.
-        bytes_per_second: that it may send; None: no limit.
-        chunk_bytes: of every node of the chain.
+        name: name of this node.
+        address: address to bind; port 0 of TCP: any free one.
+        keys: keys of this node's hub; None: only for children on this machine.
+        bytes_per_second: limit of what it sends; None: no limit.
+        chunk_bytes: the same in every node of the chain.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class WeightSource(ServingThread[PublishedVersions]):
         self._start()
 
     def publish(self, manifest: WeightManifest) -> Future[None]:
-        """Serve a version that the trainer has published, and the one before it.
+        """Serve a version that the trainer has published, and the previous one.
 
         The future fails with WeightsReadError if the file does not hold this version.
         """
