@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores within `softcap` of 0; None: as they are."""
+    """Limit scores to within `softcap` of 0; None: leave them as they are."""
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
@@ -19,7 +19,7 @@ def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax over the last dimension of `[..., L]`, of which a sink takes a share.
 
     Args:
-        scores: capped, -inf where a key is hidden.
+        scores: capped, -inf for hidden keys.
         sinks: score of a key without a value, broadcast to `[..., 1]`; None: none.
     """
     if sinks is None:

@@ -191,7 +191,7 @@ class RingReader:
         return oldest, end
 
     def _messages(self, size: int) -> tuple[list[bytes], int | None]:
-        """Complete messages among the next `size` bytes; if one is cut off, also its length."""
+        """Return complete messages in the next `size` bytes, and the length of one cut off."""
         data = self._copy(size)
         messages: list[bytes] = []
         at = 0

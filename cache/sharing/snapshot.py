@@ -14,8 +14,8 @@ budgets and match lengths of the process that loads it. Only finished rollouts a
     ...          least recently used prompt first, its oldest rollout first
 
 All numbers are little-endian, tokens int32. A rollout begins with its head: the `head` tokens
-before the response, -1 where there were fewer. There is no pickle. Every number is checked before
-it is used, and no array is allocated that the file is too short to fill.
+before the response, -1 if there were fewer. Nothing is pickled. Every number is checked before it
+is used, and no array is allocated that the file is too short to fill.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def save(cache: RolloutCache, path: str | os.PathLike[str], fingerprint: str) ->
     """Save the finished rollouts; a crash leaves the old file or the new one, never a mixture.
 
     Args:
-        cache: must not be used by another thread meanwhile.
+        cache: must not be used by another thread during this.
         path: file to write or replace; readable by its owner only.
-        fingerprint: identifies what token ids mean: model, tokenizer, vocabulary.
+        fingerprint: identifies the meaning of token ids: model, tokenizer, vocabulary.
 
     Returns:
         Bytes written.
@@ -77,7 +77,7 @@ def load(
     *,
     vocabulary: int = INT32_MAX + 1,
 ) -> RolloutCache:
-    """A cache with the rollouts of a snapshot; arguments and errors as of `restore`."""
+    """Make a cache with the rollouts of a snapshot; arguments and errors as of `restore`."""
     cache = RolloutCache(config)
     restore(path, cache, fingerprint, vocabulary=vocabulary)
     return cache
@@ -97,9 +97,9 @@ def restore(
 
     Args:
         path: a file that `save` wrote.
-        cache: of any budgets; empty, because its rollouts would be taken for older ones.
+        cache: a cache with any budgets; empty, because its rollouts would be taken for older ones.
         fingerprint: must equal the saved one.
-        vocabulary: a file with a token id that is not below it is refused.
+        vocabulary: token ids from this one on are refused.
 
     Returns:
         Response tokens read. They count as inserted in the cache's stats.
@@ -152,7 +152,7 @@ class _Reader:
         self._left = 0
 
     def verified_header(self) -> _Header:
-        """The header, after checking format, length and digest."""
+        """Return the header, after checking format, length and digest."""
         start = self._file.read(_HEADER)
         if len(start) < _HEADER or not start.startswith(MAGIC):
             raise self._refused("it is not a snapshot of rollouts")
@@ -168,7 +168,7 @@ class _Reader:
                 f"{self._size}: it was truncated, or something was appended"
             )
         digest = hashlib.blake2b(digest_size=_DIGEST)
-        left = self._size - _HEADER  # a file that grows meanwhile must not prolong this
+        left = self._size - _HEADER  # a file that grows during this must not prolong it
         while left > 0 and (chunk := self._file.read(min(left, _CHUNK))):
             digest.update(chunk)
             left -= len(chunk)
@@ -183,7 +183,7 @@ class _Reader:
         return _Header(mark, head, prompts)
 
     def rollouts(self, header: _Header, vocabulary: int) -> Iterator[StoredRollouts]:
-        """The rollouts, prompt by prompt, with all numbers checked."""
+        """Yield the rollouts, prompt by prompt, with all numbers checked."""
         for prompt in range(header.prompts):
             key_size, count, total = _PROMPT.unpack(self._take(_PROMPT.size, prompt))
             try:
@@ -233,7 +233,7 @@ class _Reader:
 
 
 def _write(file: BinaryIO, cache: RolloutCache, mark: bytes) -> int:
-    """Write everything; the header last, at the start of the file. Returns the bytes."""
+    """Write everything; the header last, at the start of the file. Return the bytes."""
     digest = hashlib.blake2b(digest_size=_DIGEST)
     file.write(bytes(_HEADER))
     prompts = body = 0

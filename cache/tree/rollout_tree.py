@@ -23,8 +23,6 @@ decode step, and compiled kernels do the work:
     forest                     the Python side: trees and their budget
 
 The cache can only change speed, never what is sampled (see `asyncrl.rollout.acceptance`).
-
-The open rows: place in the tree, last tokens, and latest guesses.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class OpenRows:
 
     Args:
         config: length of the shortest match, and of the longest draft.
-        rules: match length, and what is doubted at first.
+        rules: match length, and the initial doubt.
     """
 
     def __init__(self, config: CacheConfig, rules: TreeRules) -> None:
@@ -61,7 +59,7 @@ class OpenRows:
         self.cursors: LongArray = np.full((16, arena.CURSOR_WORDS), arena.CLOSED, np.int64)
         """`[R, CURSOR_WORDS]` see `asyncrl.cache.tree.arena`."""
         self.rings: IntArray = np.zeros((16, rules.max_match), np.int32)
-        """`[R, max_match]` the last tokens of each row, as a ring; -1 where there are fewer."""
+        """`[R, max_match]` the last tokens of each row, as a ring; -1 if there are fewer."""
         # A tree makes more guesses than it drafts, and all of them teach something.
         width = 2 * config.draft_tokens + 8
         self.experience = estimate.no_experience(rules.max_match, rules.doubt, 16, width)
@@ -71,14 +69,11 @@ class OpenRows:
         return len(self.cursors) - len(self._free)
 
     def add(self, tree: int, tail: IntArray) -> int:
-        """Open a row.
+        """Open a row with the last tokens `tail` `[C]` of its context; return its handle.
 
         Args:
             tree: its tree, or DETACHED.
-            tail: `[C]` the last tokens of its context, at most `max_match`.
-
-        Returns:
-            the row's handle.
+            tail: at most `max_match` tokens.
         """
         if not self._free:
             size = len(self.cursors)
@@ -101,7 +96,7 @@ class OpenRows:
         return row
 
     def remove(self, row: int) -> tuple[int, int]:
-        """Close a row; returns its tree and the name of its sequence.
+        """Close a row; return its tree and the name of its sequence.
 
         Raises:
             ValueError: the row is not open.
@@ -114,7 +109,7 @@ class OpenRows:
         return tree, own
 
     def require_open(self, rows: ArrayLike) -> IntArray:
-        """`rows` as an int32 vector.
+        """Return `rows` as an int32 vector.
 
         Raises:
             ValueError: one of them is not open.
@@ -131,7 +126,7 @@ class OpenRows:
         return handles
 
     def sequences(self) -> list[int]:
-        """Names of the sequences that open rows are appending to."""
+        """Return names of the sequences that open rows are appending to."""
         own = self.cursors[self.cursors[:, arena.TREE] >= 0, arena.OWN]
         return [int(name) for name in own if name > 0]
 
@@ -162,7 +157,6 @@ class CacheStats:
     bytes: int
     """Gauge: bytes of the cached rollouts, indexes included; never above `max_bytes`."""
     max_bytes: int
-    """The budget."""
     tokens: int
     """Gauge: response tokens in the cache."""
     sequences: int
@@ -186,7 +180,7 @@ class RolloutCache:
 
     Args:
         config: budgets and drafting rules. With `enabled=False` every row drafts nothing.
-        rules: how trees are searched.
+        rules: rules for searching trees.
     """
 
     def __init__(self, config: CacheConfig, rules: TreeRules = RUN_RULES) -> None:
@@ -203,16 +197,13 @@ class RolloutCache:
         self._inserted = self._drafted = 0
 
     def open(self, key: str, context: IntArray) -> int:
-        """Open a row for a request that starts.
+        """Open a row for a request that starts; return its handle.
 
         Args:
             key: names the prompt's tree; "" opens a row that neither stores nor drafts.
             context: `[C]` prompt tokens and the response tokens that the request resumes from.
                 The first draft is matched by its end, which should be the same for all samples of
                 a prompt; only the last `max_match` tokens are used.
-
-        Returns:
-            the row's handle.
 
         Raises:
             TypeError: key is not a string, or context does not hold integers.
@@ -297,7 +288,7 @@ class RolloutCache:
         return Drafts(tokens[:total], parents[:total], offsets, probabilities[:total])
 
     def advance(self, policy_version: int) -> None:
-        """Set the policy version that generates from now on; votes of distant ones count less.
+        """Set the current policy version; votes of distant ones count less.
 
         The version may also fall (a run that returns to a checkpoint): the distance counts.
 
@@ -312,11 +303,7 @@ class RolloutCache:
     ) -> None:
         """Add a finished rollout (from a snapshot or another generator): open, extend, close.
 
-        Args:
-            key: as for `open`.
-            context: as for `open`.
-            tokens: `[N]` the response.
-            policy_version: that generated it; None: the current one.
+        `tokens` `[N]` are the response, of `policy_version`; None: the current one.
         """
         values = int32_values("tokens", tokens, minimum=0)
         state = self._forest.state
@@ -331,7 +318,7 @@ class RolloutCache:
             state[arena.POLICY_VERSION] = current
 
     def stored_rollout(self, row: int) -> StoredRollouts | None:
-        """What an open row has stored: its head and its response so far.
+        """Return what an open row has stored: its head and its response so far.
 
         Returns:
             None if it has stored nothing yet, or stopped storing for lack of room.
@@ -347,14 +334,14 @@ class RolloutCache:
         return self._forest.rollout(tree, own)
 
     def finished_rollouts(self) -> Iterator[StoredRollouts]:
-        """All rollouts without an open row, prompt by prompt, the least recently used first.
+        """Yield all rollouts without an open row, prompt by prompt, the least recently used first.
 
-        The cache must not be used meanwhile.
+        The cache must not be used during this.
         """
         return self._forest.finished_rollouts()
 
     def stats(self) -> CacheStats:
-        """Gauges and counters; takes no time."""
+        """Return gauges and counters; takes no time."""
         state = self._forest.state
         return CacheStats(
             bytes=self._forest.bytes,
@@ -383,7 +370,7 @@ class RolloutCache:
     def _checked(
         self, rows: IntArray, tokens: IntArray, offsets: IntArray
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """The arguments of `extend` as int32 vectors; raises what it says."""
+        """Check the arguments of `extend`; return them as int32 vectors."""
         rows = self._rows.require_open(rows)
         tokens = int32_values("tokens", tokens, minimum=0)
         offsets = int32_values("offsets", offsets, minimum=0)
@@ -425,7 +412,7 @@ class RolloutCache:
 
 
 def _is_int32_vector(array: object) -> bool:
-    """Whether compiled code takes it as it is."""
+    """Return True if compiled code takes it as it is."""
     return (
         isinstance(array, np.ndarray)
         and array.dtype == np.int32

@@ -1,7 +1,7 @@
-"""Which models the torch engine and the trainer compute in fused layers on a CPU.
+"""The models that the torch engine and the trainer compute in fused layers on a CPU.
 
 Both replace transformers' forward pass of these models (`engine.torch.fused`, `trainer.fused`), and
-both compare theirs with it at start. What the two compute alike is here and in
+both compare theirs with it at start. Their common code is here and in
 `asyncrl.rollout.cpu.fused_kernels`.
 """
 
@@ -20,11 +20,11 @@ SERIAL_PARAMETERS = 1 << 20
 
 
 def why_not_fused(model: Any, *, threads: int) -> str | None:
-    """Why a model runs through transformers' forward pass; None: it need not.
+    """Return why a model runs through transformers' forward pass; None: it need not.
 
     Args:
-        model: of transformers, loaded.
-        threads: torch's, of this process.
+        model: a loaded model of transformers.
+        threads: torch's, in this process.
     """
     name, config = type(model).__name__, model.config
     if name not in {f"{family}ForCausalLM" for family in FAMILIES}:
@@ -45,6 +45,6 @@ def why_not_fused(model: Any, *, threads: int) -> str | None:
 
 
 def head_size(config: Any) -> int:
-    """Numbers of one attention head, from transformers' configuration of the model."""
+    """Return the size of one attention head, from transformers' configuration of the model."""
     own = getattr(config, "head_dim", None)
     return int(own or config.hidden_size // config.num_attention_heads)

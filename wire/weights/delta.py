@@ -114,7 +114,7 @@ def _put(body: NDArray[np.uint8], end: int, value: int) -> int:
 
 @kernel.released
 def _apply(words: Words, body: NDArray[np.uint8]) -> bool:
-    """Change the words in place; False, and some are changed, if `body` is no delta of them."""
+    """Change the words in place; False, with some changed, if `body` is not their delta."""
     largest = (1 << (8 * words.itemsize)) - 1
     place, position = 1, -1
     while place < len(body):

@@ -154,7 +154,7 @@ class WeightPublisher:
         return []
 
     def close(self) -> None:
-        """Delete the files. A reader that has one open can still read it. Idempotent."""
+        """Return a version that is still published, valid until the next `publish`; else []."""
         while self._slots:
             slot = self._slots.pop()
             # The views keep the mapping open; without them it is freed with the slot.

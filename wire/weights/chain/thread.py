@@ -25,13 +25,7 @@ from asyncrl.wire.weights.chain.sockets import ParentSocket
 
 
 class Pace:
-    """At most `bytes_per_second` on average, and `burst` bytes at once.
-
-    Args:
-        bytes_per_second: None: no limit.
-        burst: bytes; what was not sent in a pause may be sent after it up to here.
-        now: seconds of a clock that does not jump.
-    """
+    """Limits a rate to `bytes_per_second` (None: no limit), and `burst` bytes at once."""
 
     def __init__(self, bytes_per_second: float | None, burst: int, now: float) -> None:
         self._rate = bytes_per_second
@@ -95,7 +89,7 @@ class Outlet:
                     self._refusals.refuse(child, error)
 
     def send(self, now: float) -> float | None:
-        """Send what is due; seconds until there is more, or None if children wait for this node."""
+        """Send what is due; return seconds until there is more, None if children wait for us."""
         for child, version in self._serving.lost():
             self.socket.send(child, Gone(version, "this node no longer has it"), [])
         for child, version in self._serving.kept_waiting(now):
