@@ -125,7 +125,7 @@ class KeptTokens:
         return self.part(count, len(self))
 
     def part(self, start: int, end: int) -> KeptTokens:
-        """The tokens `[start, end)`, as of a context of their own if one begins before `start`."""
+        """Return the tokens `[start, end)`, as a separate context if one begins before `start`."""
         arrays = [one.name for one in fields(self) if one.name not in ("lenience", "contexts")]
         inside = tuple(place - start for place in self.contexts if start < place < end)
         return replace(

@@ -290,7 +290,7 @@ class Forest:
         return int(self.state[arena.LIVE]) * BLOCK_BYTES + self._overhead()
 
     def tree_of(self, key: str) -> int:
-        """The tree of a key, made if it is new; DETACHED when there is no room even for that."""
+        """Return the tree of a key, made if it is new; DETACHED if there is not enough room."""
         if key in self._keys:
             self._keys.move_to_end(key)
             return self._keys[key]

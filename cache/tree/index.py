@@ -86,7 +86,7 @@ def hash_back(arena: IntArray, position: int, length: int) -> int:
 
 @kernel
 def depth_of(log2: int) -> int:
-    """Levels of directories above the leaves of an index with 2 ** log2 buckets per chain."""
+    """Return the levels above the leaves of an index with 2 ** log2 buckets per chain."""
     return log2 // 7  # 2 ** (log2 + 1) words, 7 bits a level
 
 
