@@ -30,8 +30,7 @@ engine's data types. Called once; the tensors must not change. Raises WeightsRea
 def weights_of_model(model_path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Load all weights of a model directory on the CPU; tied weights appear once.
 
-    Raises:
-        WeightsReadError: transformers cannot load it.
+    Raises WeightsReadError if transformers cannot load it.
     """
     try:
         model = load_causal_lm(model_path, dtype)

@@ -264,9 +264,7 @@ class Engine(Protocol):
 
         Running requests continue under the new version with the KV that they have. No token is ever
         drawn from a mixture of two versions of the weights. A staged version can be installed once.
-
-        Raises:
-            WeightsError: this version is not staged; the engine keeps its weights.
+        Raises WeightsError if this version is not staged; the engine keeps its weights.
         """
 
     async def fingerprint(self) -> Fingerprint:

@@ -70,8 +70,7 @@ class ModelShapes:
     def of_path(cls, model_path: str) -> ModelShapes:
         """Read the shapes that a model directory's configuration describes; loads no weights.
 
-        Raises:
-            EngineStartError: there is no such model, or transformers cannot build it.
+        Raises EngineStartError if there is no such model, or transformers cannot build it.
         """
         from transformers import AutoConfig
 
@@ -163,8 +162,7 @@ class StagedWeights:
     def install(self, policy_version: int) -> Iterator[NamedTensors]:
         """Yield the staged tensors, valid inside the block. A version can be installed once.
 
-        Raises:
-            WeightsError: this version is not staged.
+        Raises WeightsError if this version is not staged.
         """
         with self._lock:
             if self._version != policy_version:

@@ -294,10 +294,8 @@ class TrajectoryBuilder:
     def append_observed(self, tokens: IntArray) -> None:
         """Append n observed tokens: they end a turn, and the next one begins.
 
-        They count as of the version of the token before them.
-
-        Raises:
-            ValueError: there is no token before them.
+        They count as of the version of the token before them. Raises ValueError if there is no
+        token before them.
         """
         if not self._segments:
             raise ValueError(f"trajectory {self.id}: observed tokens follow no turn of the policy")
@@ -318,10 +316,8 @@ class TrajectoryBuilder:
     def begin_context(self, prompt_tokens: IntArray) -> None:
         """Begin a new context: what follows is generated after these tokens alone, at least one.
 
-        They are observed tokens of the trajectory, which keeps earlier tokens.
-
-        Raises:
-            ValueError: there is no token before them, or none of them.
+        They are observed tokens of the trajectory, which keeps earlier tokens. Raises ValueError if
+        there is no token before them, or none of them.
         """
         if not len(prompt_tokens):
             raise ValueError(f"trajectory {self.id}: a context begins with an empty prompt")

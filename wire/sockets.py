@@ -255,8 +255,7 @@ class Hub(Generic[In]):
     async def send(self, peer: str, message: msgspec.Struct | msgspec.Raw) -> None:
         """Send to one peer. A message that goes to many is encoded once, by its sender (`Raw`).
 
-        Raises:
-            Unreachable: no peer of that name is connected.
+        Raises Unreachable if no peer of that name is connected.
         """
         self._outbox.flush_peer(peer)
         body = self._encoder.encode(message)
@@ -326,11 +325,7 @@ class Hub(Generic[In]):
             await asyncio.sleep(0)
 
     def _receive_bundle(self, relay: str, bundle: bytes) -> None:
-        """Queue the messages in a relay's bundle.
-
-        Raises:
-            FrameRefused: it is not a bundle.
-        """
+        """Queue the messages in a relay's bundle. Raises FrameRefused if it is not a bundle."""
         for peer, body in self._sessions.take(relay, bundle, time.monotonic()):
             try:
                 self._ready.extend((peer, message) for message in self._decoder.decode_all(body))
@@ -398,10 +393,8 @@ class Line(Generic[In]):
     def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:  # noqa: ARG002
         """Queue a message for the hub at the end of this turn of the event loop, with others.
 
-        `urgent` is used by relays only (`asyncrl.wire.sessions.line`).
-
-        Raises:
-            Unreachable: the queue was full when earlier messages were sent.
+        `urgent` is used by relays only (`asyncrl.wire.sessions.line`). Raises Unreachable if the
+        queue was full when earlier messages were sent.
         """
         if self._full is not None:
             raise self._full
@@ -414,11 +407,7 @@ class Line(Generic[In]):
             self._full = Unreachable(f"messages could not be queued for {self._address}: {error}")
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Queue a message for the hub.
-
-        Raises:
-            Unreachable: the queue is full.
-        """
+        """Queue a message for the hub. Raises Unreachable if the queue is full."""
         self._outbox.flush()
         try:
             await self._socket.send_multipart(
@@ -444,8 +433,7 @@ class Line(Generic[In]):
     async def receive_within(self, seconds: float, *, what: str) -> In:
         """Wait for the next message, at most this long.
 
-        Raises:
-            NoReply: nothing came; the message names what was waited for.
+        Raises NoReply if nothing came; the message names what was waited for.
         """
         try:
             async with asyncio.timeout(seconds):

@@ -107,8 +107,7 @@ class Peers:
     def look(self) -> bool:
         """Find members that came, left or were replaced: a known name with a new inode.
 
-        Returns:
-            True if this member's ring is still in the directory.
+        Returns True if this member's ring is still in the directory.
         """
         self._next_look = self._clock() + LOOK_EVERY
         try:
@@ -201,8 +200,7 @@ class Peers:
 def make_private(directory: Path) -> None:
     """Make a directory that only this user can enter, or check that it is one.
 
-    Raises:
-        ExchangeRefused: it is a link, another user's, or open to others; or it cannot be made.
+    Raises ExchangeRefused if it is a link, another user's, or open to others; or it cannot be made.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -91,10 +91,8 @@ class RingWriter:
     def write(self, content: bytes) -> int:
         """Append a message; return the bytes it takes, or 0 if it was not written.
 
-        A message longer than a quarter of the ring is not written.
-
-        Raises:
-            OSError: the file cannot be written.
+        A message longer than a quarter of the ring is not written. Raises OSError if the file
+        cannot be written.
         """
         size = _padded(len(content))
         if size > self._capacity // 4:
@@ -161,8 +159,7 @@ class RingReader:
     def read(self, limit: int = _READ) -> list[bytes]:
         """Return the next messages, about `limit` bytes; at least one if there is any.
 
-        Raises:
-            OSError: the file cannot be read.
+        Raises OSError if the file cannot be read.
         """
         marks = self._read_marks()
         if marks is None:

@@ -161,10 +161,7 @@ def fork(
 
     Their candidates are positions[start:stop], already moved to their next token: `total` is the
     weight of all votes, `united` tells if all are for one token, and `matched` is the length of the
-    longest match. `made` guesses exist so far.
-
-    Returns:
-        the new number of guesses.
+    longest match. `made` guesses exist so far. Returns the new number of guesses.
     """
     positions = guesses.candidates.positions
     max_match = search.rules.max_match
@@ -268,9 +265,8 @@ def vote(
 ) -> tuple[int, int, float, float]:
     """Move all candidates one token ahead and keep those that vote for the winning token.
 
-    Returns:
-        the number kept (0: all are at the end of their sequences), the token, its weight, and the
-        weight of all votes.
+    Returns the number kept (0: all are at the end of their sequences), the token, its weight, and
+    the weight of all votes.
     """
     alive, total, united = move_on(arena, positions, weights, 0, count)
     if united:
@@ -383,10 +379,7 @@ def draft(
     """Draft for `[B]` rows; fill `offsets` `[B+1]` and the front of the arrays after it.
 
     Row i drafts at most budgets[i] tokens whose path probability is at least `min_probability`: a
-    token tree if `branching`, otherwise a chain.
-
-    Returns:
-        the number of tokens drafted.
+    token tree if `branching`, otherwise a chain. Returns the number of tokens drafted.
     """
     search = Search(arena, trees, rules, policy_version)
     past = np.empty(rules.max_match + rules.max_draft_tokens, np.int32)

@@ -126,8 +126,7 @@ def corrected(base: float, factor: float) -> float:
 def learn(experience: Experience, row: int, tokens: IntArray, start: int, stop: int) -> int:
     """Count the outcomes of a row's guesses when it accepts tokens[start:stop]; forget them.
 
-    Returns:
-        the number of guesses tested.
+    Returns the number of guesses tested.
     """
     tested = 0
     parent = -1

@@ -344,8 +344,7 @@ class Forest:
     def trim(self, tree: int, target: int) -> bool:
         """Drop a tree's oldest finished rollouts until it has at most `target` blocks.
 
-        Returns:
-            False if none could be dropped.
+        Returns False if none could be dropped.
         """
         dropped = sequences.trim_tree(
             self.arena, self.state, self.trees, tree, target,
@@ -374,8 +373,7 @@ class Forest:
     def check(self) -> None:
         """Verify all links, counters and budgets; reads everything.
 
-        Raises:
-            CacheCorrupt: an invariant does not hold; the message says which.
+        Raises CacheCorrupt if an invariant does not hold; the message says which.
         """
         used = np.array(sorted(self._keys.values()), np.int32)
         problem = check(

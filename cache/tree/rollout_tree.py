@@ -98,8 +98,7 @@ class OpenRows:
     def remove(self, row: int) -> tuple[int, int]:
         """Close a row; return its tree and the name of its sequence.
 
-        Raises:
-            ValueError: the row is not open.
+        Raises ValueError if the row is not open.
         """
         if not 0 <= row < len(self.cursors) or self.cursors[row, arena.TREE] == arena.CLOSED:
             raise ValueError(f"row {row} is not open: closed twice, or never opened")
@@ -109,11 +108,7 @@ class OpenRows:
         return tree, own
 
     def require_open(self, rows: ArrayLike) -> IntArray:
-        """Return `rows` as an int32 vector.
-
-        Raises:
-            ValueError: one of them is not open.
-        """
+        """Return `rows` as an int32 vector. Raises ValueError if one of them is not open."""
         handles = int32_values("rows", rows)
         known = (handles >= 0) & (handles < len(self.cursors))
         if not known.all() or (self.cursors[handles, arena.TREE] == arena.CLOSED).any():
@@ -221,8 +216,7 @@ class RolloutCache:
     def close(self, row: int) -> None:
         """Close the row of a request that ended. Its tokens stay; its handle may be reused.
 
-        Raises:
-            ValueError: the row is not open.
+        Raises ValueError if the row is not open.
         """
         tree, own = self._rows.remove(row)
         if tree < 0:
@@ -290,10 +284,8 @@ class RolloutCache:
     def advance(self, policy_version: int) -> None:
         """Set the current policy version; votes of distant ones count less.
 
-        The version may also fall (a run that returns to a checkpoint): the distance counts.
-
-        Raises:
-            ValueError: it is negative or above 2 ** 31 - 1.
+        The version may also fall (a run that returns to a checkpoint): the distance counts. Raises
+        ValueError if it is negative or above 2 ** 31 - 1.
         """
         version = int32_values("policy_version", [policy_version], minimum=0)[0]
         self._forest.state[arena.POLICY_VERSION] = version
@@ -320,11 +312,8 @@ class RolloutCache:
     def stored_rollout(self, row: int) -> StoredRollouts | None:
         """Return what an open row has stored: its head and its response so far.
 
-        Returns:
-            None if it has stored nothing yet, or stopped storing for lack of room.
-
-        Raises:
-            ValueError: the row is not open.
+        Returns None if it has stored nothing yet, or stopped storing for lack of room. Raises
+        ValueError if the row is not open.
         """
         row = int(self._rows.require_open(np.array([row]))[0])
         cursor = self._rows.cursors[row]
@@ -359,8 +348,7 @@ class RolloutCache:
     def check(self) -> None:
         """Verify the whole cache. For tests and idle moments: it reads everything.
 
-        Raises:
-            CacheCorrupt: an invariant does not hold; the message says which.
+        Raises CacheCorrupt if an invariant does not hold; the message says which.
         """
         self._forest.check()
         words = self._forest.arena

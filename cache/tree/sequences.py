@@ -118,8 +118,7 @@ def trim_tree(
 ) -> int:
     """Drop a tree's oldest finished sequences until it takes at most `target` blocks.
 
-    Returns:
-        the response tokens dropped; -1 when no sequence could be dropped.
+    Returns the response tokens dropped; -1 when no sequence could be dropped.
     """
     dropped = 0
     count = 0

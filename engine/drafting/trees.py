@@ -72,9 +72,8 @@ class TokenTrees:
     def hidden(self) -> tuple[LongArray, LongArray, LongArray]:
         """Return pairs on different paths that a causal mask over places would let through.
 
-        Returns:
-            row, query and key of each pair; queries and keys count a row's fed tokens from its
-            root, 0. Empty when nothing is forked.
+        Returns row, query and key of each pair; queries and keys count a row's fed tokens from its
+        root, 0. Empty when nothing is forked.
         """
         pairs = 0
         if self.forked:

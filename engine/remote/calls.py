@@ -43,9 +43,8 @@ class RemoteWorker:
     def asyncrl_install(self, policy_version: int) -> str:
         """Put the staged weights of this version in place, while generation is paused.
 
-        Returns:
-            Why the engine had to load them in the pause, and will for all versions; "" if they were
-            copied.
+        Returns why the engine had to load them in the pause, and will for all versions; "" if they
+        were copied.
         """
         raise NotImplementedError
 

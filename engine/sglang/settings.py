@@ -46,7 +46,6 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
         """Read what `to_environment` made.
 
-        Raises:
-            KeyError: the process was not started by a generator of ours.
+        Raises KeyError if the process was not started by a generator of ours.
         """
         return msgspec.json.decode(environment[VARIABLE], type=cls)

@@ -95,8 +95,7 @@ class ModuleWeights:
     def install(self, policy_version: int) -> None:
         """Overwrite the parameters with the staged version. Only copies.
 
-        Raises:
-            WeightsError: this version is not staged; nothing was changed.
+        Raises WeightsError if this version is not staged; nothing was changed.
         """
         with self._staged.install(policy_version) as tensors, torch.no_grad():
             self._fingerprint = None
@@ -282,11 +281,8 @@ class DecodeCore:
     def install_weights(self, policy_version: int) -> list[TokenChunk]:
         """Replace the weights under the running requests, which keep their KV.
 
-        Returns:
-            Tokens drawn under the old version and not reported yet.
-
-        Raises:
-            WeightsError: this version is not staged; nothing was changed.
+        Returns tokens drawn under the old version and not reported yet. Raises WeightsError if this
+        version is not staged; nothing was changed.
         """
         self._weights.install(policy_version)
         chunks = self.flush()

@@ -223,8 +223,7 @@ class SlotAttention:
     ) -> tuple[torch.Tensor, None]:
         """Attend. `query` `[1, H, T, D]`, `key` and `value` `[1, J, T, D]`; gives `[1, T, H, D]`.
 
-        Raises:
-            EngineError: the model asks for something that slots cannot represent.
+        Raises EngineError if the model asks for something that slots cannot represent.
         """
         plan = self.plan
         if plan is None:

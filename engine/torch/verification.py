@@ -45,8 +45,7 @@ class KeptVerdicts:
 def judge_rows(rows: Rows, draws: Draws, policy_version: int) -> None:
     """Verify the kept tokens of `draws.judged`; fill in their draws.
 
-    Raises:
-        EngineError: a distribution is not finite.
+    Raises EngineError if a distribution is not finite.
     """
     judged, k = draws.judged, draws.ids.shape[1]
     requests = [rows.requests[row] for row in judged]

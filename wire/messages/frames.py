@@ -40,8 +40,7 @@ def encode_tokens(tokens: IntArray) -> bytes:
 def decode_tokens(data: bytes | memoryview) -> IntArray:
     """Decode token ids as a flat read-only view of the bytes.
 
-    Raises:
-        ValueError: the length is not a multiple of four bytes.
+    Raises ValueError if the length is not a multiple of four bytes.
     """
     return np.frombuffer(data, _INT32)
 
@@ -64,8 +63,7 @@ def encode_seeds(seeds: SeedArray) -> bytes:
 def decode_seeds(data: bytes | memoryview) -> SeedArray:
     """Decode seeds of noise as a flat read-only view of the bytes.
 
-    Raises:
-        ValueError: the length is not a multiple of eight bytes.
+    Raises ValueError if the length is not a multiple of eight bytes.
     """
     return np.frombuffer(data, _UINT64)
 
@@ -121,10 +119,8 @@ def digest_of(delivery: TrajectoryDelivery) -> bytes:
 def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
     """Return the trajectory inside a delivery; its arrays are read-only views of the message.
 
-    The views need not be aligned: NumPy reads them all the same, a little more slowly.
-
-    Raises:
-        ValueError: the lengths of the arrays disagree, or there are no segments.
+    The views need not be aligned: NumPy reads them all the same, a little more slowly. Raises
+    ValueError if the lengths of the arrays disagree, or there are no segments.
     """
     if not delivery.segments:
         raise ValueError(f"trajectory {delivery.sample} has no segments")

@@ -162,8 +162,7 @@ def write_unfinished(
 def read_index(path: Path) -> Index:
     """Check a whole file, and return its index.
 
-    Raises:
-        UnfinishedRefused: it cannot be read, is damaged, or is not such a file.
+    Raises UnfinishedRefused if it cannot be read, is damaged, or is not such a file.
     """
     try:
         with path.open("rb") as file:
@@ -201,8 +200,7 @@ def read_index(path: Path) -> Index:
 def read_sample(path: Path, place: Place, *, prompt_id: str) -> KeptTokens:
     """Read the tokens of one sample, from a file that `read_index` has accepted.
 
-    Raises:
-        UnfinishedRefused: the record cannot be read, or is of another sample or prompt.
+    Raises UnfinishedRefused if the record cannot be read, or is of another sample or prompt.
     """
     try:
         with path.open("rb") as file:

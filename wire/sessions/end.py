@@ -113,8 +113,7 @@ class SessionEnd(Generic[In]):
     def arrived(self, frame: bytes) -> list[In]:
         """Return the new messages in a frame.
 
-        Raises:
-            FrameRefused: it is not of this session, or its content cannot be decoded.
+        Raises FrameRefused if it is not of this session, or its content cannot be decoded.
         """
         taken = self._session.take(frame, time.monotonic())
         for reply in taken.replies:

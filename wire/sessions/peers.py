@@ -71,11 +71,7 @@ def bundles_of(entries: list[Entry]) -> Iterator[bytes]:
 
 
 def entries_of(body: bytes) -> list[Entry]:
-    """Return the frames of a bundle.
-
-    Raises:
-        FrameRefused: it is not a bundle.
-    """
+    """Return the frames of a bundle. Raises FrameRefused if it is not a bundle."""
     try:
         return _decode(memoryview(body)[1:])
     except (msgspec.DecodeError, RecursionError) as error:
@@ -182,8 +178,7 @@ class SessionPeers:
     def take(self, relay: str, bundle: bytes, now: float) -> Iterator[tuple[str, bytes]]:
         """Yield the new contents of a bundle, each with its sender, in order.
 
-        Raises:
-            FrameRefused: it is not a bundle.
+        Raises FrameRefused if it is not a bundle.
         """
         since = self._relays.setdefault(relay, len(self._relays))
         for identity, frame in entries_of(bundle):
@@ -223,8 +218,7 @@ class SessionPeers:
     def send(self, peer: str, body: bytes, now: float) -> None:
         """Send to a peer; it leaves with the next `flush`.
 
-        Raises:
-            asyncrl.wire.errors.SessionFull: the peer acknowledges nothing.
+        Raises asyncrl.wire.errors.SessionFull if the peer acknowledges nothing.
         """
         known = self._peers[peer]
         self._leave(known, [known.session.send(body, now)])

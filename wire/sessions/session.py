@@ -68,11 +68,7 @@ def encode(header: Header, body: bytes = b"") -> bytes:
 
 
 def header_of(frame: bytes) -> Header:
-    """Return the header of a frame.
-
-    Raises:
-        FrameRefused: it has none.
-    """
+    """Return the header of a frame. Raises FrameRefused if it has none."""
     if len(frame) < HEADER_BYTES:
         raise FrameRefused(Reason.MALFORMED, f"a session's frame of {len(frame)} bytes")
     header = Header._make(_HEADER.unpack_from(frame))
@@ -149,8 +145,7 @@ class Session:
     def send(self, body: bytes, now: float, *, urgent: bool = False) -> bytes:
         """Return the frame for a body, which is kept until it is acknowledged.
 
-        Raises:
-            SessionFull: too much is not acknowledged; the session cannot continue.
+        Raises SessionFull if too much is not acknowledged; the session cannot continue.
         """
         waiting = self._unacknowledged
         if waiting and (
@@ -170,8 +165,7 @@ class Session:
     def take(self, frame: bytes, now: float) -> Taken:
         """Process a frame of the other end.
 
-        Raises:
-            FrameRefused: it is not a frame of this session.
+        Raises FrameRefused if it is not a frame of this session.
         """
         header = header_of(frame)
         if header.session != self.name:

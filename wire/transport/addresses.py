@@ -27,8 +27,7 @@ _MAX_BYTES = 80
 class RuntimeDirectory:
     """A private folder for the sockets of one run; removed by `close`.
 
-    Raises:
-        AddressTooLong: the folder's path is too long for Unix sockets.
+    Raises AddressTooLong if the folder's path is too long for Unix sockets.
     """
 
     def __init__(self) -> None:

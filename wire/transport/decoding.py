@@ -87,18 +87,13 @@ class FrameDecoder(Generic[In]):
         self._max_bytes = max_bytes
 
     def decode(self, body: bytes) -> In:
-        """Decode the message in `body`.
-
-        Raises:
-            FrameRefused: it is not an accepted message.
-        """
+        """Decode the message in `body`. Raises FrameRefused if it is not an accepted message."""
         return self._decode(self._decoder, body)
 
     def decode_all(self, body: bytes) -> list[In]:
         """Decode the messages in `body`, in the order in which they were sent; at least one.
 
-        Raises:
-            FrameRefused: one of them is not an accepted message.
+        Raises FrameRefused if one of them is not an accepted message.
         """
         if body[:1] != _ARRAY:
             return [self.decode(body)]

@@ -94,8 +94,7 @@ class RunKey:
     def read(cls, path: Path) -> Self:
         """Read the key in a file.
 
-        Raises:
-            KeyUnusable: there is no such file, it holds no key, or other users can read it.
+        Raises KeyUnusable if there is no such file, it holds no key, or other users can read it.
         """
         try:
             with path.open("rb") as file:

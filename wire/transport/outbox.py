@@ -38,10 +38,8 @@ def split(body: bytes) -> list[bytes | memoryview]:
 def join(parts: Sequence[bytes], *, max_bytes: int) -> bytes:
     """Join the parts of one ZeroMQ message, without its routing id.
 
-    A single part may be of any length; its receiver's decoder limits it.
-
-    Raises:
-        FrameRefused: `split` does not make such parts, or they are longer than `max_bytes`.
+    A single part may be of any length; its receiver's decoder limits it. Raises FrameRefused if
+    `split` does not make such parts, or they are longer than `max_bytes`.
     """
     if len(parts) == 1:
         return parts[0]

@@ -59,8 +59,7 @@ def layer_of(name: str) -> str | None:
 def pairs_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Pair]:
     """Return the adapters of all layers, by the name of the layer's weight in the HF state dict.
 
-    Raises:
-        WeightsReadError: one of a pair is missing, or something else is among them.
+    Raises WeightsReadError if one of a pair is missing, or something else is among them.
     """
     given = dict(tensors)
     pairs: dict[str, Pair] = {}

@@ -23,8 +23,7 @@ n - 1 chunks; a chunk costs each node some 0.2 ms of Python."""
 class Grid:
     """Places of the chunks of a file.
 
-    Raises:
-        WeightsReadError: no file of published weights has this size.
+    Raises WeightsReadError if no file of published weights has this size.
     """
 
     nbytes: int

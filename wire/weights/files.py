@@ -23,8 +23,7 @@ _CALL_BYTES = 1 << 28
 def reserve(path: Path, nbytes: int, *, of: int) -> mmap.mmap:
     """Create one of `of` files in place of an old one, with all its memory reserved.
 
-    Raises:
-        PublishError: there is not enough memory, or the file cannot be created.
+    Raises PublishError if there is not enough memory, or the file cannot be created.
     """
     try:
         # A killed run of this id may have left a file. O_EXCL refuses to follow a planted link.
@@ -121,8 +120,7 @@ def check_version(descriptor: int, manifest: WeightManifest) -> None:
 def fill(target: memoryview, descriptor: int, offset: int) -> None:
     """Fill memory from a place in a file, releasing Python's lock.
 
-    Raises:
-        WeightsReadError: the file is shorter.
+    Raises WeightsReadError if the file is shorter.
     """
     done = 0
     while done < len(target):

@@ -22,9 +22,8 @@ _lock = threading.Lock()
 def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load the model of a directory or hub id, on the CPU.
 
-    Raises:
-        OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError: transformers
-            cannot load it.
+    Raises OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError if transformers
+    cannot load it.
     """
     from transformers import AutoModelForCausalLM
 
@@ -38,8 +37,7 @@ def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
 def causal_lm_without_weights(config: Any) -> PreTrainedModel:
     """Build the model of a transformers configuration, on the meta device.
 
-    Raises:
-        OSError, ValueError, KeyError: transformers cannot build it.
+    Raises OSError, ValueError, KeyError if transformers cannot build it.
     """
     from transformers import AutoModelForCausalLM
 

@@ -137,8 +137,7 @@ class WeightBuffer:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors by their names in the HF state dict, valid until the next `read`.
 
-        Raises:
-            WeightsReadError: the buffer holds no complete version.
+        Raises WeightsReadError if the buffer holds no complete version.
         """
         if self.policy_version is None:
             raise WeightsReadError("no whole version of the weights has been read")

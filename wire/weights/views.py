@@ -14,8 +14,7 @@ from asyncrl.wire.weights.layout import HEADER_BYTES, TensorSpec
 def dtype_of(spec: TensorSpec, size: int) -> torch.dtype:
     """Return the data type of a tensor, after checking that it lies in a file of `size` bytes.
 
-    Raises:
-        WeightsReadError: the data type is unknown, or the tensor does not lie in the file.
+    Raises WeightsReadError if the data type is unknown, or the tensor does not lie in the file.
     """
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
@@ -33,8 +32,7 @@ def dtype_of(spec: TensorSpec, size: int) -> torch.dtype:
 def tensor_view(memory: Tensor, spec: TensorSpec) -> Tensor:
     """Return a tensor that shares its bytes with `memory`, `[nbytes]` uint8 in a file's layout.
 
-    Raises:
-        WeightsReadError: as `dtype_of`.
+    Raises WeightsReadError as `dtype_of`.
     """
     dtype = dtype_of(spec, len(memory))
     return memory[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)

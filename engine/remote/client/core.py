@@ -143,10 +143,8 @@ class Core(Protocol):
     async def install(self, policy_version: int, limit: float) -> str:
         """Put the staged weights in place and stamp later tokens with them; only while paused.
 
-        Raises if it takes more than `limit` seconds.
-
-        Returns:
-            Why the engine had to load them in the pause (`RemoteWorker.asyncrl_install`), or "".
+        Raises if it takes more than `limit` seconds. Returns why the engine had to load them in the
+        pause (`RemoteWorker.asyncrl_install`), or "".
         """
 
     async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:

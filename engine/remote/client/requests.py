@@ -117,8 +117,7 @@ class Table:
     def of(cls, name: str, scored: Scored, top_k: int) -> Table:
         """Read the table of a scoring request that asked for lists of `top_k` tokens.
 
-        Raises:
-            EngineError: the model's probabilities are not finite.
+        Raises EngineError if the model's probabilities are not finite.
         """
         ids, values = scored.ids, scored.logprobs
         if np.isnan(values).any():

@@ -85,10 +85,8 @@ class Streams:
     async def scored(self, name: str, submitted: CoreRequest, reader: Reader) -> Scored | None:
         """Return the table of a scoring request; None if it was interrupted or closed.
 
-        `name` names the request in errors.
-
-        Raises:
-            EngineError: the core failed, or lost the request.
+        `name` names the request in errors. Raises EngineError if the core failed, or lost the
+        request.
         """
         async with aclosing(self._items(name, submitted, reader, Inbox[Scored])) as parts:
             async for (scored,) in parts:

@@ -52,8 +52,7 @@ class Tickets:
     def take(self) -> int:
         """Return a new ticket.
 
-        Raises:
-            EngineError: every slot is in use: a further ticket would name two requests.
+        Raises EngineError if every slot is in use: a further ticket would name two requests.
         """
         if not self._free:
             have = len(self._ticket)
@@ -213,8 +212,7 @@ class Unreported:
     def _cut(self, rows: Index, tokens: IntArray) -> tuple[Index, list[int]]:
         """Cut steps after the token that completes a stop string.
 
-        Returns:
-            `[N]` rows, with NO_ROW for tokens that were cut off, and the rows that have ended.
+        Returns `[N]` rows, with NO_ROW for tokens that were cut off, and the rows that have ended.
         """
         begins = np.flatnonzero(np.diff(rows, prepend=NO_ROW - 1))
         drawn = np.diff(begins, append=len(rows))
@@ -303,9 +301,8 @@ def _record(
 ) -> tuple[int, int, bool]:
     """Append token i of a table to `kept[i]`; `rows[i]` is its row if nothing were cut off.
 
-    Returns:
-        The number of appended tokens, the most tokens of a row (`most` before), and whether one
-        of these rows is due.
+    Returns the number of appended tokens, the most tokens of a row (`most` before), and whether one
+    of these rows is due.
     """
     width, total, due = ids.shape[1], 0, False
     for i in range(len(rows)):

@@ -155,8 +155,7 @@ class RowBook:
     ) -> dict[int, list[int]]:
         """Propose chains for the next step. Arguments as of `choose`.
 
-        Returns:
-            Drafts by index into `slots`; rows without one are missing.
+        Returns drafts by index into `slots`; rows without one are missing.
         """
         choice = self.choose(slots, rows, lengths, table, other_tokens=other_tokens)
         if choice is None:

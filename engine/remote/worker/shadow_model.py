@@ -356,8 +356,7 @@ def _memory_for(
 ) -> tuple[Tensor, list[tuple[nn.Parameter, Tensor]]]:
     """Allocate memory of the model's size; return it with each parameter's view of it.
 
-    Raises:
-        ValueError: a parameter is not contiguous in memory.
+    Raises ValueError if a parameter is not contiguous in memory.
     """
     parameters = list(model.named_parameters())
     loose = [name for name, one in parameters if not one.is_contiguous()]

@@ -212,11 +212,8 @@ class WorkerWeights:
     def install(self, policy_version: int) -> str:
         """Put the staged version into the model's layers; only while generation is paused.
 
-        Returns:
-            Why this and all later versions are loaded by the engine in the pause; "" if copied.
-
-        Raises:
-            WeightsError: this version is not staged; nothing was changed.
+        Returns why this and all later versions are loaded by the engine in the pause; "" if copied.
+        Raises WeightsError if this version is not staged; nothing was changed.
         """
         with self._staged.install(policy_version) as tensors, torch.inference_mode():
             if self._twin is not None:

@@ -63,8 +63,7 @@ class OutputProcessor:
     def take(self, outputs: messages.Outputs) -> None:
         """Process a message; outputs of forgotten requests are dropped.
 
-        Raises:
-            ValueError: the bytes of a table do not have its shape.
+        Raises ValueError if the bytes of a table do not have its shape.
         """
         for step in outputs.steps:
             self.responses.record(step_table(step), step.policy_version)
@@ -278,10 +277,8 @@ class SglangCore:
     async def install(self, policy_version: int, limit: float) -> str:
         """Put the staged weights in place and stamp later tokens with them; only while paused.
 
-        Raises if it takes more than `limit` seconds.
-
-        Returns:
-            Why SGLang had to load them in the pause (`RemoteWorker.asyncrl_install`), or "".
+        Raises if it takes more than `limit` seconds. Returns why SGLang had to load them in the
+        pause (`RemoteWorker.asyncrl_install`), or "".
         """
         install = SglangWorker.asyncrl_install
         what = "install new weights"
@@ -315,8 +312,7 @@ class SglangCore:
     ) -> T:
         """Call a method of the worker; return the result of rank 0.
 
-        Raises:
-            EngineError: it failed, SGLang died, or it did not answer in time.
+        Raises EngineError if it failed, SGLang died, or it did not answer in time.
         """
         return await self._call_within(None, what, method, *args, **none)
 

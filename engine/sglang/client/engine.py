@@ -39,8 +39,7 @@ async def launch(
 ) -> SglangCore:
     """Start SGLang's processes and connect to its scheduler.
 
-    Raises:
-        EngineStartError: SGLang did not start; the end of its log is quoted.
+    Raises EngineStartError if SGLang did not start; the end of its log is quoted.
     """
     core = SglangCore(process, config.sglang.chunk_tokens)
     folder = process.open(core.take)

@@ -70,10 +70,8 @@ class Link:
     def send(self, message: ToWorker) -> None:
         """Queue a message, without waiting for the worker or yielding to other tasks.
 
-        If it yielded, another task could send the end of a request before the request.
-
-        Raises:
-            EngineError: the worker has not connected yet, or is gone.
+        If it yielded, another task could send the end of a request before the request. Raises
+        EngineError if the worker has not connected yet, or is gone.
         """
         try:
             self._push.send(self._encode(message), zmq.NOBLOCK)
@@ -156,10 +154,8 @@ class SglangProcess:
     def start(self, python: str, environment: dict[str, str], settings: msgspec.Struct) -> None:
         """Start `python -m MODULE` in a new session, with `settings` on its command line.
 
-        Its stderr goes to the log, its stdout to this process's stderr.
-
-        Raises:
-            EngineStartError: it cannot be executed.
+        Its stderr goes to the log, its stdout to this process's stderr. Raises EngineStartError if
+        it cannot be executed.
         """
         arguments = [msgspec.json.encode(settings).decode(), str(os.getpid())]
         try:

@@ -78,8 +78,7 @@ class WorkerCalls(RemoteWorker):
     def asyncrl_install(self, policy_version: int) -> str:
         """Put the staged weights of this version in place, while steps are stopped.
 
-        Returns:
-            Why SGLang had to load them in the pause, "" if it had not.
+        Returns why SGLang had to load them in the pause, "" if it had not.
         """
         why_reloaded = self._weights.install(policy_version)
         self._scheduler.advance(policy_version)

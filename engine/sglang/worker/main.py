@@ -124,8 +124,7 @@ class Ranks:
 def _prepare_device(settings: ServerSettings) -> bool:
     """Choose the platform before SGLang is imported, which reads it then; True if it is a CPU.
 
-    Raises:
-        ValueError: the settings ask for a GPU that is not there.
+    Raises ValueError if the settings ask for a GPU that is not there.
     """
     if settings.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -145,9 +144,8 @@ def _prepare_device(settings: ServerSettings) -> bool:
 def server_arguments(settings: ServerSettings, *, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments of SGLang's `ServerArgs`.
 
-    Raises:
-        ValueError: kv_cache_gib is too little for one request of max_model_len tokens, or
-            batch_invariant is asked for on a CPU.
+    Raises ValueError if kv_cache_gib is too little for one request of max_model_len tokens, or
+    batch_invariant is asked for on a CPU.
     """
     if settings.batch_invariant and on_cpu:
         raise ValueError(

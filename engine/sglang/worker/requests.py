@@ -43,8 +43,7 @@ class Requests:
     def interrupt(self, request_id: str) -> bool:
         """End a request before SGLang does; its later tokens are dropped.
 
-        Returns:
-            True if it was running, so that its end must be sent.
+        Returns True if it was running, so that its end must be sent.
         """
         if not self.serves(request_id):
             return False
@@ -56,11 +55,7 @@ class Requests:
         return request_id in self.entries and request_id not in self._ended
 
     def forget(self, request_id: str) -> bool:
-        """Remove a request that SGLang has finished.
-
-        Returns:
-            True if its end must still be sent.
-        """
+        """Remove a request that SGLang has finished. Returns True if its end must still be sent."""
         known = self.entries.pop(request_id, None) is not None
         if request_id in self._ended:
             self._ended.remove(request_id)

@@ -71,8 +71,7 @@ from asyncrl.rollout.acceptance import warm_up_verification
 class OutputLayer:
     """Takes the hidden states that go into a model's output layer, and computes logits of some.
 
-    Raises:
-        TypeError: the model has no `LogitsProcessor`.
+    Raises TypeError if the model has no `LogitsProcessor`.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -99,8 +98,7 @@ class OutputLayer:
     def score(self) -> None:
         """Score what the last step took in, if required.
 
-        Raises:
-            RuntimeError: its output layer was not called.
+        Raises RuntimeError if its output layer was not called.
         """
         scoring = self._scoring
         if scoring is None or not scoring.wanted:

@@ -200,8 +200,7 @@ class SglangWeights:
     def install(self, policy_version: int) -> str:
         """Put the staged weights of this version in place, while no step runs.
 
-        Returns:
-            Why SGLang had to load them in the pause, in any rank; "" if it had not.
+        Returns why SGLang had to load them in the pause, in any rank; "" if it had not.
         """
         if self._loader.device.type == "cuda":
             torch.cuda.synchronize(self._loader.device)  # SGLang's steps run on other streams
@@ -229,8 +228,7 @@ class SglangWeights:
 def in_all_ranks(ranks: Ranks, call: Callable[[], T]) -> list[T]:
     """Return a call's result in each rank. If it fails in one, it fails in all: none waits.
 
-    Raises:
-        WeightsError: it failed in another rank; this rank's own exception passes through.
+    Raises WeightsError if it failed in another rank; this rank's own exception passes through.
     """
     result: T | None = None
     error: Exception | None = None

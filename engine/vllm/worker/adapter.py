@@ -64,8 +64,7 @@ class ServedAdapter:
     def write(self, tensors: NamedTensors) -> None:
         """Overwrite the adapter with A and scaling * B of a version.
 
-        Raises:
-            WeightsError: vLLM has no place for a layer's adapter; nothing was changed.
+        Raises WeightsError if vLLM has no place for a layer's adapter; nothing was changed.
         """
         pairs = {name.removesuffix(".weight"): one for name, one in pairs_of(tensors).items()}
         places = {layer: self._place(layer) for layer in pairs}

@@ -89,8 +89,7 @@ class WorkerExtension(VllmWorker):
     def asyncrl_install(self, policy_version: int) -> str:
         """Put the staged weights of this version in place, while generation is paused.
 
-        Returns:
-            Why vLLM had to load them in the pause, "" if it had not.
+        Returns why vLLM had to load them in the pause, "" if it had not.
         """
         why_reloaded = self._weights.install(policy_version)
         self._batch.advance(policy_version)

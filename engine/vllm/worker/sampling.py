@@ -65,8 +65,7 @@ class RunnerBatch(Batch):
 def entry_of(request: Any) -> Entry:
     """Read an entry from the runner's state of a request.
 
-    Raises:
-        KeyError: the request does not carry our section, so this engine did not send it.
+    Raises KeyError if the request does not carry our section, so this engine did not send it.
     """
     params = request.sampling_params
     return Entry.of(

@@ -126,8 +126,7 @@ class WeightSender:
     def publish(self, manifest: WeightManifest) -> WeightManifest:
         """Offer a published version in place of the previous one. Does not wait.
 
-        Returns:
-            The manifest for processes that may receive it.
+        Returns the manifest for processes that may receive it.
         """
         self._newest = manifest
         return msgspec.structs.replace(manifest, broadcast=self._desk.place)
@@ -217,8 +216,7 @@ class WeightSender:
     def _group_of(self, members: list[CheckIn]) -> Group:
         """Return the group of these members: the present one if exactly they are in it.
 
-        Raises:
-            GroupBroken: not all could be connected.
+        Raises GroupBroken if not all could be connected.
         """
         stays = {one.member for one in members} == self._ranks.keys() and all(
             one.generation == self._generation for one in members

@@ -199,8 +199,7 @@ class Desk:
 class Visitor:
     """A member's side; `place` is that of the sender.
 
-    Raises:
-        GroupBroken: nothing answers there.
+    Raises GroupBroken if nothing answers there.
     """
 
     def __init__(self, place: BroadcastPlace) -> None:

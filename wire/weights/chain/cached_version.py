@@ -49,8 +49,7 @@ class Held:
     ) -> tuple[Chunk, list[Part]]:
         """Return the message and the bytes of a chunk: a delta to the base if that is shorter.
 
-        Raises:
-            WeightsSupersededError: the memory holds another version.
+        Raises WeightsSupersededError if the memory holds another version.
         """
         body, used = None, None
         if base is not None and not base.missing:
@@ -68,8 +67,7 @@ class Held:
     def receive(self, chunk: Chunk, parts: Sequence[Part], base: Held | None) -> None:
         """Put a chunk in its place.
 
-        Raises:
-            FrameRefused: these bytes are not the chunk; the place holds nothing.
+        Raises FrameRefused if these bytes are not the chunk; the place holds nothing.
         """
         place = self.chunk(chunk.index)
         if chunk.base is None:

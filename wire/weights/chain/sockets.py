@@ -34,8 +34,7 @@ Socket = zmq.Socket[Any]
 def check_address(address: str, keys: object) -> None:
     """Refuse an address that other machines reach unless there are keys.
 
-    Raises:
-        KeyUnusable: there are none.
+    Raises KeyUnusable if there are none.
     """
     if keys is None and not address.startswith(_LOCAL):
         raise KeyUnusable(
@@ -86,8 +85,7 @@ class ParentSocket:
     def receive(self) -> tuple[str, ToParent] | None:
         """Return the next accepted message and its sender; None if it was refused.
 
-        Raises:
-            zmq.Again: there was none.
+        Raises zmq.Again if there was none.
         """
         parts = self.socket.recv_multipart(zmq.NOBLOCK)
         child = self._name_in(parts[0])
@@ -167,8 +165,7 @@ class ChildSocket:
     def receive(self) -> tuple[FromParent, list[Part]] | None:
         """Return the next accepted message and the bytes after it; None if it was refused.
 
-        Raises:
-            zmq.Again: there was none.
+        Raises zmq.Again if there was none.
         """
         frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         try:

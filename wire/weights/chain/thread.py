@@ -198,8 +198,7 @@ class ServingThread(Generic[V]):
     def close(self) -> None:
         """Stop serving, and wait until the thread has ended. Idempotent.
 
-        Raises:
-            NoReply: the thread is stuck.
+        Raises NoReply if the thread is stuck.
         """
         if self._closing:
             return

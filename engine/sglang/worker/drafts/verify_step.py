@@ -140,8 +140,7 @@ def moves(feed: Feed, path: Index, counts: Index) -> Moves:
 def hidden_places(trees: TokenTrees, feed: Feed) -> tuple[Index, Index]:
     """Return pairs of fed tokens on different paths that a causal mask over places lets through.
 
-    Returns:
-        indices of fed tokens: of each query, and of the key that it must not attend to.
+    Returns indices of fed tokens: of each query, and of the key that it must not attend to.
     """
     row, query, key = trees.hidden()
     start = np.cumsum(feed.counts) - feed.counts
