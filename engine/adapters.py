@@ -61,10 +61,7 @@ class Buffer(Protocol):
 class MergingBuffer:
     """Whole weights as published, or the matrices that an adapter changes, merged.
 
-    Args:
-        whole: holds versions of all weights.
-        base: loads the model's own weights.
-        every: also give the weights without adapter, for engines that load all or nothing.
+    If `every`, the weights without adapter are given too, for engines that load all or nothing.
     """
 
     def __init__(self, whole: WeightBuffer, base: Base, *, every: bool = False) -> None:

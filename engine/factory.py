@@ -25,17 +25,10 @@ def create_engine(
 ) -> Engine:
     """Make the engine that `config.kind` names; `start()` loads the model.
 
-    Args:
-        config: engine kind and settings.
-        model_path: a directory in HF format or a hub id.
-        cache_config: how earlier rollouts are stored and drafted from.
-        seed: seed of the engine's random stream, which serves requests without a seed.
-        place: the cache's snapshot, and the peers it exchanges rollouts with; None: neither.
-        batch_invariant: True if results must be bitwise independent of the batch. Only the torch
-            engine supports it; the run's configuration refuses the others.
-
-    Raises:
-        EngineStartError: the backend is not installed.
+    `seed` is that of the random stream for requests without a seed. `place` has the cache's
+    snapshot, and the peers it exchanges rollouts with. Only the torch engine can be
+    `batch_invariant`; the run's configuration refuses the others. Raises EngineStartError if the
+    backend is not installed.
     """
     if place is not None:
         place = dataclasses.replace(place, vocabulary=_vocabulary(model_path, place.vocabulary))

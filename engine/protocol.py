@@ -36,13 +36,9 @@ from asyncrl.rollout.trajectory import BoolArray, Provenance
 
 
 def turn_start(observed: BoolArray, count: int) -> int:
-    """Return the length of earlier turns within the first `count` tokens.
+    """Return the length of earlier turns, which end with the last observed token.
 
-    They end with the last observed token.
-
-    Args:
-        observed: `[L]` as in `KeptTokens`, L >= count.
-        count: number of tokens.
+    Only the first `count` tokens of `observed` `[L]` (as in `KeptTokens`) are considered.
     """
     places = np.flatnonzero(observed[:count])
     return int(places[-1]) + 1 if len(places) else 0

@@ -28,11 +28,8 @@ _BASE_SECONDS, _BYTES_PER_SECOND = 60.0, 0.3e9
 def longest_installation(nbytes: int, at_least: float = 0.0) -> float:
     """Return the time limit in seconds for another process to stage weights, or to install them.
 
-    It is more than twice the computed time of both together (docs/gpus.md).
-
-    Args:
-        nbytes: size of all weights, even if a rank takes a part of them.
-        at_least: seconds that any call may take (`ProcessConfig.call_seconds`).
+    It is more than twice the computed time of both together (docs/gpus.md). `nbytes` is the size of
+    all weights, even if a rank takes a part of them; `at_least` is `ProcessConfig.call_seconds`.
     """
     return max(at_least, _BASE_SECONDS + nbytes / _BYTES_PER_SECOND)
 
@@ -119,11 +116,8 @@ class StagedWeights:
     It takes one more copy of the weights per engine, from the first `stage` on, in the engine's
     data types. Copying from the published file straight into the parameters would save that memory.
     But a version that is overwritten during the copy would leave the parameters with a mixture of
-    two versions, and generation would have to stop for the whole copy.
-
-    Args:
-        check: called with the tensors that were read; raises WeightsError to refuse them.
-        buffer: holds the copy, in the data types and on the device that installing needs.
+    two versions, and generation would have to stop for the whole copy. `check` raises WeightsError
+    to refuse the tensors; `buffer` holds the copy.
     """
 
     def __init__(self, check: Callable[[NamedTensors], None], buffer: Buffer | None = None) -> None:

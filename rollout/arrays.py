@@ -11,12 +11,7 @@ INT32_MAX = 2**31 - 1
 
 
 def int32_values(name: str, values: ArrayLike, minimum: int = -(2**31)) -> IntArray:
-    """Return `values` as a contiguous int32 vector.
-
-    Args:
-        name: name of the argument, for the error message.
-        values: `[N]` integers of any type.
-        minimum: the smallest value allowed.
+    """Return `values` as a contiguous int32 vector; `name` is for error messages.
 
     Raises:
         TypeError: the values are not integers.

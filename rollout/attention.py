@@ -18,9 +18,8 @@ def capped(scores: Tensor, softcap: float | None) -> Tensor:
 def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax over the last dimension of `[..., L]`, of which a sink takes a share.
 
-    Args:
-        scores: capped, -inf for hidden keys.
-        sinks: score of a key without a value, broadcast to `[..., 1]`; None: none.
+    `scores` are capped, -inf for hidden keys. `sinks` are scores of keys without values, broadcast
+    to `[..., 1]`; None: none.
     """
     if sinks is None:
         return torch.softmax(scores, -1)

@@ -121,8 +121,7 @@ class Compiler:
 def kernels_of(*packages: str) -> Compiler:
     """Return the compiler of a package's kernels.
 
-    Args:
-        packages: folder of the package below `asyncrl`, then those whose kernels it inlines.
+    `packages` are its folder below `asyncrl`, then those whose kernels it inlines.
     """
     package, *inlined = [Path(__file__).parents[1] / one for one in packages]
     return Compiler(package, *inlined)
@@ -165,10 +164,8 @@ def code_directory(
 ) -> Path | None:
     """Return a writable directory for the code of these sources; None if there is none.
 
-    Args:
-        package: directory of the kernels' sources.
-        configured: numba's setting (`NUMBA_CACHE_DIR`), "" if unset.
-        inlined: other directories whose kernels are inlined into these.
+    `configured` is numba's setting (`NUMBA_CACHE_DIR`), "" if unset; kernels of the directories
+    `inlined` are inlined into these.
     """
     digest = hashlib.sha256(numba.__version__.encode())
     for source in [one for place in (package, *inlined) for one in sorted(place.rglob("*.py"))]:

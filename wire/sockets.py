@@ -40,9 +40,7 @@ _ERROR = FrameRefused(
 class HandshakeWatch:
     """Counts the failed handshakes of a socket, in a task that `start` begins.
 
-    Args:
-        socket: not bound yet.
-        refusals: notes each failed handshake.
+    The socket must not be bound yet.
     """
 
     def __init__(self, socket: zmq.asyncio.Socket, refusals: Refusals) -> None:
@@ -347,13 +345,9 @@ class Hub(Generic[In]):
 class Line(Generic[In]):
     """The end that connects to one hub.
 
-    Args:
-        address: the hub's ZeroMQ address; empty: it is connected by `move_to`.
-        keys: keys of this end; they contain the name under which the hub knows it.
-        incoming: union of the message types that the hub may send.
-        refusals: refusals of this socket. The hub itself is never cut off.
-        together_bytes: most bytes of messages that travel together
-            (`asyncrl.wire.transport.outbox`).
+    An empty address is set by `move_to`. `keys` contain the name under which the hub knows this
+    end. `refusals` never cut the hub off. At most `together_bytes` of messages travel together
+    (`asyncrl.wire.transport.outbox`).
     """
 
     def __init__(

@@ -55,14 +55,10 @@ class _Peer:
 
 
 class Peers:
-    """Reads the rings of all members but one.
+    """Reads the rings of all members of a directory but `own`, this member's file name.
 
-    Args:
-        directory: directory of the exchange.
-        own: file name of this member's ring. While `own_inode` is -1, a file of that name is the
-            ring of a former process, and is read like any other.
-        receive: called with each message.
-        clock: seconds, rising.
+    While `own_inode` is -1, a file of that name is the ring of a former process, and is read like
+    any other. `receive` is called with each message; `clock` gives rising seconds.
     """
 
     def __init__(
@@ -453,14 +449,8 @@ def open_cache(
 ) -> RolloutCache | SharedCache:
     """Open the cache of an engine, shared with other generators or not.
 
-    Args:
-        config: budgets and drafting rules; a disabled cache shares nothing.
-        exchange: directory through which the generators of one machine share; None: not shared.
-        name: name of this generator.
-        vocabulary: token ids of peers from this one on are refused.
-
-    Raises:
-        ExchangeRefused, ValueError: see `SharedCache`.
+    A disabled cache shares nothing. `exchange` is the directory through which the generators of one
+    machine share; None: not shared. Raises as `SharedCache`.
     """
     cache = RolloutCache(config)
     if exchange is None or not config.enabled:

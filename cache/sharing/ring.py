@@ -55,9 +55,7 @@ def _padded(size: int) -> int:
 class RingWriter:
     """Creates the file under a temporary name and renames it; readers of an older one keep that.
 
-    Args:
-        path: the file.
-        capacity: bytes of messages kept, a multiple of 8; allocated at once.
+    `capacity` bytes of messages, a multiple of 8, are allocated at once.
 
     Raises:
         ValueError: the capacity is out of bounds.

@@ -255,11 +255,8 @@ class Forest:
     """The arena, the tree of each prompt in it, and eviction.
 
     A tree is named by its line in `trees`. Prompts without open rows are dropped first, the least
-    recently used one before the others; then the oldest rollouts of the prompts in use.
-
-    Args:
-        config: the byte budget. With `enabled=False` there is no room for anything.
-        rules: match length, and the budget of one prompt.
+    recently used one before the others; then the oldest rollouts of the prompts in use. With
+    `config.enabled` False there is no room for anything.
     """
 
     def __init__(self, config: CacheConfig, rules: TreeRules) -> None:

@@ -47,12 +47,7 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
 class OpenRows:
-    """Row handles, and the arrays in which compiled code keeps the state of each row.
-
-    Args:
-        config: length of the shortest match, and of the longest draft.
-        rules: match length, and the initial doubt.
-    """
+    """Row handles, and the arrays in which compiled code keeps the state of each row."""
 
     def __init__(self, config: CacheConfig, rules: TreeRules) -> None:
         self._min_match = config.min_match
@@ -71,9 +66,7 @@ class OpenRows:
     def add(self, tree: int, tail: IntArray) -> int:
         """Open a row with the last tokens `tail` `[C]` of its context; return its handle.
 
-        Args:
-            tree: its tree, or DETACHED.
-            tail: at most `max_match` tokens.
+        `tree` is its tree, or DETACHED; `tail` has at most `max_match` tokens.
         """
         if not self._free:
             size = len(self.cursors)
@@ -173,9 +166,7 @@ class CacheStats:
 class RolloutCache:
     """Trees of rollouts within a byte budget; see the module's docstring for an example.
 
-    Args:
-        config: budgets and drafting rules. With `enabled=False` every row drafts nothing.
-        rules: rules for searching trees.
+    With `config.enabled` False every row drafts nothing.
     """
 
     def __init__(self, config: CacheConfig, rules: TreeRules = RUN_RULES) -> None:

@@ -40,10 +40,8 @@ class StoredRollouts:
 def are_valid_tokens(heads: IntArray, tokens: IntArray, vocabulary: int) -> bool:
     """Return True if rollouts hold only token ids, and -1 only to pad their heads.
 
-    Args:
-        heads: `[S, H]` the first H of the tokens of each rollout.
-        tokens: `[N]` all tokens, heads included; not empty.
-        vocabulary: token ids are below it.
+    `heads` `[S, H]` are the first H of the tokens of each rollout, and `tokens` `[N]` all of them,
+    not empty. Token ids are below `vocabulary`.
     """
     padding = heads < 0
     at_front = bool((padding[:, :-1] | ~padding[:, 1:]).all())

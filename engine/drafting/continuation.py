@@ -90,15 +90,10 @@ class Continuations:
     def follow(
         self, slots: Index, grown: Index, table: IntArray, rows: Index, ends: Index, starts: Index
     ) -> None:
-        """Move cursors past the new tokens of responses.
+        """Move cursors past the `grown` new tokens of responses, all `[n]`.
 
-        Args:
-            slots: `[n]`
-            grown: `[n]` number of new tokens of each response.
-            table: `[R, M]` tokens of all contexts.
-            rows: `[n]` each response's row of the table.
-            ends: `[n]` end of each response in its row; the new tokens come last.
-            starts: `[n]` start of each response in its row.
+        `table` `[R, M]` has the tokens of all contexts; response i is table[rows[i], starts[i] :
+        ends[i]], the new tokens last.
         """
         if not self._active:
             return

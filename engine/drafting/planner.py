@@ -89,12 +89,7 @@ class _Scale:
 
 
 class DraftPlanner:
-    """Chooses draft lengths for one engine, without a clock or randomness.
-
-    Args:
-        max_step_tokens: most tokens of a step.
-        max_draft_tokens: most draft tokens of one row.
-    """
+    """Chooses draft lengths for one engine, without a clock or randomness."""
 
     def __init__(self, *, max_step_tokens: int, max_draft_tokens: int) -> None:
         self._max_step_tokens = max_step_tokens
@@ -111,11 +106,7 @@ class DraftPlanner:
         self._unlearned: list[_Step] = []
 
     def declines(self, rows: int) -> bool:
-        """Return True if `ask` would decline, judged without arrays.
-
-        Args:
-            rows: rows of the step, including those that take in a prompt.
-        """
+        """Return True if `ask` would decline, judged without arrays."""
         self._asked = 0
         if min(self._max_step_tokens - rows, self._max_draft_tokens) <= 0:
             return True
@@ -126,8 +117,8 @@ class DraftPlanner:
         """Decide what to ask the cache for. If all budgets are 0, it need not be asked.
 
         Args:
-            left: `[n]` tokens that each running row may still generate before its limit; 1 or less
-                if it has nothing to draft from.
+            left: `[n]` tokens that each row may still generate; 1 or less if it has nothing to
+                draft from.
             other_tokens: tokens of the same step that belong to no decoding row (prompts).
 
         Returns:
@@ -156,11 +147,9 @@ class DraftPlanner:
     ) -> IntArray:
         """Decide how many of each row's proposed nodes to feed: the first `keep[i]` of row i.
 
-        Args:
-            path_probabilities: `[N]` as in `cache.tree.rollout_tree.Drafts`, falling within a row.
-            offsets: `[n+1]`
-            rows: n, the decoding rows; each feeds one ordinary token besides its drafts.
-            other_tokens: as in `ask`.
+        `path_probabilities` `[N]` and `offsets` `[n+1]` are those of
+        `cache.tree.rollout_tree.Drafts`. Each of the `rows` feeds one ordinary token besides its
+        drafts.
         """
         base = rows + other_tokens
         lengths = np.diff(offsets)

@@ -60,10 +60,8 @@ Index = NDArray[np.integer[Any]]
 class Proposer:
     """Proposes drafts for the rows of a step.
 
-    Args:
-        source: drafts for rows that follow no earlier continuation; None: those draft nothing.
-        continuations: earlier continuations, by slot.
-        branching: True if the source may propose trees instead of chains.
+    Rows that follow no earlier continuation draft from `source` (None: nothing), in trees if
+    `branching`, else chains.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Proposer:
         """Propose drafts for n rows.
 
         Args:
-            slots: `[n]` slots of the rows in `continuations`; -1: none.
+            slots: `[n]` slots of the rows in the continuations; -1: none.
             handles: `[n]` handles of the rows in the source; `NO_HANDLE`: none.
             budgets: `[n]` most draft tokens of each row.
             max_depths: `[n]` most tokens of a path; only continuations are cut to it here.

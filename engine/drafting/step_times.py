@@ -81,13 +81,8 @@ class StepTimes:
     ) -> Floats:
         """Return the seconds of steps of first .. first + count tokens, `[count + 1]`, rising.
 
-        Args:
-            first: tokens of the cheapest step.
-            count: number of further sizes.
-            rows: decoding rows.
-            context: keys attended to.
-            asked: True if the cache is asked about the rows.
-            optimistic: ignore stale cells, and assume that more tokens than seen cost little.
+        `asked`: the cache is asked about the rows. `optimistic`: ignore stale cells, and assume
+        that more tokens than seen cost little.
         """
         if not self._curves:
             learn_asking(self._cells, self._common)

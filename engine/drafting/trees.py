@@ -54,12 +54,7 @@ class TokenTrees:
         return len(self.offsets) - 1
 
     def fed(self, of_root: IntArray, of_node: IntArray) -> IntArray:
-        """Interleave values in feeding order, `[n + N]`: each row's root, then its nodes.
-
-        Args:
-            of_root: `[n]`
-            of_node: `[N]`
-        """
+        """Interleave `[n]` and `[N]` values in feeding order: each row's root, then its nodes."""
         n = self.rows
         if not len(of_node):
             return of_root

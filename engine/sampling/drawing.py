@@ -75,13 +75,9 @@ def noise_seeds(seeds: SeedArray, policy_version: int) -> SeedArray:
 def draw(
     logprobs: torch.Tensor, k: int, streams: Streams, rows: NDArray[np.int64] | None = None
 ) -> Drawn:
-    """Draw a token from each distribution.
+    """Draw a token from each of N distributions: `rows` `[N]` of `logprobs` `[R, V]` float32.
 
-    Args:
-        logprobs: `[R, V]` float32.
-        k: K.
-        streams: random numbers of the N draws.
-        rows: `[N]` the row of each; None: all rows in order.
+    `rows` None: all rows in order.
     """
     if logprobs.device.type == "cpu":
         return _draw_on_cpu(logprobs, k, streams, rows)
@@ -111,12 +107,8 @@ def identify(
 ) -> NDArray[np.int64]:
     """Return `[N]` tokens outside lists that noise names; -1 if no token outside has mass.
 
-    Args:
-        logprobs: `[R, V]` float32.
-        rows: `[N]` the row of each.
-        ids: `[N, K]` lists, padded with -1.
-        positions: `[N]` positions in the responses.
-        noise_seeds: `[N]`
+    `logprobs` are `[R, V]` float32, of which `rows` `[N]` are read; `ids` `[N, K]` are the lists,
+    padded with -1; `positions` and `noise_seeds` are `[N]`.
     """
     if logprobs.device.type == "cpu":
         tokens = np.empty(len(rows), np.int64)

@@ -44,16 +44,10 @@ def draw_rows(
 ) -> None:
     """List the most probable tokens of some rows and draw a token of each.
 
-    Args:
-        logprobs: `[R, V]`; a row is changed and restored.
-        rows: `[N]`
-        seeds: `[N]` seeds of the requests.
-        positions: `[N]` positions in the responses.
-        noise_seeds: `[N]` seeds of the noise outside the lists.
-        tokens: `[N]` to fill; -1 if the row is not finite.
-        own: `[N]` to fill, the log-probabilities of `tokens`; nan if the row is not finite.
-        ids: `[N, K]` to fill, most probable first, padded with -1.
-        values: `[N, K]` to fill, padded with -inf; not finite if the row is not.
+    A row of `logprobs` `[R, V]` is changed and restored; `rows`, `seeds`, `positions` and
+    `noise_seeds` are `[N]`. Filled are `tokens` `[N]` and `own`, their log-probabilities (-1 and
+    nan if the row is not finite), and the lists `ids` and `values` `[N, K]`, most probable first,
+    padded with -1 and -inf (not finite if the row is not).
     """
     k = ids.shape[1]
     order = np.empty(k, np.int64)

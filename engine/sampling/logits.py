@@ -176,13 +176,10 @@ class FusedRows:
 def distributions_of(
     logits: torch.Tensor, sampling: SamplingColumns, k: int, max_bytes: int | None = None
 ) -> Distributions:
-    """Return the distributions of rows of logits.
+    """Return the distributions of rows of logits `[R, V]`, which may be overwritten.
 
-    Args:
-        logits: `[R, V]` of any floating-point type; may be overwritten.
-        sampling: parameters of the R rows.
-        k: K of the engine, at least the length of the lists that will be asked for.
-        max_bytes: memory that may be held at once to process rows; None: all at once.
+    `k` is that of the engine, at least the length of the lists that will be asked for; processing
+    may hold `max_bytes` at once (None: all rows).
     """
     if fused(logits, k):
         return FusedRows(logits, sampling, k)
@@ -238,15 +235,10 @@ def read_from_logits(
     *,
     listed: int = 1,
 ) -> LogitReading:
-    """Look up given tokens, and list the most probable ones if `k` > 0. All rows in one piece.
+    """Look up given tokens, and list the `k` most probable ones if `k` > 0, in one piece.
 
-    Args:
-        logits: `[N, V]` of any floating-point type; may be overwritten. The caller takes at most
-            `rows_at_once` rows.
-        sampling: parameters of the N rows.
-        columns: `[N]` tokens to look up.
-        k: length of the lists.
-        listed: K of the engine, at least `k`.
+    `logits` `[N, V]` may be overwritten; the caller takes at most `rows_at_once` rows. `listed` is
+    K of the engine, at least `k`.
     """
     distributions = distributions_of(logits, sampling, max(k, listed))
     reading = distributions.read(np.arange(len(logits)), columns)

@@ -84,14 +84,8 @@ def draw_rows(
 ) -> Tables:
     """Do `logits.draw_from_logits` for all rows at once. The logits are not changed.
 
-    Args:
-        logits: `[R, V]`
-        sampling: parameters of the N draws.
-        k: K of the lists, 1 to 64.
-        streams: random numbers of the N draws.
-        places: `[N]` rows of the table; None: all in order.
-        table_rows: T; None: N.
-        rows: `[N]` the row of the logits that each draws from; None: all in order.
+    `k` is 1 to 64. `rows` `[N]` are those of the logits `[R, V]` that each draw is from; None: all
+    in order.
     """
     n, device = len(streams.seeds), logits.device
     table_rows = n if table_rows is None else table_rows
@@ -122,12 +116,8 @@ def look_up_rows(
 ) -> Found:
     """Look up log-probabilities of given tokens and lists, and name tokens outside the lists.
 
-    Args:
-        logits: `[R, V]`
-        sampling: parameters of the N tokens.
-        columns: `[N]`
-        tail: `[N]` whether a token outside the list is to be named.
-        rows: `[N]` the row of the logits in which each is looked up; None: all in order.
+    `columns` are `[N]`, `tail` `[N]`: whether a token outside the list is to be named. `rows` `[N]`
+    are those of the logits `[R, V]`; None: all in order.
     """
     n, device = len(columns.tokens), logits.device
     streams = Streams(columns.noise_seeds, columns.positions, columns.noise_seeds)

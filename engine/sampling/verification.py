@@ -167,13 +167,9 @@ class KeptBatch:
     def of(
         cls, kept: Sequence[KeptTokens], seeds: SeedArray, first: NDArray[np.int64], k: int
     ) -> KeptBatch:
-        """Collect rows of kept tokens.
+        """Collect B rows of kept tokens, none empty, in lists of `k`, at least those in `kept`.
 
-        Args:
-            kept: B of them, none empty.
-            seeds: `[B]` seeds of the requests.
-            first: `[B]` position in the response of each row's first kept token.
-            k: K, at least the length of the lists in `kept`.
+        `seeds` and `first`, the position in the response of a row's first kept token, are `[B]`.
         """
         lengths = np.array([len(one) for one in kept], np.int64)
         row, offsets = np.repeat(np.arange(len(kept)), lengths), offsets_of(lengths)
@@ -247,12 +243,9 @@ class Verdict:
 
 
 def read(logprobs: torch.Tensor, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
-    """Look up what the verdict needs. At observed tokens, `logprobs` is not used.
+    """Look up what the verdict needs, at `rows` `[N]` of processed `logprobs` `[R, V]`.
 
-    Args:
-        logprobs: `[R, V]` processed current distributions.
-        rows: `[N]` the row of `logprobs` at each kept token.
-        columns: `[N]`
+    At observed tokens, `logprobs` is not used.
     """
     tokens, ids = columns.tokens, columns.ids
     found = _at(logprobs, rows, np.concatenate([tokens[:, None], ids], axis=1))
@@ -339,14 +332,8 @@ def name_tokens(
     """Name tokens that the verdict leaves unnamed, by fresh noise.
 
     A token stays -1 if nothing is outside its list after all: the residual was rounding (about
-    1e-7), and the current policy draws freely there.
-
-    Args:
-        batch: the verdict's batch.
-        verdict: its `token` and `logprob` are filled, and `unnamed` is cleared.
-        unnamed: rows of the verdict, all of them unnamed.
-        logprobs: `[R, V]` processed current distributions.
-        rows: the row of `logprobs` at `Verdict.place` of each.
+    1e-7), and the current policy draws freely there. `unnamed` are such rows of the verdict, and
+    `rows` the rows of processed `logprobs` `[R, V]` at `Verdict.place` of each.
     """
     if not len(unnamed):
         return

@@ -94,12 +94,7 @@ class ParkingLot:
         self._held[session] = Parked(slot, tokens)
 
     def make_room(self, new: range, claimed: dict[int, Parked]) -> None:
-        """Free the slots that new rows take, and move the KV that they claimed there.
-
-        Args:
-            new: the rows.
-            claimed: the KV parked for each row.
-        """
+        """Free the slots that new rows take, and move the KV that they claimed there."""
         sources = [one.slot for one in claimed.values()]
         lengths = [len(one.tokens) for one in claimed.values()]
         targets = list(claimed)

@@ -43,17 +43,10 @@ def attend(
     mask: torch.Tensor,
     rule: ScoreRule,
 ) -> torch.Tensor:
-    """Attend under a mask, ignoring the rule's window.
+    """Attend under a mask, ignoring the rule's window; return `[m, J, G * Q, E]`.
 
-    Args:
-        query: `[m, J, G * Q, D]`: the G query heads of a key head one after another.
-        key: `[m, J, L, D]`
-        value: `[m, J, L, E]`
-        mask: `[m or 1, 1, G * Q, L]` additive.
-        rule: rule of scores.
-
-    Returns:
-        `[m, J, G * Q, E]`
+    `query` is `[m, J, G * Q, D]`, the G query heads of a key head one after another, `key` `[m, J,
+    L, D]`, `value` `[m, J, L, E]`, and `mask` `[m or 1, 1, G * Q, L]` additive.
     """
     if not rule.is_written_out:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=rule.scaling)

@@ -43,14 +43,10 @@ class Reach:
         counts: IntArray,
         pairs: Hidden | None,
     ) -> Reach:
-        """Let a step's tokens see the keys of their slots up to their own places.
+        """Let a step's tokens see the keys of their slots up to their own places, `[T]` each.
 
-        Args:
-            slot: `[T]`
-            place: `[T]`
-            lengths: `[m]` valid keys of the rows that decode, which come first.
-            counts: `[m]` their new tokens.
-            pairs: hidden pairs among these tokens; None: nothing.
+        Rows that decode come first, with `lengths` `[m]` valid keys and `counts` `[m]` new tokens;
+        `pairs` are hidden among these; None: nothing.
         """
         base = np.zeros_like(place)
         hidden = np.zeros((len(place), 0), np.bool_)

@@ -111,13 +111,8 @@ def decode_block(
 ) -> Block:
     """Make the block of rows `[0, m)` with `lengths` valid keys and `counts` new tokens each.
 
-    Args:
-        lengths: `[m]`
-        counts: `[m]`
-        hidden: pairs of new tokens without attention; None: no such pairs.
-        depths: `[sum(counts)]` as in `Feed.decode_depths`.
-        dtype: data type of the mask.
-        device: device of all tensors.
+    `hidden` pairs of new tokens get no attention; `depths` `[sum(counts)]` as in
+    `Feed.decode_depths`.
     """
     queries = int(counts.max())
     last_key = torch.from_numpy(lengths[:, None] + np.arange(queries)).to(device)

@@ -55,11 +55,7 @@ class ModuleWeights:
     """Replaces the parameters of a loaded module in place.
 
     Whatever shares memory with a parameter, such as a fused product of which it is a view, has the
-    new weights too.
-
-    Args:
-        module: its state dict names the tensors.
-        staging: location of a staged version, for a module on a GPU.
+    new weights too. `staging` is the location of a staged version, for a module on a GPU.
     """
 
     def __init__(self, module: torch.nn.Module, staging: WeightStaging = "host") -> None:

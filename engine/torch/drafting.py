@@ -24,12 +24,8 @@ from asyncrl.rollout.acceptance import AcceptedPaths, accept_tree
 class Drafter:
     """Drafts for the decoding rows of a core.
 
-    Args:
-        rows: the core's rows.
-        source: rows draft from it and feed it; None: only from earlier continuations.
-        planner: decides how much to draft.
-        branching: True to draft trees; otherwise chains.
-        vocab_size: the model's; drafts of other tokens are dropped.
+    Rows draft from `source` and feed it (None: only earlier continuations), in trees if
+    `branching`, else chains. Drafts of tokens outside the vocabulary are dropped.
     """
 
     def __init__(

@@ -93,12 +93,10 @@ class DecodeThread:
         done: Callable[[T], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Call `work` between two steps, without waiting for it.
+        """Call `work` in the thread between two steps, without waiting for it.
 
-        Args:
-            work: called in the thread.
-            done: gets its result in the event loop, before anything that later steps report.
-            failed: gets its error in the event loop.
+        `done` gets its result in the event loop, before anything that later steps report; `failed`
+        gets its error.
         """
         self._add(_Job(work, done, failed))
 
@@ -111,11 +109,8 @@ class DecodeThread:
     ) -> T:
         """Call `work` between two steps and return its result. If cancelled, it is still called.
 
-        Args:
-            work: called in the thread.
-            done: as in `post`. Reports of later steps may come before the caller resumes, so what
-                must precede them belongs in `done`.
-            is_last: the thread ends after it.
+        `done` is as in `post`. Reports of later steps may come before the caller resumes, so what
+        must precede them belongs in `done`. If `is_last`, the thread ends after it.
         """
         result: asyncio.Future[T] = self._loop.create_future()
 

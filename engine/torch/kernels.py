@@ -25,14 +25,9 @@ from asyncrl.rollout.acceptance import accept_tree, warm_up_verification
 
 @torch.inference_mode()
 def warm_up(model: SlotModel, *, listed: int, drafting: bool) -> None:
-    """Load the kernels that a core uses, or compile them: once per machine, for a few seconds.
+    """Load or compile the kernels that a core uses: a few seconds once per machine.
 
-    Takes half a minute on a GPU.
-
-    Args:
-        model: the policy.
-        listed: K of its draws.
-        drafting: True if there is a cache to draft from.
+    Takes half a minute on a GPU. `listed` is K of the core's draws; `drafting`: there is a cache.
     """
     if drafting:
         tree.warm_up()

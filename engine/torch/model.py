@@ -60,14 +60,10 @@ class _Tokens:
 
 
 class SlotModel:
-    """A loaded model with its KV slots.
+    """A loaded transformers model with its KV slots.
 
-    Args:
-        model: a model of transformers.
-        slots: rows that can run at once.
-        max_len: places of a slot.
-        batch_invariant: True if a row's logits must not depend on the rest of the batch, see
-            `asyncrl.engine.torch.cpu.invariant_attention`.
+    If `batch_invariant`, a row's logits do not depend on the rest of the batch, see
+    `asyncrl.engine.torch.cpu.invariant_attention`.
     """
 
     def __init__(
@@ -120,10 +116,8 @@ class SlotModel:
     ) -> torch.Tensor:
         """Return logits `[len(wanted), V]` of packed whole contexts, without slots.
 
-        Args:
-            tokens: `[T]` packed contexts, best sorted by length.
-            lengths: `[r]` their lengths.
-            wanted: indices into `[T]`.
+        The contexts of `[r]` lengths are best sorted by length; `wanted` are indices into `tokens`
+        `[T]`.
         """
         none = np.empty(0, np.int32)
         feed = Feed(none, none, none, tokens, lengths)
@@ -231,19 +225,10 @@ def load_model(
 ) -> SlotModel:
     """Load a model from a directory or hub id, and check that it runs with KV slots.
 
-    Args:
-        path: a directory, or an id.
-        slots: rows that can run at once.
-        max_len: places of a slot.
-        device: device of the model.
-        dtype: data type of weights and KV.
-        batch_invariant: as in `SlotModel`.
-        fused: True if it may compute in `asyncrl.engine.torch.cpu.fused_model`.
-        wide_logits: True if logits of a 16-bit model are float32 (`engine.logits_dtype`).
-
-    Raises:
-        EngineStartError: it cannot be loaded, or its attention or state does not fit KV slots, or
-            it cannot be batch-invariant on this machine.
+    If `fused`, it may compute in `asyncrl.engine.torch.cpu.fused_model`. If `wide_logits`, logits
+    of a 16-bit model are float32 (`engine.logits_dtype`). Raises EngineStartError if it cannot be
+    loaded, its attention or state does not fit KV slots, or it cannot be batch-invariant on this
+    machine.
     """
     if batch_invariant and (device.type, dtype) != ("cpu", torch.float32):
         raise EngineStartError(

@@ -47,10 +47,8 @@ class Paths:
 def choose(rows: Rows, draws: Draws, walks: AcceptedPaths | None) -> Paths:
     """Choose each row's path, cut after its first stop token or string and at its limit.
 
-    Args:
-        rows: before this step's tokens are appended.
-        draws: all draws of this step.
-        walks: paths of the decoding rows, which come first; None: nothing was drafted.
+    `rows` do not have this step's tokens yet. `walks` are paths of the decoding rows, which come
+    first; None: nothing was drafted.
     """
     n = rows.n
     accepted: IntArray = draws.accepted
@@ -102,14 +100,8 @@ def moved_places(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return accepted tree nodes whose KV is not where a chain would have put it.
 
-    Args:
-        draws: draws of a step with forked trees.
-        paths: chosen among them.
-        decoding: number of decoding rows.
-
-    Returns:
-        Row of each, and its present place and its place in the chain, both counted from the first
-        token that the row was fed.
+    Returns the row of each, its present place and its place in the chain, both counted from the
+    first token that the row was fed. The first `decoding` rows decode.
     """
     row = paths.row
     place = paths.chosen - draws.starts[row]
@@ -160,16 +152,10 @@ class Unreported:
     def advance(
         self, draws: Draws, paths: Paths, rows: Rows, chunk_tokens: int
     ) -> tuple[list[int], list[int]]:
-        """Count the tokens that `record` has appended.
+        """Count the tokens that `record` has appended; update `total` and `kv_length` of the rows.
 
-        Args:
-            draws: as for `record`.
-            paths: as for `record`.
-            rows: their `total` and `kv_length` are updated.
-            chunk_tokens: least number of tokens to report.
-
-        Returns:
-            Rows that report and continue, and rows that have ended, from the last one down.
+        A row with `chunk_tokens` tokens to report reports. Returns rows that report and continue,
+        and rows that have ended, from the last one down.
         """
         n = len(paths.kept)
         judged = np.zeros(n, np.bool_)
@@ -188,13 +174,9 @@ class Unreported:
         policy_version: int,
         reasons: Sequence[FinishReason | None],
     ) -> list[TokenChunk]:
-        """Report what some rows have generated since their last chunks.
+        """Report what some rows have generated since their last chunks, under `policy_version`.
 
-        Args:
-            rows: each at most once.
-            requests: requests of these rows.
-            policy_version: version that generated the tokens.
-            reasons: finish reason of each request; None: it continues.
+        `reasons` are the finish reasons of their requests; None: it continues.
         """
         if not rows:
             return []

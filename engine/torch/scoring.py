@@ -22,11 +22,11 @@ def score_all(
     listed: int,
     policy_version: int,
 ) -> list[Score]:
-    """Score requests; contexts go through the model packed and sorted by length.
+    """Score requests, in their order; contexts go through the model packed, sorted by length.
 
     Args:
         model: scores the tokens; its slots are not used.
-        requests: in any order; scores come back in the same order.
+        requests: the requests.
         max_tokens: most tokens of one pass; a single longer request still runs, alone.
         max_bytes: memory for the float32 logits of one pass, with the same exception, and as much
             to process them.

@@ -72,15 +72,10 @@ class Places(NamedTuple):
 def place_draws(
     sizes: IntArray, depths: IntArray, responses: IntArray, seeds: SeedArray, noise: SeedArray
 ) -> Places:
-    """Return the places of draws.
+    """Return the places of `sizes` `[n]` draws of each row.
 
-    Args:
-        sizes: `[n]` draws of each row.
-        depths: `[D]` for the first D draws: the places of their tokens after the row's last one.
-            The draws of other rows follow each other.
-        responses: `[n]` tokens of each row's response.
-        seeds: `[n]` seeds of the requests.
-        noise: `[n]` seeds of the noise.
+    `depths` `[D]` are, for the first D draws, the places of their tokens after the row's last one;
+    the draws of other rows follow each other. `responses` `[n]` are response lengths.
     """
     n, size = len(sizes), int(sizes.sum())
     places = Places(
@@ -187,23 +182,12 @@ def append_draws(
     count: IntArray,
     buffers: GeneratedTokens,
 ) -> None:
-    """Append the chosen draws to the rows' contexts and to what they report.
+    """Append the chosen draws `[M]`, row after row, to the rows' contexts and buffers.
 
-    Args:
-        chosen: `[M]` draws, row after row.
-        row: `[M]` row of each.
-        step: `[M]` its place among its row's new tokens.
-        accepted: `[n]` number of these that are accepted drafts.
-        judged: `[n]` rows whose tokens are not reported from the buffers.
-        tokens: `[N]` tokens of all draws.
-        logprobs: `[N]`
-        ids: `[N, K]`
-        values: `[N, K]`
-        noise_seeds: `[N]`
-        contexts: `[S, W]` to fill.
-        total: `[S]` tokens of the contexts, before these.
-        count: `[S]` tokens in the buffers, before these.
-        buffers: to fill.
+    `row` and `step`, the place among a row's new tokens, are `[M]`; `accepted` drafts among them
+    and `judged` rows, which are not reported from the buffers, `[n]`. `tokens` to `noise_seeds` are
+    those of all N draws. `contexts` `[S, W]` had `total` `[S]` tokens before, the buffers `count`
+    `[S]`.
     """
     k = ids.shape[1]
     for m in range(len(chosen)):
@@ -237,21 +221,10 @@ def advance_rows(
 ) -> tuple[int, int]:
     """Count what each row has appended, and find the rows that report.
 
-    Args:
-        kept: `[n]` tokens that each row has appended.
-        stopped: `[n]` rows that have ended with one of them.
-        judged: `[n]` rows that must report.
-        total: `[S]` tokens of the contexts; updated.
-        limit: `[S]` most tokens of the contexts.
-        kv_length: `[S]` tokens whose KV is in the slots; updated.
-        count: `[S]` tokens to report; updated.
-        begun: `[S]` whether a row has reported anything.
-        chunk_tokens: least number of tokens to report.
-        due: `[n]` to fill with the rows that report and continue.
-        ended: `[n]` to fill with the rows that have ended, from the last one down.
-
-    Returns:
-        The numbers of due rows and of ended rows.
+    `kept` `[n]` tokens were appended; `stopped` `[n]` rows ended with one of them; `judged` `[n]`
+    rows must report. `total`, `kv_length` and `count`, tokens to report, are `[S]` and updated;
+    `limit` is `[S]`; `begun` `[S]`: whether a row has reported anything. `due` and `ended`, from
+    the last one down, are filled. Returns their numbers.
     """
     dues = ends = 0
     for row in range(len(kept) - 1, -1, -1):
@@ -302,18 +275,10 @@ def pick_tokens(
     picked: IntArray,
     offsets: IntArray,
 ) -> int:
-    """Gather the new tokens of some rows.
+    """Gather the new tokens of the `wanted` `[n]` rows; return the number of these rows.
 
-    Args:
-        chosen: `[M]` draws, row after row.
-        tokens: `[N]` tokens of all draws.
-        kept: `[n]` number of chosen ones of each row.
-        wanted: `[n]` rows whose tokens are gathered.
-        picked: `[M]` to fill with these, row after row.
-        offsets: `[n + 1]` to fill: begin of each wanted row's tokens, and the end.
-
-    Returns:
-        The number of wanted rows.
+    `chosen` `[M]` are draws, row after row, `kept` `[n]` of each row. `picked` `[M]` and `offsets`
+    `[n + 1]`, the begin of each wanted row's tokens and the end, are filled.
     """
     at = rows = size = 0
     offsets[0] = 0

@@ -61,17 +61,8 @@ def draw_step(
 ) -> Draws:
     """Draw a token after every token that was fed, except in rows with kept tokens.
 
-    Args:
-        rows: as they were fed.
-        trees: drafts fed to decoding rows besides their last token.
-        new: rows whose contexts were fed.
-        logits: `[sum(trees.counts) + sum(new.wanted), V]`; may be overwritten.
-        k: tokens listed at each position.
-        max_bytes: memory that may be held at once to process distributions.
-        policy_version: version of the weights.
-
-    Raises:
-        EngineError: a distribution is not finite.
+    `logits` `[sum(trees.counts) + sum(new.wanted), V]` may be overwritten; processing holds at most
+    `max_bytes` at once. Raises EngineError if a distribution is not finite.
     """
     decoding = trees.rows
     sizes = trees.counts

@@ -77,16 +77,9 @@ def judge_kept(
 ) -> KeptVerdicts:
     """Accept a prefix of each row and draw the token after it.
 
-    Args:
-        batch: at least one row.
-        names: `[B]` names of the requests, for error messages.
-        distributions: the current ones, R rows.
-        mine: `[N + B]` rows of `distributions` at the batch's kept tokens and after each row's last
-            one, in order.
-        policy_version: version of the current weights.
-
-    Raises:
-        EngineError: a distribution is not finite.
+    `names` `[B]` are for error messages. `mine` `[N + B]` are rows of the current distributions at
+    the batch's kept tokens and after each row's last one, in order. Raises EngineError if a
+    distribution is not finite.
     """
     columns, rows = batch.columns, np.arange(len(batch.kept))
     place = np.arange(len(batch.row)) + batch.row

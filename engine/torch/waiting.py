@@ -77,13 +77,8 @@ class Waiting:
         """Remove and return up to `free` requests with at most `budget` tokens of context.
 
         The first is taken whatever its length. A context that several share counts once; contexts
-        with kept tokens are not shared.
-
-        Args:
-            free: number of slots.
-            budget: context tokens, including kept ones.
-            positions: most positions whose logits are needed.
-            known: returns the tokens of a request's context that need not be fed.
+        with kept tokens are not shared. `positions` limits those whose logits are needed; `known`
+        returns the tokens of a request's context that need not be fed.
         """
         contexts: set[bytes] = set()
         out: list[GenerateRequest] = []

@@ -87,13 +87,8 @@ def expand(
 ) -> None:
     """Fill `output [sum n_i]` with `input_val [B]`, value i repeated n_i times.
 
-    Args:
-        output: written in place, any dtype.
-        input_val: a value per request.
-        cu_num_tokens: `[B]` running sum of n_i, the drafted tokens of each request.
-        replace_from: values equal to this become `replace_to`.
-        replace_to: see `replace_from`.
-        MAX_NUM_TOKENS: unused; part of the kernel's signature.
+    `cu_num_tokens` `[B]` is the running sum of n_i, the drafted tokens of each request. Values
+    equal to `replace_from` become `replace_to`.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     values = torch.where(input_val == replace_from, replace_to, input_val)

@@ -20,12 +20,7 @@ SERIAL_PARAMETERS = 1 << 20
 
 
 def why_not_fused(model: Any, *, threads: int) -> str | None:
-    """Return why a model runs through transformers' forward pass; None: it need not.
-
-    Args:
-        model: a loaded model of transformers.
-        threads: torch's, in this process.
-    """
+    """Return why a loaded model runs through transformers' forward pass; None: it need not."""
     name, config = type(model).__name__, model.config
     if name not in {f"{family}ForCausalLM" for family in FAMILIES}:
         return f"{name} is not one of {', '.join(FAMILIES)}"

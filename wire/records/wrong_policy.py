@@ -43,12 +43,8 @@ def compare_weights(
 ) -> WrongPolicy | None:
     """Compare an engine's weights with the trainer's; None if all that can be compared agree.
 
-    Args:
-        generator: name of the engine's generator.
-        policy_version: version that the engine claims to decode with.
-        expected: the trainer's fingerprint of that version.
-        found: the engine's fingerprint.
-        before: the engine's previous version and its fingerprint.
+    `policy_version` is the version that the engine claims to decode with, `expected` the trainer's
+    fingerprint of it; `before` is the engine's previous version and its fingerprint.
     """
     differing = [
         name

@@ -45,10 +45,8 @@ In = TypeVar("In")
 class SessionEnd(Generic[In]):
     """Turns messages into frames of one session, and back. Used from one event loop.
 
-    Args:
-        incoming: union of the message types that the controller may send.
-        max_bytes: longest message that is accepted.
-        transmit: passes a frame to the relay, or drops it; dropped frames are sent again.
+    `incoming` is the union of the controller's messages, of at most `max_bytes`. `transmit` passes
+    a frame to the relay, or drops it; dropped frames are sent again.
     """
 
     def __init__(self, incoming: Any, *, max_bytes: int, transmit: Callable[[bytes], None]) -> None:
@@ -75,14 +73,10 @@ class SessionEnd(Generic[In]):
         self._session.count_resent = count
 
     def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:
-        """Queue a message until the end of this turn of the event loop.
+        """Queue a message for the controller until the end of this turn of the event loop.
 
-        Args:
-            message: for the controller.
-            urgent: True if the relay passes it on at once; None: depends on its type.
-
-        Raises:
-            Unreachable: the controller has not acknowledged too many frames for more to be kept.
+        If `urgent`, the relay passes it on at once; None: depends on its type. Raises Unreachable
+        if too many frames are unacknowledged for more to be kept.
         """
         if self._full is not None:
             raise self._full

@@ -137,10 +137,7 @@ class _Peer:
 class SessionPeers:
     """All sessions of a hub.
 
-    Args:
-        keys: keys of the hub.
-        refusals: refusals of the hub.
-        send: passes a bundle for a relay to the socket; a later tick resends what is dropped.
+    `send` passes a bundle for a relay to the socket; a later tick resends what is dropped.
     """
 
     def __init__(

@@ -112,12 +112,7 @@ class Taken(NamedTuple):
 
 
 class Session:
-    """One end.
-
-    Args:
-        name: name of the session, from `new_session`.
-        limits: limits of what is not acknowledged.
-    """
+    """One end of the session `name`, drawn by `new_session`."""
 
     def __init__(self, name: bytes, limits: Limits = Limits()) -> None:  # noqa: B008 - immutable
         self.name = name

@@ -68,9 +68,8 @@ costs the receiver more than a few frames."""
 class Outbox:
     """Gathers messages by peer until the event loop has had its turn. Used from one event loop.
 
-    Args:
-        send: sends a body to a peer; called in the order of the peers' first messages.
-        max_bytes: most bytes of the messages in a body of several. A longer message goes alone.
+    `send` sends a body to a peer; it is called in the order of the peers' first messages. A body of
+    several messages has at most `max_bytes`; a longer message goes alone.
     """
 
     def __init__(self, send: Callable[[str, bytes], None], *, max_bytes: int = MAX_BYTES) -> None:

@@ -42,13 +42,7 @@ class _Sender:
 
 
 class Refusals:
-    """The refused frames of one socket.
-
-    Args:
-        count: called with the reason of each refused frame.
-        limit: limit above which a sender is cut off.
-        clock: seconds of a monotonic clock.
-    """
+    """The refused frames of one socket; `count` is called with the reason of each."""
 
     def __init__(
         self,

@@ -75,11 +75,7 @@ def pairs_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Pair]:
 def merge(base: Tensor, pair: Pair, scaling: float, out: Tensor) -> None:
     """Write the merged matrix to `out`, whose data type is the engine's; all on one device.
 
-    Args:
-        base: `[O, I]` matrix of the model without adapter.
-        pair: converted to float32 first.
-        scaling: scaling of the adapter.
-        out: `[O, I]`
+    `base` and `out` are `[O, I]`; `pair` is converted to float32 first.
     """
     a, b = (one.detach().to(out.device, torch.float32) for one in pair)
     factor = torch.tensor(scaling, dtype=torch.float32, device=out.device)
@@ -125,13 +121,7 @@ def served_apart(
 def adapter_mistakes(
     given: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], rank: int
 ) -> list[str]:
-    """List what does not fit the model, a line each.
-
-    Args:
-        given: published shapes by name.
-        shapes: shapes of the HF state dict.
-        rank: R.
-    """
+    """List what does not fit the model, a line each; `given` and `shapes` are shapes by name."""
     wrong = [f"{name} is not of an adapter" for name in given if layer_of(name) is None]
     for layer in dict.fromkeys(one for name in given if (one := layer_of(name)) is not None):
         shape = shapes.get(f"{layer}.weight")

@@ -41,10 +41,7 @@ _BLOCK: Final = 4096
 def encode(new: Buffer, old: Buffer, word_bytes: int) -> bytes | None:
     """Return the delta from `old` to `new`; None if it would not be shorter than `new`.
 
-    Args:
-        new: a multiple of 4 bytes.
-        old: as long as `new`.
-        word_bytes: 2 or 4.
+    Both have the same length, a multiple of 4 bytes; `word_bytes` is 2 or 4.
     """
     words = _WORDS[word_bytes]
     one, other = np.frombuffer(new, words), np.frombuffer(old, words)

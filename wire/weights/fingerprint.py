@@ -52,11 +52,7 @@ PROBES: Final = 32
 class MatrixSums:
     """The two sums of one matrix of `rows` x `columns`, from its blocks in any order.
 
-    Args:
-        rows: number of rows of the whole matrix.
-        columns: number of columns of the whole matrix.
-        device: device of the blocks.
-        dtype: floating-point blocks are converted to it first; None: as they are.
+    Floating-point blocks are converted to `dtype` first; None: as they are.
     """
 
     def __init__(
@@ -131,10 +127,8 @@ def fingerprint(
 ) -> Fingerprint:
     """Return the digests of all tensors, computed on their devices.
 
-    Args:
-        tensors: tensors by name; a tensor of several names is read once.
-        dtype: floating-point tensors are converted to it first, for comparison with an engine
-            that does so; None: as they are.
+    A tensor of several names is read once. Floating-point tensors are converted to `dtype` first,
+    for comparison with an engine that does so; None: as they are.
     """
     given = list(tensors)  # keeps all of them alive, so that an id belongs to one tensor
     known: dict[int, TensorSums] = {}

@@ -41,8 +41,7 @@ def laid_out(
 ) -> tuple[tuple[TensorSpec, ...], int]:
     """Place tensors in a file, one after the other; return their specs and the file's size.
 
-    Args:
-        tensors: name, data type, bytes of an element and shape of each.
+    Each is given by name, data type, bytes of an element and shape.
     """
     specs: list[TensorSpec] = []
     end = HEADER_BYTES

@@ -113,10 +113,8 @@ class Core(Protocol):
     async def submit(self, request_id: str, inbox: Inbox[Any], request: CoreRequest) -> None:
         """Send a request that is answered to `inbox`, using prefix KV of these weights only.
 
-        Args:
-            request_id: never used before.
-            inbox: a `Response` of `responses`, or one for a `Scored`. Its ticket goes along.
-            request: the request to serve.
+        `request_id` was never used before. `inbox` is a `Response` of `responses`, or one for a
+        `Scored`; its ticket goes along.
         """
 
     async def abort(self, request_ids: list[str]) -> None:

@@ -98,12 +98,8 @@ _FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.05
 class WeightSwap:
     """Stages published weights in the worker while it generates, then installs them.
 
-    Args:
-        core: the engine's core.
-        streams: its requests; those without a token begin again under the new weights.
-        pausing: stops drawing for the installation.
-        shapes: shapes of the model's tensors.
-        longest: seconds that staging or installing this many bytes of weights may take.
+    Requests without a token begin again under the new weights. `longest` returns the time limit, in
+    seconds, for staging or installing this many bytes.
     """
 
     def __init__(

@@ -30,16 +30,8 @@ def after_verification(
 ) -> tuple[TokenChunk | None, GenerateRequest]:
     """Return what to report of a request's kept tokens, and the request that continues.
 
-    Args:
-        request: with its kept tokens, at least one.
-        kept: those tokens.
-        table: the worker's result for them.
-        seed: seed of the request.
-        policy_version: version that judged them.
-
-    Returns:
-        The tokens to report, with the finish reason if they end the response (None: nothing was
-        accepted or drawn), and the request that continues after them.
+    `table` is the worker's result under `policy_version`. The chunk has the finish reason if its
+    tokens end the response; None: nothing was accepted or drawn.
     """
     tokens = table.tokens
     stays = int((table.outcomes == Outcome.KEPT).sum())

@@ -24,8 +24,7 @@ from asyncrl.rollout.trajectory import FinishReason
 class Responses:
     """The responses that the core is generating.
 
-    Args:
-        chunk_tokens: least tokens of a chunk, except the first of a response, which has one.
+    A chunk has at least `chunk_tokens` tokens, except the first of a response, which has one.
     """
 
     def __init__(self, chunk_tokens: int) -> None:
@@ -86,11 +85,8 @@ class Responses:
     def end(self, response: Response, reason: FinishReason, accepted: int | None = None) -> None:
         """End a response. Does nothing if it was closed before.
 
-        Args:
-            response: the response.
-            reason: its finish reason.
-            accepted: drafts accepted in all steps, those cut off at the end included; None: the
-                core does not count them, or does not know the end.
+        `accepted` is the number of drafts accepted in all steps, including those cut off at the
+        end; None: the core does not count them, or does not know the end.
         """
         if response.closed:
             return

@@ -68,14 +68,8 @@ class Streams:
     ) -> AsyncGenerator[list[TokenChunk], None]:
         """Yield chunks of a response until its end, an interruption or `close`.
 
-        Args:
-            request: the request to generate for.
-            seed: its seed.
-            submitted: the same request in the core's form.
-            reader: gets the chunks.
-
-        Raises:
-            EngineError: the core failed, or lost the request.
+        `submitted` is the request in the core's form. Raises EngineError if the core failed, or
+        lost the request.
         """
         responses = self._core.responses
         return self._items(

@@ -83,14 +83,10 @@ class Tickets:
             self._free.append(slot)
 
     def rows_of(self, tickets: Index) -> tuple[Index, int, bool]:
-        """Find the rows of a step's tokens.
+        """Find the rows of a step's tokens, given `[N]` tickets, adjacent for a request.
 
-        Args:
-            tickets: `[N]` those of a request follow each other.
-
-        Returns:
-            `[N]` rows: NO_ROW for tickets not in use, NEW for those without a row; the most tokens
-            of a row; and whether any row is NEW.
+        Returns `[N]` rows (NO_ROW for tickets not in use, NEW for those without a row), the most
+        tokens of a row, and whether any row is NEW.
         """
         return _rows_of(tickets, self._ticket, self._row, self._slots)
 
@@ -176,15 +172,10 @@ class Unreported:
         self._free.append(row)
 
     def record(self, rows: Index, table: StepTable, longest: int) -> list[int]:
-        """Append the tokens of a step.
+        """Append a step's tokens to `rows` `[N]` (NO_ROW: not wanted), at most `longest` a row.
 
-        Args:
-            rows: `[N]` rows of the table's tokens; NO_ROW: not wanted.
-            table: N tokens; its arrays are read-only, as when they are received.
-            longest: the most tokens of a row.
-
-        Returns:
-            Rows whose response was ended by a stop string. Later tokens of the step are dropped.
+        Returns the rows whose response was ended by a stop string. Later tokens of the step are
+        dropped. The table's arrays are read-only, as when they are received.
         """
         kept: Index = rows
         ended: list[int] = []

@@ -38,12 +38,8 @@ class FixedBudget:
     def ask(self, left: IntArray, *, other_tokens: int = 0) -> tuple[IntArray, float]:
         """Give each row an equal share of the step's tokens, however improbable its drafts are.
 
-        Args:
-            left: `[n]` tokens that each running row may still generate before its limit, at least
-                1.
-                A row does not draft its last token: the draw after its last draft generates it
-                    anyway.
-            other_tokens: tokens of the same step that belong to no decoding row (prompts).
+        `left` `[n]` is at least 1; see `Planner.ask`. A row does not draft its last token: the draw
+        after its last draft generates it anyway.
         """
         n = len(left)
         spare = self._max_step_tokens - other_tokens - n
@@ -93,13 +89,8 @@ class StepTimer:
     """Reports to a planner how long steps took, with all that the engine does until the next one.
 
     A step ends when the next one begins, or at a break (no work, a pause, prompts to take in).
-    Steps that mostly took in prompts are not reported.
-
-    Args:
-        planner: gets the times.
-        clock: gives seconds.
-        guess_breaks: `rest` is not called before breaks. A step that is followed by a gap longer
-            than itself plus 2 ms is left out.
+    Steps that mostly took in prompts are not reported. If `guess_breaks`, `rest` is not called
+    before breaks, and a step that is followed by a gap longer than itself plus 2 ms is left out.
     """
 
     def __init__(
@@ -134,11 +125,7 @@ class StepTimer:
     def note(self, began: float, *, tokens: int, rows: int, drafted: int) -> None:
         """Time the step that has begun, unless it mostly takes in prompts.
 
-        Args:
-            began: as given to `begin`.
-            tokens: fed to the model, drafts and prompts included.
-            rows: number of decoding rows.
-            drafted: draft tokens among these.
+        `began` was given to `begin`; `tokens` include prompts and the `drafted` ones.
         """
         if rows and tokens <= 2 * (rows + drafted):
             self._step = _Step(began, tokens, rows)

@@ -112,10 +112,7 @@ def block_sums(block: Tensor, shard: Shard, shape: Shape) -> TensorSums:
 def probes_within(columns: int, column: int, width: int) -> tuple[list[int], int]:
     """Return the probe's columns within a block, relative to it, and the index of the first.
 
-    Args:
-        columns: number of columns of the whole tensor.
-        column: first one of the block.
-        width: number of columns of the block.
+    The tensor has `columns` columns; the block has `width`, from `column` on.
     """
     probes = probe_columns(columns)
     inside = [at for at, one in enumerate(probes) if column <= one < column + width]
@@ -149,15 +146,10 @@ class _Place(NamedTuple):
 class HeldWeights:
     """Finds the tensors of an HF state dict in a loaded model, on one device or several.
 
-    An engine overrides `tensor_of` and `sums_by_product` where its layers differ.
-
-    Args:
-        model: the engine's model.
-        shapes: shapes of the HF state dict, tied names included.
-        ranks: ranks that share the model; all of them must take the fingerprint.
-        packed: names of modules that stack others, each with the checkpoint's names.
-        renamed: maps a checkpoint's name to the engine's, or to None if it has none. None: all
-            names are the same.
+    An engine overrides `tensor_of` and `sums_by_product` where its layers differ. `shapes` include
+    tied names. All `ranks` must take the fingerprint. `packed` names modules that stack others,
+    with the checkpoint's names; `renamed` maps a checkpoint's name to the engine's, or to None if
+    it has none.
     """
 
     def __init__(
@@ -192,11 +184,7 @@ class HeldWeights:
     ) -> TensorSums | None:
         """Return the sums of a tensor that only a product shows; None: its module holds it.
 
-        Args:
-            module: multiplies by it.
-            name: name of the tensor.
-            shard: the block that this rank holds.
-            shape: shape of the whole tensor.
+        `shard` is the block that this rank holds, `shape` that of the whole tensor.
         """
         return None
 
@@ -212,13 +200,8 @@ class HeldWeights:
         """Take the fingerprint of the current weights, in pieces that fit between two steps.
 
         It must run in the thread that generates: an engine's products may share memory (vLLM 0.32.0
-        on a CPU, `csrc/cpu/dnnl_helper.cpp`). All ranks cut at the same places.
-
-        Args:
-            elements: approximate size of a piece, in elements of the checkpoint's tensors.
-
-        Yields:
-            None after each piece, and the fingerprint at the end.
+        on a CPU, `csrc/cpu/dnnl_helper.cpp`). All ranks cut at the same places, after about
+        `elements` elements. Yields None after each piece, and the fingerprint at the end.
         """
         modules = self.modules()
         found: list[tuple[str, TensorSums]] = []

@@ -49,10 +49,7 @@ class Choice:
 class RowBook:
     """The requests that draft, and the tokens that each has generated.
 
-    Args:
-        source: proposes drafts.
-        planner: decides how much to draft.
-        branching: True if the source may propose trees instead of chains.
+    If `branching`, the source may propose trees instead of chains.
     """
 
     def __init__(self, source: DraftSource, planner: Planner, *, branching: bool = False) -> None:
@@ -112,10 +109,7 @@ class RowBook:
     def judge(self, slots: Index, fed: Index, accepted: Index) -> None:
         """Report to the planner which of a step's drafts were accepted.
 
-        Args:
-            slots: `[n]`
-            fed: `[n]` draft tokens of each row.
-            accepted: `[n]` number of them that were kept.
+        Of `fed` `[n]` draft tokens of the rows in `slots` `[n]`, `accepted` `[n]` were kept.
         """
         mine = np.flatnonzero((slots != NO_SLOT) & (fed > 0))
         slots, fed, accepted = slots[mine], fed[mine], accepted[mine]
@@ -178,17 +172,8 @@ class RowBook:
 
         The rows are recorded only if the planner wants drafts: the cache takes tokens of several
         steps more cheaply together. A row that ended by a stop token in this step may still count
-        when the planner is asked.
-
-        Args:
-            slots: `[n]` slots of the rows that decode in it; NO_SLOT for those that do not draft.
-            rows: `[n]` their rows of the table.
-            lengths: `[n]` tokens of each row.
-            table: `[R, M]` tokens of each row.
-            other_tokens: tokens of the next step that belong to none of them.
-
-        Returns:
-            None if the planner wants no drafts.
+        when the planner is asked. Arguments are as of `record`; `other_tokens` of the next step
+        belong to none of these rows. Returns None if the planner wants no drafts.
         """
         mine = slots != NO_SLOT
         self._guessed[slots[mine]] = 0
@@ -261,20 +246,9 @@ def _new_tokens(
 ) -> int:
     """Collect the new tokens of rows up to their end; update `known` and `over` of their slots.
 
-    Args:
-        slots: `[n]`
-        rows: `[n]`
-        lengths: `[n]`
-        table: `[R, M]`
-        limit: `[S]` by slot, as the others of this shape.
-        stops: `[S, W]` tokens that end the response; the engine ends it too.
-        known: `[S]`
-        over: `[S]`
-        grown: `[n]` set to the new tokens of each row.
-        tokens: the new tokens, flat.
-
-    Returns:
-        The number of new tokens.
+    `slots`, `rows`, `lengths` and `grown` (set to the new tokens of each row) are `[n]`, `table`
+    `[R, M]`. `limit`, `known` and `over` are `[S]`, by slot, and `stops` `[S, W]`: tokens that end
+    the response, in the engine too. Returns the number of new tokens, flat in `tokens`.
     """
     total = 0
     for i in range(len(slots)):

@@ -76,10 +76,8 @@ class ScoredRequest:
     def part(self, begin: int, count: int, offset: int) -> tuple[ScoredPart, bool]:
         """Return a step's part of it, and whether its prompt is then complete.
 
-        Args:
-            begin: tokens of the prompt that were taken in before.
-            count: tokens of it that the step takes in.
-            offset: row of the first one among the step's hidden states.
+        The step takes in `count` tokens of the prompt after the first `begin`; `offset` is their
+        first row among the step's hidden states.
         """
         total = len(self.entry.context)
         # The state at position i predicts token i + 1.
@@ -117,9 +115,7 @@ class ScoredRequest:
     def verdict_table(self, verdict: Verdict, row: int) -> tuple[IntArray, FloatArray]:
         """Return the kept tokens that stay and the one after them, laid out as `ScoreColumns`.
 
-        Args:
-            verdict: a verdict with nothing unnamed.
-            row: the row of this request in it.
+        `verdict` has nothing unnamed; `row` is that of this request.
         """
         accepted, token = int(verdict.accepted[row]), verdict.token[row]
         count = accepted + int(token >= 0)

@@ -30,13 +30,9 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray
 class Scorer:
     """Reads and judges scored positions. All ranks make the same calls, with the same requests.
 
-    Args:
-        compute_logits: the output layer: `[n, H]` hidden states to `[n, >= V]` logits; all ranks
-            take part in it.
-        vocab_size: V.
-        ranks: this worker's ranks; rank 0 scores.
-        max_bytes: memory that scoring may hold at once (`asyncrl.engine.sampling.logits`).
-        listed: K of the engine, at least the length of the reported lists.
+    `compute_logits` is the output layer, `[n, H]` hidden states to `[n, >= V]` logits, in which all
+    ranks take part. Scoring holds at most `max_bytes` at once (`asyncrl.engine.sampling.logits`).
+    `listed` is K of the engine, at least the length of the reported lists.
     """
 
     def __init__(
@@ -100,11 +96,7 @@ class Scorer:
     ) -> dict[str, tuple[IntArray, FloatArray]]:
         """Return the tables of requests whose prompts are complete; empty in ranks other than 0.
 
-        Non-finite values are not judged: the reader refuses them.
-
-        Args:
-            done: requests by id, the same in all ranks.
-            policy_version: version of the loaded weights.
+        `done` is the same in all ranks. Non-finite values are not judged: the reader refuses them.
         """
         judged: dict[str, ScoredRequest] = {}
         verdict = batch = None
@@ -140,11 +132,8 @@ class Scorer:
     ) -> None:
         """Name all unnamed tokens of rank 0's verdict. All ranks compute the logits.
 
-        Args:
-            done: requests whose prompts are complete.
-            judged: names of the verdict's rows.
-            batch: the verdict's batch.
-            verdict: None in other ranks, and if nothing is judged.
+        `judged` names the verdict's rows; the verdict is None in other ranks, and if nothing is
+        judged.
         """
         rows = np.empty(0, np.int64) if verdict is None else np.flatnonzero(verdict.unnamed)
         places = [] if verdict is None else verdict.accepted[rows].tolist()

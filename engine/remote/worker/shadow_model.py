@@ -53,15 +53,10 @@ _ROWS = 4
 class Twin:
     """A model's second tree, which can be installed into the model.
 
-    Args:
-        model: the model that decodes.
-        device: device of the twin's parameters, in one piece: that of the model, or the CPU. Host
-            memory is page-locked if the model is on a GPU.
-        untouched: keys of `loaded_parts` that no loading changes, such as the rows of a vocabulary
-            of which a rank has only padding.
-
-    Raises:
-        ValueError: a parameter is not contiguous in memory.
+    Its parameters lie in one piece on `device`: that of the model, or the CPU, in page-locked
+    memory if the model is on a GPU. `untouched` are keys of `loaded_parts` that no loading changes,
+    such as the rows of a vocabulary of which a rank has only padding. Raises ValueError if a
+    parameter is not contiguous in memory.
     """
 
     def __init__(
@@ -131,12 +126,9 @@ class Twin:
     def differences(self, wanted: dict[str, Any]) -> list[str]:
         """Compare the twin with the model's earlier state, by digests. No step may run.
 
-        Args:
-            wanted: `loaded_parts` of the model, when it held the numbers that the twin was loaded
-                with. Buffers are compared with the model's current ones.
-
-        Returns:
-            Names of what differs.
+        `wanted` are the `loaded_parts` of the model when it held the numbers that the twin was
+        loaded with. Buffers are compared with the model's current ones. Returns the names of what
+        differs.
         """
         names = {id(module): name for name, module in self.pairs[0][0].named_modules()}
         found: list[str] = []
@@ -316,11 +308,7 @@ def _note_of(tensor: Tensor) -> _Note:
 def like(tensor: Tensor, data: Tensor, live: nn.Module, twin: nn.Module) -> Tensor:
     """Return `data` with the class and attributes of a module's tensor, for the module's twin.
 
-    Args:
-        tensor: a tensor of `live`.
-        data: numbers, and memory, of the result.
-        live: the module; its methods become those of the twin.
-        twin: its twin.
+    `tensor` is one of `live`, whose methods become those of the twin.
     """
     data.__class__ = tensor.__class__
     for name, value in vars(tensor).items():

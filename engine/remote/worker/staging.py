@@ -74,8 +74,7 @@ class Loader(Protocol):
     def check_unchanged(self, names: Collection[str]) -> None:
         """Raise WeightsError if loading should have changed one of these parameters.
 
-        Args:
-            names: keys of `loaded_parts` that loading other numbers has not changed.
+        `names` are keys of `loaded_parts` that loading other numbers has not changed.
         """
 
     def installed(self, policy_version: int) -> None:
@@ -155,12 +154,8 @@ class WorkerWeights:
     ) -> tuple[Twin | None, list[str]]:
         """Return a twin and no names, or None and what speaks against copying from it.
 
-        With a twin, the model is as it was at the start; otherwise it may hold anything.
-
-        Args:
-            model: the model that decodes.
-            started: its `loaded_parts`.
-            own: the weights that it holds.
+        With a twin, the model is as it was at the start, with the weights `own` and the
+        `loaded_parts` `started`; otherwise it may hold anything.
         """
         attributes = Attributes(model)
         self._loader.load(model, other_numbers(own))
@@ -268,10 +263,8 @@ def other_numbers(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
 
     First the mantissa's highest bit is flipped, which changes all but zeros and subnormal numbers
     by a quarter or more; `_SHIFT` changes those. The copy is on the tensor's device, because
-    loaders may keep all tensors of a layer.
-
-    Args:
-        tensors: with finite numbers of 2 or 4 bytes; those that are not floating-point stay.
+    loaders may keep all tensors of a layer. Numbers are finite and have 2 or 4 bytes; tensors that
+    are not floating-point stay.
     """
     for name, tensor in tensors:
         if tensor.is_floating_point():

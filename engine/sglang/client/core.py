@@ -34,12 +34,7 @@ from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 
 class OutputProcessor:
-    """Passes the results of requests to their inboxes.
-
-    Args:
-        responses: responses of the requests that generate; the others are scored.
-        meter: gets the gauges.
-    """
+    """Passes the results of requests to their inboxes; `responses` are those that generate."""
 
     def __init__(self, responses: Responses, meter: Meter) -> None:
         self.responses = responses
@@ -133,12 +128,7 @@ _ID_LENGTH = 16
 
 
 class SglangCore:
-    """The calls to SGLang; satisfies `asyncrl.engine.remote.client.core.Core`.
-
-    Args:
-        process: SGLang's process.
-        chunk_tokens: least tokens of a chunk.
-    """
+    """The calls to SGLang; satisfies `asyncrl.engine.remote.client.core.Core`."""
 
     name = "SGLang"
     min_temperature = 0.01

@@ -128,14 +128,10 @@ def worker_settings(
 
 
 class SglangEngine(RemoteEngine):
-    """The generator on SGLang.
+    """The generator on SGLang; see `RemoteEngine`.
 
-    Args:
-        config: settings of the engine.
-        model_path: a directory in HF format or a hub id.
-        cache_config: settings of the rollout cache that drafts inside SGLang.
-        seed: seed of the stream that gives seeds to requests without one.
-        place: the cache's snapshot, and the exchange of rollouts.
+    `cache_config` is that of the rollout cache inside SGLang; `place` has its snapshot and
+    exchange.
     """
 
     def __init__(

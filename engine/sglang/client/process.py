@@ -37,10 +37,8 @@ AnySocket = TypeVar("AnySocket", bound=zmq.Socket[Any])
 class Link:
     """Sends `ToWorker` messages and passes on `ToClient` messages in order.
 
-    Args:
-        folder: has the sockets; only this user may enter it.
-        take: gets each message.
-        fail: gets the error when receiving has failed.
+    Only this user may enter `folder`, which has the sockets. `fail` gets the error when receiving
+    has failed.
     """
 
     def __init__(
@@ -181,12 +179,10 @@ class SglangProcess:
             raise EngineError(str(self.ended)) from self.ended
 
     async def ask(self, answer: Awaitable[T], what: str, *, limit: float | None = None) -> T:
-        """Await an answer of the process, but not past its end or the time limit.
+        """Await an answer of the process, but not past its end or the time limit in seconds.
 
-        Args:
-            answer: the awaited answer.
-            what: the action in the error: "asked to {what}, SGLang did not answer".
-            limit: seconds to wait; None: that of calls.
+        `what` completes the error "asked to {what}, SGLang did not answer"; limit None: that of
+        calls.
 
         Raises:
             TimeoutError: it did not answer within `limit`.

@@ -48,12 +48,7 @@ class Weights(Protocol):
 
 
 class WorkerCalls(RemoteWorker):
-    """The methods that the client may call, by name.
-
-    Args:
-        scheduler: stopped for new weights.
-        weights: the weights of its model.
-    """
+    """The methods that the client may call, by name."""
 
     def __init__(self, scheduler: SteppingScheduler, weights: Weights) -> None:
         self._scheduler = scheduler

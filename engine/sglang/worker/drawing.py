@@ -19,13 +19,9 @@ from asyncrl.engine.sglang.worker.steps import Places, Reporting, StepOutput
 
 
 class StepDrawing:
-    """Draws one token for each row of the batch.
+    """Draws one token for each row of the batch; rank 0 draws, and `reporting` receives the tables.
 
-    Args:
-        batch: the running batch.
-        ranks: this process's ranks; rank 0 draws.
-        reporting: receives the tables.
-        max_bytes: memory that drawing may hold at once (`asyncrl.engine.sampling.logits`).
+    Drawing holds at most `max_bytes` at once (`asyncrl.engine.sampling.logits`).
     """
 
     def __init__(
@@ -65,12 +61,8 @@ def output_of(
 ) -> StepOutput:
     """Return the table of a step.
 
-    Args:
-        drawn: the draws.
-        batch: the batch that ran.
-        starts: `[B]` index of each row's first token in the table.
-        reporting: receives the table.
-        at: the draws that the table has, in order; None: all.
+    `starts` `[B]` are the indices of each row's first token in it; `at` selects its draws, in
+    order; None: all.
     """
     reported = slice(1 + batch.top_k_logprobs)
     ids, logprobs = drawn.ids[:, reported], drawn.logprobs[:, reported]

@@ -67,14 +67,11 @@ def _start(settings: ServerSettings) -> tuple[list[Any], Callable[[], None]]:
 
 
 class Ranks:
-    """The scheduler processes, which end together.
+    """The scheduler processes, by rank, which end together.
 
     A scheduler that fails or hangs sends SIGQUIT to this process (`managers/scheduler.py`:6373 and
     `utils/watchdog.py`:163 of sglang 0.5.23). SGLang's handler would kill without a message.
-
-    Args:
-        processes: processes of rank 0, 1, ...
-        wait_for_ready: returns when all of them accept requests; raises RuntimeError if one fails.
+    `wait_for_ready` returns when all of them accept requests; it raises RuntimeError if one fails.
     """
 
     def __init__(self, processes: list[Any], wait_for_ready: Callable[[], None]) -> None:

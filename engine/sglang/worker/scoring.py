@@ -34,13 +34,7 @@ class Prefill(NamedTuple):
 
 
 class PrefillScoring:
-    """The scored requests whose prompts are being taken in.
-
-    Args:
-        batch: the running batch.
-        scorer: reads and judges.
-        reporting: receives the tables.
-    """
+    """The scored requests whose prompts are being taken in; `reporting` receives their tables."""
 
     def __init__(self, batch: SchedulerBatch, scorer: Scorer, reporting: Reporting) -> None:
         self._batch = batch

@@ -56,12 +56,8 @@ class Segments:
     ) -> None:
         """Attend with all tokens.
 
-        Args:
-            q: `[T, H, D]`
-            k: `[slots, H_kv, D]` of the whole pool.
-            v: `[slots, H_kv, D_v]`
-            scale: scale of the products.
-            out: `[T, H, D_v]` is set.
+        `q` is `[T, H, D]`, `k` `[slots, H_kv, D]` and `v` `[slots, H_kv, D_v]` the whole pool;
+        `out` `[T, H, D_v]` is set.
         """
         kv_heads = k.shape[1]
         for part in self.singles:
@@ -159,10 +155,7 @@ def visible(
 ) -> dict[int, NDArray[np.bool_]]:
     """Return the `masks` of the rows that hide something from their own tokens.
 
-    Args:
-        counts: `[n]` tokens that rows feed.
-        query: `[M]` fed tokens of the batch.
-        key: `[M]` fed tokens that each of these must not attend to, of the same row.
+    Rows feed `counts` `[n]` tokens; fed token query[m] of the batch must not attend to key[m].
     """
     starts = np.cumsum(counts) - counts
     query, key = np.asarray(query, np.int64), np.asarray(key, np.int64)

@@ -32,18 +32,11 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 def start_schedulers(
     arguments: dict[str, Any], folder: str
 ) -> tuple[list[Any], Callable[[], None]]:
-    """Start a scheduler process for each rank.
+    """Start a scheduler process for each rank, with arguments of `ServerArgs`.
 
-    Args:
-        arguments: arguments of `ServerArgs`.
-        folder: holds this SGLang's files; removed at its end.
-
-    Returns:
-        The processes by rank, and a function that waits until all of them are ready, which raises
-        RuntimeError if one fails.
-
-    Raises:
-        ValueError: SGLang does not take these arguments, or not this model.
+    `folder` holds this SGLang's files; removed at its end. Returns the processes by rank, and a
+    function that waits until all of them are ready, which raises RuntimeError if one fails. Raises
+    ValueError if SGLang does not take these arguments, or not this model.
     """
     load_plugins()  # ours registers what the arguments name
     server_args = ServerArgs(**arguments)
@@ -79,15 +72,9 @@ def _ports(server_args: ServerArgs, folder: str) -> PortArgs:
 
 
 def kv_bytes(model_path: str, dtype: str, ranks: int) -> int:
-    """Return the bytes of one token's KV in one rank.
+    """Return the bytes of one token's KV in one of `ranks` ranks that share the heads.
 
-    Args:
-        model_path: a directory in HF format or a hub id.
-        dtype: data type of KV.
-        ranks: number of ranks that share the heads.
-
-    Raises:
-        ValueError: the model has other layers than attention.
+    Raises ValueError if the model has other layers than attention.
     """
     config = ModelConfig(model_path, dtype=dtype)
     if config.attention_arch == AttentionArch.MHA:

@@ -36,11 +36,7 @@ _MAX_SECONDS = 0.1
 class Outbox:
     """Collects outputs and sends them, several steps in one message.
 
-    Args:
-        send: sends a message.
-        gauges: returns the state at the time of a message.
-        steps_per_message: steps after which a message is sent.
-        clock: gives seconds.
+    `gauges` returns the state at the time of a message, `clock` seconds.
     """
 
     def __init__(

@@ -162,15 +162,9 @@ class SglangLoader:
 class SglangWeights:
     """The calls about weights, made in all ranks between two steps. All ranks return the same.
 
-    The constructor proves how new weights are installed: minutes, for large models.
-
-    Args:
-        scheduler: SGLang's.
-        ranks: this process's ranks.
-        on_device: stage on the model's device; otherwise in host memory.
-
-    Raises:
-        WeightsError: SGLang cannot replace the weights of this model.
+    The constructor proves how new weights are installed: minutes, for large models. It raises
+    WeightsError if SGLang cannot replace the weights of this model. Weights are staged on the
+    model's device if `on_device`, else in host memory.
     """
 
     def __init__(self, scheduler: Any, ranks: Ranks, *, on_device: bool) -> None:

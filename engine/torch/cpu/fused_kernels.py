@@ -64,19 +64,9 @@ def rotate_and_store(
 ) -> None:
     """Norm and rotate queries and keys, and write keys and values to their places.
 
-    Args:
-        packed: `[T or more, (H + 2 J) D]` queries, keys, values; queries are changed in place.
-        heads: H.
-        query_norm: `[D]` weight of the norm of each query head; `[0]`: there is none.
-        key_norm: as `query_norm`.
-        epsilon: epsilon of the norms.
-        cosines: `[positions, D]`
-        sines: `[positions, D]`
-        positions: `[T]`
-        slots: `[T]`
-        places: `[T]`
-        keys: `[S, J, L, D]`
-        values: `[S, J, L, D]`
+    `packed` `[T or more, (H + 2 J) D]` has queries, which are changed in place, keys and values.
+    Norm weights are `[D]`, or `[0]` for none; `cosines` and `sines` `[positions, D]`; `positions`,
+    `slots` and `places` `[T]`; `keys` and `values` `[S, J, L, D]`.
     """
     kv_heads, size = keys.shape[1], keys.shape[3]
     normed, rotated = np.empty(size, np.float32), np.empty(size, np.float32)
@@ -146,21 +136,10 @@ def attend(
     scale: np.float32,
     out: FloatArray,
 ) -> None:
-    """Compute softmax attention of some queries, one after the other.
+    """Compute softmax attention of the `chosen` `[N]` queries, one after the other.
 
-    Args:
-        packed: `[T or more, (H + 2 J) D]` queries first.
-        heads: H.
-        chosen: `[N]` the tokens that attend.
-        keys: `[S, J, L, D]`
-        values: `[S, J, L, D]`
-        slot: `[T]`; see `Reach`, also for the next four.
-        first: `[T]`
-        last: `[T]`
-        base: `[T]`
-        hidden: `[T, Q]`
-        scale: scale of the scores.
-        out: `[N or more, H D]`
+    `packed` is `[T or more, (H + 2 J) D]`, queries first; `keys` and `values` `[S, J, L, D]`;
+    `slot` to `hidden` as in `Reach`; `out` `[N or more, H D]`.
     """
     kv_heads, size = keys.shape[1], keys.shape[3]
     group = heads // kv_heads

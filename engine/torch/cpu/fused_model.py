@@ -176,17 +176,12 @@ _NOTHING: FloatArray = np.empty(0, np.float32)
 
 
 class FusedDecoder:
-    """The forward pass of one model. See `asyncrl.rollout.cpu.fused_models`.
+    """The forward pass of one model of `asyncrl.rollout.cpu.fused_models`, float32, on a CPU.
 
-    Args:
-        model: of a family in `rollout.cpu.fused_models`, float32, on a CPU. Its weights become
-            views.
-        cache: its KV slots, allocated. Their content is lost.
-        batch_invariant: True if a row's logits must not depend on the rest of the batch
-            (`engine.torch.cpu.invariant_attention`): products then see whole blocks of rows.
-
-    Raises:
-        EngineError: torch's BLAS has no `sgemm_`; `sgemm_address` gives None.
+    The model's weights become views. The slots of `cache` must be allocated; their content is lost.
+    If `batch_invariant`, a row's logits do not depend on the rest of the batch
+    (`engine.torch.cpu.invariant_attention`): products see whole blocks of rows. Raises EngineError
+    if torch's BLAS has no `sgemm_`.
     """
 
     def __init__(self, model: Any, cache: SlotCache, *, batch_invariant: bool = False) -> None:

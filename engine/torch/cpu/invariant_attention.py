@@ -56,17 +56,10 @@ def attention_within(
     values: torch.Tensor,
     rule: ScoreRule,
 ) -> torch.Tensor:
-    """Attend, on a CPU in float32.
+    """Attend, on a CPU in float32; return `[T or more, H, E]`.
 
-    Args:
-        reach: the keys of each token.
-        query: `[H, T or more, D]`
-        keys: `[S, J, L, D]` slots, or the packed tokens as one slot.
-        values: `[S, J, L, E]`
-        rule: rule of scores; its window is that of `reach`.
-
-    Returns:
-        `[T or more, H, E]`
+    `query` is `[H, T or more, D]`; `keys` `[S, J, L, D]` and `values` `[S, J, L, E]` are slots, or
+    the packed tokens as one slot. The rule's window is that of `reach`.
     """
     queries = query.transpose(0, 1).contiguous()
     out = torch.zeros(*queries.shape[:2], values.shape[3])
@@ -97,19 +90,9 @@ def attend(
 ) -> None:
     """Compute softmax attention of the first T queries, one after the other.
 
-    Args:
-        queries: `[T or more, H, D]`; those after the T-th are padding.
-        keys: `[S, J, L, D]`
-        values: `[S, J, L, E]`
-        slot: `[T]`; see `Reach`, also for the next four.
-        first: `[T]`
-        last: `[T]`
-        base: `[T]`
-        hidden: `[T, Q]`
-        scale: scale of the scores.
-        softcap: bound of the scores; 0: none.
-        sinks: `[H]` score of a key without a value, or `[0]`.
-        out: `[T or more, H, E]`, zeros; receives the results.
+    `queries` are `[T or more, H, D]`, the rest padding; `keys` `[S, J, L, D]`; `values` `[S, J, L,
+    E]`; `slot` to `hidden` as in `Reach`; `softcap` 0 for none; `sinks` `[H]` scores of keys
+    without values, or `[0]`; `out` `[T or more, H, E]` zeros, which receives the results.
     """
     heads, size, width = queries.shape[1], queries.shape[2], values.shape[3]
     group = heads // keys.shape[1]

@@ -46,14 +46,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class VllmEngine(RemoteEngine):
-    """The generator on vLLM.
+    """The generator on vLLM; see `RemoteEngine`.
 
-    Args:
-        config: settings of the engine.
-        model_path: a directory in HF format or a hub id.
-        cache_config: settings of the rollout cache that drafts inside vLLM.
-        seed: seed of the stream that gives seeds to requests without one.
-        place: the cache's snapshot, and the exchange of rollouts.
+    `cache_config` is that of the rollout cache inside vLLM; `place` has its snapshot and exchange.
     """
 
     def __init__(

@@ -79,15 +79,8 @@ class StepProcessor(OutputProcessor):
     ) -> OutputProcessorOutput:
         """Process a message of the core's; outputs of requests already aborted are dropped.
 
-        Args:
-            engine_core_outputs: outputs of the message, or the next ones: vLLM splits long
-                messages.
-            engine_core_timestamp: unused.
-            iteration_stats: unused.
-            weight_version: version of the weights that drew the step.
-
-        Raises:
-            EngineError: there are tokens without their table. vLLM passes it to every inbox.
+        vLLM splits long messages. Raises EngineError, which vLLM passes to every inbox, if there
+        are tokens without their table.
         """
         version = int(weight_version or 0)
         for output in engine_core_outputs:

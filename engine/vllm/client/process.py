@@ -219,15 +219,10 @@ class VllmProcess:
             raise EngineError(str(self.ended)) from self.ended
 
     async def ask(self, call: Awaitable[T], what: str, *, limit: float | None = None) -> T:
-        """Await a call to the core, but not past its death or the time limit.
+        """Await a call to the core, but not past its death or the time limit in seconds.
 
-        Args:
-            call: the awaited call.
-            what: the action in the error: "asked to {what}, vLLM's engine core died".
-            limit: seconds to wait; None: that of calls.
-
-        Raises:
-            EngineError: the call failed, the core died, or it did not answer in time.
+        `what` completes the error "asked to {what}, vLLM's engine core died"; limit None: that of
+        calls. Raises EngineError if the call failed, the core died, or it did not answer in time.
         """
         seconds = self._config.vllm.call_seconds if limit is None else limit
         task = asyncio.ensure_future(call)

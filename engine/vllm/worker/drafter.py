@@ -142,16 +142,13 @@ class CacheDrafter:
         token_ids_cpu: IntArray,
         slot_mappings: Any = None,  # noqa: ARG002
     ) -> list[list[int]]:
-        """Draft for the next step.
+        """Draft for the next step; return `[B]` drafts, of any lengths.
 
         Args:
             sampled_token_ids: tokens that each row just got; none for an unfinished prompt.
             num_tokens_no_spec: `[>= B]` tokens of each row, without drafts.
             token_ids_cpu: `[>= B, max_model_len]` tokens of each row.
             slot_mappings: unused.
-
-        Returns:
-            `[B]` drafts, of any lengths.
         """
         rows, self._proposed = len(sampled_token_ids), {}
         drafts = self._no_drafts(rows)
@@ -183,10 +180,8 @@ class CacheDrafter:
     ) -> dict[int, list[int]]:
         """Return drafts by row of the batch; rows without one are missing.
 
-        Args:
-            got: `[B]` tokens that each has just got.
-            lengths: `[B]` tokens of each.
-            table: `[>= B, max_model_len]` tokens of each row.
+        Each row just `got` `[B]` tokens and has `lengths` `[B]` tokens of `table` `[>= B,
+        max_model_len]`.
         """
         if not ((self._slots != NO_SLOT) & (got > 0)).any():
             return {}

@@ -25,13 +25,9 @@ _AS_LOADED = ("TRITON", "BATCHED_TRITON")
 
 
 class VllmHeldWeights(HeldWeights):
-    """Finds the tensors of an HF state dict in a loaded vLLM model.
+    """Finds the tensors of an HF state dict in a loaded vLLM model; see `HeldWeights`.
 
-    Args:
-        model: vLLM's model.
-        shapes: shapes of the HF state dict, tied names included.
-        ranks: ranks that share the model; all of them must take the fingerprint.
-        adapter: the adapter kept apart from the model; None: there is none.
+    `adapter` is kept apart from the model; None: there is none.
     """
 
     def __init__(

@@ -83,13 +83,9 @@ _NO_TOKEN = -1
 
 
 class CoreSampler:
-    """Draws for a model runner, in place of `runner._sample`.
+    """Draws for a model runner, in place of `runner._sample`; rank 0 draws.
 
-    Args:
-        runner: vLLM's `GPUModelRunner`.
-        batch: its requests.
-        ranks: this worker's ranks; rank 0 draws.
-        max_bytes: memory that drawing may hold at once (`asyncrl.engine.sampling.logits`).
+    Drawing holds at most `max_bytes` at once (`asyncrl.engine.sampling.logits`).
     """
 
     def __init__(self, runner: Any, batch: RunnerBatch, ranks: Ranks, max_bytes: int) -> None:

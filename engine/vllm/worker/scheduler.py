@@ -159,11 +159,8 @@ def outputs_of(
 ) -> list[Any]:
     """Replace vLLM's outputs by one with the table, and those that end a request.
 
-    Args:
-        lists: vLLM's `LogprobsLists` of the whole step, whose ranks are tickets (`CoreSampler`).
-        row_of: row of each request in the step's batch.
-        outputs: outputs of a step.
-        ended: True if any of them may end a request.
+    `lists` are vLLM's `LogprobsLists` of the whole step, whose ranks are tickets (`CoreSampler`).
+    `row_of` maps requests to rows of the step's batch. If not `ended`, no output ends a request.
     """
     last = [output for output in outputs if output.finish_reason is not None] if ended else []
     tickets, begins = lists.sampled_token_ranks, lists.cu_num_generated_tokens

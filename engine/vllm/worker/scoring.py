@@ -24,11 +24,8 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray
 class CoreScorer:
     """Computes prompt log-probabilities for a model runner.
 
-    Args:
-        runner: vLLM's `GPUModelRunner`.
-        batch: its requests.
-        ranks: this worker's ranks; rank 0 scores, the others take part in the output layer.
-        max_bytes: memory that scoring may hold at once (`asyncrl.engine.sampling.logits`).
+    Rank 0 scores; the others take part in the output layer. Scoring holds at most `max_bytes` at
+    once (`asyncrl.engine.sampling.logits`).
     """
 
     def __init__(self, runner: Any, batch: RunnerBatch, ranks: Ranks, max_bytes: int) -> None:

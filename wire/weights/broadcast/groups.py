@@ -102,17 +102,10 @@ def name_of_device(device: torch.device) -> str:
 
 
 class GlooGroup:
-    """A group over TCP, in host memory.
+    """A group of `size` members over TCP, in host memory; rank 0 sends.
 
-    Args:
-        store: store of the group, in which the members find each other.
-        rank: 0 sends.
-        size: number of members.
-        host: this process's address to listen at.
-        limits: time limits.
-
-    Raises:
-        GroupBroken: not all came in time.
+    The members find each other in `store`, the group's; this one listens at `host`. Raises
+    GroupBroken if not all came in time.
     """
 
     device = _CPU
@@ -150,24 +143,14 @@ class GlooGroup:
 
 
 class NcclGroup:
-    """A group between GPUs. **Never run.**
+    """A group between GPUs, made as `GlooGroup`. **Never run.**
 
     Its collectives are asynchronous and never end if a member has died; so they are polled, and the
-    communicator is aborted. NCCL's watchdog, which would end the process, is disabled.
-
-    It is made in three steps: the object, alone; the communicator, in the first broadcast, for
-    which torch waits up to 30 min for missing members, unless the environment says otherwise; and
-    that broadcast itself. After `close` nothing may be begun.
-
-    Args:
-        store: store of the group, in which the members find each other.
-        rank: 0 sends.
-        size: number of members.
-        device: this member's GPU.
-        limits: time limits.
-
-    Raises:
-        GroupBroken: not all came in time.
+    communicator is aborted. NCCL's watchdog, which would end the process, is disabled. It is made
+    in three steps: the object, alone; the communicator, in the first broadcast, for which torch
+    waits up to 30 min for missing members, unless the environment says otherwise; and that
+    broadcast itself. After `close` nothing may be begun. Raises GroupBroken if not all came in
+    time.
     """
 
     def __init__(

@@ -37,9 +37,7 @@ class Landing(Protocol):
 class BroadcastReceiver:
     """A member, which stays in its group between versions. Not thread-safe.
 
-    Args:
-        device: device of the engine; chunks arrive there if all members have GPUs.
-        limits: time limits.
+    Chunks arrive on the engine's `device` if all members have GPUs.
     """
 
     def __init__(self, device: torch.device, limits: Limits | None = None) -> None:

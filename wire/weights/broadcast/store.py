@@ -130,14 +130,10 @@ Answer = Invitation | Refusal
 
 
 class Desk:
-    """The sender's side. It listens at one address only.
+    """The sender's side. It listens only at `host`, at any free port.
 
-    Args:
-        host: address of this machine to listen at; the port is any free one.
-        patience: seconds after which answers are not waited for any more.
-
-    Raises:
-        OSError: the address cannot be bound.
+    After `patience` seconds answers are not waited for any more. Raises OSError if the address
+    cannot be bound.
     """
 
     def __init__(self, host: str, patience: float) -> None:

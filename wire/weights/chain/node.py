@@ -49,15 +49,8 @@ class NodeFiles:
 
     The header of a file names a version only while the complete version is in it. It names no
     trainer, and one that replaces another may publish a number again, so each trainer has separate
-    files.
-
-    Args:
-        directory: in memory, usually /dev/shm.
-        files_id: names the files; unique on this machine.
-        chunk_bytes: the same in every node of the chain.
-
-    Raises:
-        PublishError: by `begin`: there is no memory for them.
+    files. `directory` is in memory, usually /dev/shm; `files_id` is unique on this machine;
+    `chunk_bytes` is the same in every node of the chain.
     """
 
     def __init__(self, directory: Path, files_id: str, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -180,16 +173,9 @@ _MESSAGES = 8
 
 
 class Inlet:
-    """One arriving version, with a socket for each parent that is asked.
+    """One arriving version, with a socket for each parent that is asked, the nearest first.
 
-    Args:
-        context: ZeroMQ context of the sockets.
-        name: name of this node.
-        held: receives the chunks.
-        base: the version that deltas may refer to.
-        parents: the nearest first.
-        timing: timing of the receiver.
-        now: seconds.
+    `held` receives the chunks; deltas may refer to `base`.
     """
 
     def __init__(
@@ -301,15 +287,7 @@ class _Fetch:
 class WeightNode(ServingThread[NodeFiles]):
     """A thread with two files in memory, of which one holds the newest complete version.
 
-    Args:
-        name: name of this node.
-        address: address to bind; port 0 of TCP: any free one.
-        keys: keys of this node's hub; None: only for children on this machine.
-        directory: for the files, in memory.
-        files_id: names the files; unique on this machine.
-        timing: timing of the receiver.
-        bytes_per_second: limit of what it sends; None: no limit.
-        chunk_bytes: the same in every node of the chain.
+    See `ServingThread` and `NodeFiles` for the arguments.
     """
 
     def __init__(

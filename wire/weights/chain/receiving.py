@@ -96,13 +96,9 @@ class _Probe:
 
 
 class Receiving:
-    """One version on its way to this node.
+    """One version on its way to this node, in `count` chunks from `parents`, the nearest first.
 
-    Args:
-        count: number of chunks of the version.
-        parents: names, the nearest first.
-        timing: limits of patience.
-        now: seconds of any clock that does not jump.
+    `now` is in seconds of any clock that does not jump.
     """
 
     def __init__(self, count: int, parents: Sequence[str], timing: Timing, now: float) -> None:

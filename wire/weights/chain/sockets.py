@@ -44,13 +44,9 @@ def check_address(address: str, keys: object) -> None:
 
 
 class ParentSocket:
-    """The end that children connect to.
+    """The end that children connect to, with the keys of this node's hub.
 
-    Args:
-        context: ZeroMQ context.
-        address: a ZeroMQ address; port 0 of TCP: any free one.
-        keys: keys of this node's hub; None: for this machine only.
-        refusals: refusals of this socket.
+    Port 0 of TCP is any free one. Keys None: for this machine only.
 
     Raises:
         KeyUnusable: the address needs keys.
@@ -124,17 +120,9 @@ class ParentSocket:
 
 
 class ChildSocket:
-    """The end that asks one parent.
+    """The end that asks one parent; `name` is this node's, used without keys.
 
-    Args:
-        context: ZeroMQ context.
-        name: name of this node, used without keys.
-        parent: the parent to connect to.
-        refusals: refusals of all parents.
-        chunk_bytes: size of the longest chunk.
-
-    Raises:
-        KeyUnusable: the address needs keys.
+    Raises KeyUnusable if the address needs keys.
     """
 
     def __init__(

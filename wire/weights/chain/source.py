@@ -83,12 +83,7 @@ class PublishedVersions:
 class WeightSource(ServingThread[PublishedVersions]):
     """A thread on the trainer's node. The trainer never waits for it.
 
-    Args:
-        name: name of this node.
-        address: address to bind; port 0 of TCP: any free one.
-        keys: keys of this node's hub; None: only for children on this machine.
-        bytes_per_second: limit of what it sends; None: no limit.
-        chunk_bytes: the same in every node of the chain.
+    See `ServingThread` for the arguments.
     """
 
     def __init__(

@@ -31,14 +31,9 @@ Index = NDArray[np.int64]
 class Drafter:
     """Follows what requests generate, and drafts for them.
 
-    Args:
-        source: proposes drafts.
-        planner: decides how much to draft.
-        entry_of: returns a request's entry by its id.
-        rows: size of SGLang's pool of requests.
-        width: most tokens of a request, and of the drafts after them.
-        vocab_size: the model's; drafts of other tokens are dropped.
-        branching: True to draft trees; otherwise chains.
+    The table has a row for each place in SGLang's pool of requests, of `width` tokens, drafts
+    included. Drafts are trees if `branching`, else chains; those of tokens outside the vocabulary
+    are dropped.
     """
 
     def __init__(
@@ -118,13 +113,7 @@ class Drafter:
         return last
 
     def draft(self, request_ids: list[str], rows: Index, lengths: Index) -> TokenTrees:
-        """Draft for the rows of a step, as much as the planner allows.
-
-        Args:
-            request_ids: n requests.
-            rows: `[n]` their rows of the table.
-            lengths: `[n]` tokens of each.
-        """
+        """Draft for n requests, whose `rows` of the table have `lengths` `[n]` tokens."""
         n = len(request_ids)
         if request_ids != self._ids:
             self._slots = self._book.slots(request_ids, self._entry_of)
@@ -147,13 +136,9 @@ class Drafter:
         self._planner.judge(trees.path_probabilities, accepted)
 
     def append(self, rows: Index, lengths: Index, tokens: IntArray, counts: Index) -> None:
-        """Put new tokens into the table.
+        """Append `counts` `[n]` new tokens to rows of the table with `lengths` `[n]` tokens.
 
-        Args:
-            rows: `[n]`
-            lengths: `[n]` tokens of each before.
-            tokens: `[sum(counts)]` row after row.
-            counts: `[n]` new tokens of each.
+        `tokens` `[sum(counts)]` are row after row.
         """
         total = int(counts.sum())
         place = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -104,11 +104,7 @@ class _Step:
 class SpecWorker(BaseSpecWorker):
     """Runs SGLang's steps with drafts. `attach` must be called before the first one.
 
-    Args:
-        server_args: SGLang's.
-        gpu_id: unused; the arguments are SGLang's.
-        nccl_port: unused.
-        target_worker: runs the model.
+    SGLang fixes the constructor's arguments; `target_worker` runs the model.
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:  # noqa: ARG002
@@ -144,14 +140,7 @@ class SpecWorker(BaseSpecWorker):
         ranks: Ranks,
         settings: DrafterSettings,
     ) -> None:
-        """Draft and draw from now on.
-
-        Args:
-            drawing: draws and accepts.
-            batch: the rows of the running step.
-            ranks: this process's ranks; rank 0 drafts.
-            settings: settings of the drafts.
-        """
+        """Draft and draw from now on; rank 0 drafts."""
         self._ranks, self._drawing = ranks, drawing
         if not ranks.leads:
             return
@@ -203,10 +192,8 @@ class SpecWorker(BaseSpecWorker):
     ) -> Any:
         """Run a step, of prompts or of decoding rows.
 
-        Args:
-            batch: SGLang's `ScheduleBatch`; SGLang restores what is set in it.
-            on_publish: gets the rows' new lengths as soon as they are known, if steps overlap.
-            pp_proxy_tensors: SGLang's.
+        SGLang restores what is set in its `ScheduleBatch`. `on_publish` gets the rows' new lengths
+        as soon as they are known, if steps overlap.
         """
         self._settle()
         began = self.now()  # if steps overlap, the previous one is over: its tokens have come

@@ -117,13 +117,8 @@ def assign_slots(
 ) -> None:
     """Write new KV slots into SGLang's table, in place of its kernel of this name.
 
-    Args:
-        req_pool_indices: `[n]` rows of the table.
-        req_to_token: the table.
-        start_offset: `[n]` begin of each row's new slots.
-        end_offset: `[n]` end of each row's new slots.
-        out_cache_loc: `[sum(end - start)]` the slots, row after row.
-        batch_size: n.
+    Row req_pool_indices[i] of n gets the next slots of `out_cache_loc` `[sum(end - start)]` from
+    start_offset[i] to end_offset[i].
     """
     start = start_offset.numpy().astype(np.int64)
     counts = end_offset.numpy() - start

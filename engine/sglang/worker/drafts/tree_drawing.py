@@ -48,13 +48,9 @@ class Accepted(NamedTuple):
 
 
 class TreeDrawing:
-    """Draws at every place that a step feeds.
+    """Draws at every place that a step feeds; rank 0 draws, and `reporting` receives the tables.
 
-    Args:
-        batch: the running batch.
-        ranks: this process's ranks; rank 0 draws.
-        reporting: receives the tables.
-        max_bytes: memory that drawing may hold at once (`asyncrl.engine.sampling.logits`).
+    Drawing holds at most `max_bytes` at once (`asyncrl.engine.sampling.logits`).
     """
 
     def __init__(

@@ -50,13 +50,9 @@ class Feed:
 
 
 def lay_out(trees: TokenTrees, last: IntArray, contexts: Index, *, ragged: bool) -> Feed:
-    """Lay out the tokens of a step.
+    """Lay out the tokens of a step, `last` `[n]` and trees after `contexts` `[n]` tokens.
 
-    Args:
-        trees: trees of the n rows.
-        last: `[n]` each row's last token.
-        contexts: `[n]` tokens of each row before that.
-        ragged: True if rows may have different numbers of places.
+    If `ragged`, rows may have different numbers of places.
     """
     counts = trees.counts.astype(np.int64)
     tokens = trees.fed(last, trees.tokens)
@@ -151,13 +147,8 @@ def full_mask(trees: TokenTrees, feed: Feed, contexts: Index, device: torch.devi
     """Return the mask that SGLang's kernels take: for each row `[places, context + places]`, flat.
 
     It is made on its device. Only what is hidden among the drafted places comes from the host, so a
-    step without drafts costs one operation, whatever the contexts are.
-
-    Args:
-        trees: trees of the rows.
-        feed: their layout, uniform.
-        contexts: `[n]` tokens of each row before its last one.
-        device: device of the mask.
+    step without drafts costs one operation, whatever the contexts are. `feed` is uniform;
+    `contexts` `[n]` are tokens of each row before its last one.
     """
     width = feed.width
     line = contexts + width
