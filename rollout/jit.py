@@ -49,12 +49,7 @@ class Compiler:
     """
 
     def __init__(self, package: Path, *inlined: Path) -> None:
-        """Choose the directory for compiled code.
-
-        Args:
-            package: directory of the package.
-            inlined: other directories whose kernels this package's kernels inline.
-        """
+        """Choose the directory for `package`'s code, which inlines kernels of `inlined`."""
         self._directory = code_directory(package, str(numba.config.CACHE_DIR), inlined)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:

@@ -50,14 +50,9 @@ class StopRule:
 
     @classmethod
     def of(cls, strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopRule:
-        """Compile stop strings for a vocabulary.
+        """Compile stop strings for a vocabulary of V tokens with texts `token_bytes`.
 
-        Args:
-            strings: at least one; none empty.
-            token_bytes: `[V]` bytes that each token adds to the text.
-
-        Raises:
-            ValueError: no string, an empty one, or more than `MAX_STOP_BYTES` bytes.
+        Raises ValueError for no string, an empty one, or more than `MAX_STOP_BYTES` bytes.
         """
         patterns = [string.encode() for string in strings]
         if not patterns or not all(patterns):

@@ -74,12 +74,7 @@ class FrameRefused(WireError):  # noqa: N818 - says what happened
 
 
 class FrameDecoder(Generic[In]):
-    """Decodes the messages of one direction.
-
-    Args:
-        incoming: union of the message types that are accepted.
-        max_bytes: length of the longest body that is decoded.
-    """
+    """Decodes the messages of one direction: `incoming`, of at most `max_bytes` each."""
 
     def __init__(self, incoming: Any, *, max_bytes: int) -> None:
         self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)

@@ -201,16 +201,10 @@ class FusedDecoder:
         reach: Reach,
         wanted: NDArray[np.int64],
     ) -> torch.Tensor:
-        """Return logits `[len(wanted), V]` after some of the tokens; all KV goes to the slots.
+        """Return logits `[len(wanted), V]` after some of `[T]` tokens; all KV goes to the slots.
 
-        Args:
-            ids: `[T]` tokens.
-            positions: `[T]` positions in their contexts.
-            reach: the keys of each; if it is `packed`, no slot is used.
-            wanted: ascending indices into `[T]`.
-
-        Raises:
-            EngineError: a position is beyond the slots.
+        `wanted` are ascending indices. If `reach` is `packed`, no slot is used. Raises EngineError
+        if a position is beyond the slots.
         """
         weights = self._weights
         if len(ids) and positions.max() >= len(weights.cosines):

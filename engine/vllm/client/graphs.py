@@ -27,13 +27,7 @@ is bound by arithmetic, and launching kernels costs nothing."""
 
 
 def graph_config(*, drafts: int, slots: int, max_step_tokens: int) -> dict[str, Any]:
-    """Return our part of vLLM's `compilation_config`.
-
-    Args:
-        drafts: most draft tokens of a row; 0: vLLM runs without a drafter.
-        slots: most rows.
-        max_step_tokens: most tokens of a step.
-    """
+    """Return our part of vLLM's `compilation_config` for at most `drafts` draft tokens a row."""
     largest = min(slots + (_DRAFTED if drafts else 0), max_step_tokens)
     chosen: dict[str, Any] = {"cudagraph_capture_sizes": capture_sizes(largest)}
     if drafts:
