@@ -63,7 +63,7 @@ class SamplingParams:
     max_tokens: int
     """Largest number of response tokens, a resumed prefix included."""
     temperature: float = 1.0
-    """Divisor of the logits, greater than 0: greedy decoding has no behaviour probability."""
+    """Greater than 0: greedy decoding has no behaviour probability."""
     top_p: float = 1.0
     """Probability mass of nucleus sampling; 1.0: off."""
     top_k: int = 0
@@ -112,7 +112,7 @@ class GenerateRequest:
     priority: int = 0
     """Requests with lower values are served first. Primary work is 0; run-ahead is greater."""
     order: int = 0
-    """Tie-break within one priority: lower values first, then order of arrival; 0 to 2**32 - 1."""
+    """Tie-break within one priority: lower first, then order of arrival; 0 to 2**32 - 1."""
     turn_start: int = 0
     """Number of prefix tokens that belong to earlier turns, observed ones included. Stop tokens and
     stop strings in them ended those turns, not this one."""

@@ -95,7 +95,6 @@ class KeptTokens:
     """
 
     tokens: IntArray
-    """`[L]` token ids."""
     logprobs: FloatArray
     """`[L]` log-probability with which each was drawn (after temperature and truncation)."""
     topk_ids: IntArray
@@ -111,7 +110,6 @@ class KeptTokens:
     """None: the exact rule. A number l: SPEC-RL's rule, which accepts with min(1, l p/q) and draws
     no residual. That rule is biased; see docs/exactness.md."""
     contexts: tuple[int, ...] = ()
-    """As `Trajectory.contexts`. A request to an engine has tokens of one context."""
 
     def __post_init__(self) -> None:
         if not len(self.observed):
@@ -144,7 +142,6 @@ class Trajectory:
     prompt_id: str
     """Identity of the prompt across epochs; the key of its tree in the cache."""
     prompt_tokens: IntArray
-    """`[P]` token ids."""
     tokens: IntArray
     """`[L]` response token ids, the stop token included."""
     behaviour_logprobs: FloatArray
@@ -152,7 +149,7 @@ class Trajectory:
     provenance: ByteArray
     """`[L]` a `Provenance` value per token."""
     segments: tuple[Segment, ...]
-    """In order, covering `[0, L)` without gaps; neighbours differ in version."""
+    """Cover `[0, L)` in order and without gaps; neighbours differ in version."""
     finish_reason: FinishReason
     contexts: tuple[int, ...] = field(default=(), kw_only=True)
     """Places in `[0, L)` at which the model's context begins anew, ascending. The observed tokens
@@ -207,7 +204,7 @@ class VerifiableTrajectory(Trajectory):
     topk_ids: IntArray
     """`[L, K]` as in `KeptTokens`: for a token that was not verified, the K most probable ones."""
     topk_logprobs: FloatArray
-    """`[L, K]` their log-probabilities; padded with id -1 and -inf if fewer have mass."""
+    """Padded with id -1 and -inf if fewer have mass."""
     noise_seeds: SeedArray
     """`[L]` as in `KeptTokens`."""
 
@@ -242,7 +239,6 @@ class TrajectoryBuilder:
     turn_start: int = 0
     """Number of tokens of earlier turns: up to the last observed one."""
     contexts: tuple[int, ...] = ()
-    """As `Trajectory.contexts`."""
     context_start: int = 0
     """Start of the present context's response, after its prompt."""
 

@@ -86,7 +86,6 @@ tensors of a model."""
 LINE_BYTES = 64 << 20
 """Longest message that a hub may send to its peers, which includes whole dataset examples."""
 _CURVE_KEY = 40
-"""Length of a CURVE key, as Z85."""
 _LOG_SECONDS = 1.0
 _TICK_SECONDS = 0.05
 """Interval between checks of sessions that have something to acknowledge or resend."""

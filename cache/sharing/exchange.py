@@ -270,7 +270,7 @@ class ExchangeStats:
     received_tokens: int
     """Response tokens of the received rollouts."""
     overtaken_bytes: int
-    """Overwritten by their writers before they were read here."""
+    """Bytes that their writers had overwritten before they were read here."""
     refused: int
     """Messages, or places in a ring, that a member of this exchange would not have written."""
 

@@ -40,7 +40,6 @@ SEQ_NEXT, SEQ_OPEN = 5, 6
 # Words of `state`: counters of the whole arena.
 LIVE, FREE_HEAD, FREE, BUMP, LIMIT, NEEDED, AT_ROW, AT_TOKEN, TOKENS, SEQUENCES, REFUSED = range(11)
 POLICY_VERSION = 11
-"""Current policy version."""
 STATE_WORDS = 12
 
 # Words of `trees`, which has one line per prompt.

@@ -152,7 +152,6 @@ class CacheStats:
     trees: int
     """Gauge: prompts with a tree."""
     rows: int
-    """Gauge: open rows."""
     inserted_tokens: int
     """Counter: accepted tokens passed to `extend`."""
     evicted_tokens: int
@@ -160,7 +159,6 @@ class CacheStats:
     refused_tokens: int
     """Counter: accepted tokens that were not stored for lack of room."""
     drafted: int
-    """Counter: drafted tokens."""
 
 
 class RolloutCache:

@@ -44,7 +44,7 @@ class Continuations:
         self._cursor = np.zeros(0, np.int64)
         self._following = np.zeros(0, np.bool_)
         self._rejected = np.zeros(0, np.int64)
-        """By slot: place in the text of the last token that was rejected; -1: none."""
+        """Place in each slot's text of the last token that was rejected; -1: none."""
         self._active = 0
 
     def __len__(self) -> int:

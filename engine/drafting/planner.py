@@ -80,7 +80,7 @@ class _Step(NamedTuple):
 
 @dataclass(slots=True)
 class _Scale:
-    """What was learned at batches of about one size."""
+    """State learned at batches of about one size."""
 
     gain: float = 0.1
     """Mean relative gain in tokens per second from drafting, over recent steps."""
@@ -207,7 +207,7 @@ class DraftPlanner:
             self.calibration.judge(path_probabilities, accepted)
 
     def _best(self, ranked: Floats, rows: int, base: int) -> int:
-        """Return how many ranked nodes to feed; learn the gain from drafting at this size."""
+        """Return how many ranked nodes to feed, and learn the gain from drafting at this size."""
         scale = self._scale_of(rows)
         plain = self._plain(rows, base)
         seconds = self._drafted(rows, base, len(ranked))
@@ -341,7 +341,6 @@ def _prefixes(keys: Floats, ranked: Floats, count: int, offsets: IntArray, limit
 
 
 def _per_row(flags: NDArray[np.bool_], offsets: IntArray) -> NDArray[np.int64]:
-    """Count the set flags of each row: `[n]`."""
     total = np.zeros(len(flags) + 1, np.int64)
     np.cumsum(flags, out=total[1:])
     flagged: NDArray[np.int64] = total[offsets[1:]] - total[offsets[:-1]]

@@ -127,7 +127,6 @@ class Proposer:
 
 
 def _up_to_stops(drafts: Drafts, stops: NDArray[np.integer[Any]]) -> Drafts:
-    """Drop the nodes that follow a stop token of their row, `[n, W]`."""
     if not len(drafts.tokens):
         return drafts
     tokens, parents = np.empty_like(drafts.tokens), np.empty_like(drafts.parents)

@@ -56,7 +56,6 @@ _SCALE_STEP = 0.02
 _SCALE_LEAP = 0.1
 """Additional share per usual difference by which recent steps differ in one direction."""
 _REFRESH = 16
-"""Steps between two fits of the slopes and readings of the table."""
 _SUPERLINEAR = 1.25
 """A larger step costs at most this many times as much per token as a smaller one."""
 _FADE = 0.998

@@ -35,7 +35,7 @@ from asyncrl.engine.drafting.step_time_kernels import (
 )
 
 _SHORTEST, _LONGEST = 1e-9, 1e6
-"""Bounds for the seconds of a step, so that sums of squares stay finite whatever a clock says."""
+"""Bounds for the seconds of a step: sums of squares stay finite on any clock."""
 
 
 class StepTimes:

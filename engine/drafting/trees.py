@@ -46,7 +46,6 @@ class TokenTrees:
     counts: IntArray
     """`[n]` tokens that each row feeds: its last one and its nodes."""
     forked: bool
-    """True if any row is more than a chain."""
 
     @property
     def rows(self) -> int:

@@ -1,4 +1,4 @@
-"""What the generator's process adds to an engine's own requests, results and configuration.
+"""Additions of the generator's process to an engine's own requests, results and configuration.
 
 Both sides read and write these values only here. Imports no engine and no torch.
 """
@@ -41,7 +41,6 @@ class RequestExtra:
     """The parameters of a request besides its tokens, limits, temperature and top-p."""
 
     seed: int
-    """Seed of its draws, 0 to 2**64 - 1."""
     generated: int = 0
     """Response tokens that its prompt ends with."""
     cache_key: str = ""

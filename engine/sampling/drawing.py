@@ -56,9 +56,7 @@ class Streams(NamedTuple):
     """Sources of the random numbers of N draws."""
 
     seeds: SeedArray
-    """`[N]` seeds of the requests."""
     positions: NDArray[np.int64]
-    """`[N]` positions in the responses."""
     noise_seeds: SeedArray
     """`[N]` seeds of the noise, see `noise_seeds`."""
 
@@ -247,10 +245,8 @@ def _exponentials(keys: SeedArray, vocab_size: int, device: torch.device) -> tor
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the bits of a uint64."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift int64 logically to the right."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -21,7 +21,6 @@ _LOWEST = tl.constexpr(-(1 << 63))
 _HIGHEST = tl.constexpr((1 << 63) - 1)
 _IDS = tl.constexpr(0xFFFFFFFF)
 _jit = triton.jit(do_not_specialize=["logits", "n", "vocabulary", "stride", "count", "k", "c"])
-"""Decorator of the kernels that a step starts."""
 
 
 @_jit
@@ -344,7 +343,6 @@ def _value(key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _order(x):  # type: ignore[no-untyped-def]
-    """Return an int32 in the order of floats; both zeros are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 

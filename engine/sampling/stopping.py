@@ -46,7 +46,6 @@ class StopRule:
     no text."""
 
     start: int = 0
-    """State before the first token."""
 
     @classmethod
     def of(cls, strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopRule:

@@ -42,7 +42,6 @@ class KeptColumns(NamedTuple):
     ids: IntArray
     """`[N, K]` the list of each, padded with -1."""
     positions: NDArray[np.int64]
-    """`[N]` positions in the responses."""
     noise_seeds: SeedArray
     """`[N]` seeds of the noise that named tokens outside their lists."""
     exact: NDArray[np.bool_]
@@ -99,7 +98,6 @@ class Reading(NamedTuple):
     """`[N]` the token itself if it is listed. Otherwise the token outside the list that the
     position's noise names now; -1 if none has mass."""
     name_logprobs: FloatArray
-    """`[N]` log-probabilities of `names`."""
 
     @classmethod
     def empty(cls, n: int, k: int) -> Self:
@@ -151,7 +149,6 @@ class KeptBatch:
 
     kept: Sequence[KeptTokens]
     seeds: SeedArray
-    """`[B]` seeds of the requests."""
     first: NDArray[np.int64]
     """`[B]` position in the response of each row's first kept token."""
     row: NDArray[np.int64]

@@ -16,7 +16,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """Private to this engine; removed when its generator has ended."""
     model_path: str
-    """A directory in HF format or a hub id."""
     device: Literal["auto", "cpu", "cuda"]
     dtype: Literal["auto", "float32", "bfloat16"]
     """"auto": float32 on a CPU, bfloat16 on a GPU."""
@@ -28,7 +27,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     """Most tokens of a request, including room for drafts."""
     slots: int
-    """Number of requests that run at once."""
     prefill_tokens: int | None
     """Prompt tokens of a step. None: depends on the device."""
     kv_cache_gib: float | None

@@ -36,7 +36,6 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """True if new weights wait on the model's device (engine.weight_staging)."""
     steps_per_message: int
     drafting: DrafterSettings | None = None
-    """None: it does not draft."""
 
     def to_environment(self) -> dict[str, str]:
         """Return the variable that SGLang's processes read."""

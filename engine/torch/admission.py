@@ -53,7 +53,7 @@ class ParkingLot:
         self._rows = rows
         self._cache = cache
         self._held: dict[str, Parked] = {}
-        """By session, the longest waiting first."""
+        """Keys are sessions, the longest waiting first."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -204,7 +204,7 @@ class Admission:
             self._unreported.move(moved, row)
 
     def _sibling_row(self, context: IntArray, installation: int) -> int | None:
-        """Return a running row that begins with this context, with KV of the current weights."""
+        """Return a running row that begins with this context and has KV of the current weights."""
         rows, n = self._rows, self._rows.n
         if not n or len(context) < 2:
             return None

@@ -165,7 +165,7 @@ class DecodeThread:
                 self._wake.wait()
 
     def _do_jobs(self) -> bool:
-        """Run the queued jobs; True after the very last job."""
+        """Run the queued jobs; return True after the very last job."""
         outcomes: list[tuple[Callable[[Any], None], Any]] = []
         ends = False
         while self._jobs and not ends:
@@ -228,7 +228,6 @@ class TorchEngine:
         self._thread: DecodeThread | None = None
         self._paused = False
         self._readers: dict[str, _Reader] = {}
-        """Readers of the core's requests, by request id."""
         self._ended: EngineError | None = None
 
     async def start(self) -> None:

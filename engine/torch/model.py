@@ -37,7 +37,6 @@ class _Tokens:
 
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
-    """Positions in their contexts."""
     places: NDArray[np.int64]
     """Places in their slots: the positions, except for nodes of a forked token tree."""
     rows: NDArray[np.int64]

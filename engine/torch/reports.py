@@ -32,7 +32,6 @@ class Paths:
     chosen: NDArray[np.int64]
     """`[M]` indices of draws, row after row."""
     row: NDArray[np.int64]
-    """`[M]` row of each."""
     step: NDArray[np.int64]
     """`[M]` place of each among its row's new tokens, from 0."""
     kept: IntArray
@@ -114,12 +113,11 @@ class Unreported:
 
     def __init__(self, slots: int, buffer: int, top_k: int) -> None:
         self.count = np.zeros(slots, np.int32)
-        """`[S]` number of tokens to report."""
         self.begun = np.zeros(slots, np.bool_)
         """`[S]` whether the row has reported anything."""
         self._buffers = GeneratedTokens.empty(slots, buffer, top_k=top_k)
         self._long: dict[int, GeneratedTokens] = {}
-        """By row: the tokens of a step with kept tokens, however many; reported in that step."""
+        """Tokens of steps with kept tokens, by row, however many; reported in that step."""
 
     def begin(self, row: int) -> None:
         """Reset a row for a new request."""

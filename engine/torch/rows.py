@@ -32,13 +32,9 @@ class Rows:
         self.tokens = np.zeros((slots, width), np.int32)
         """`[S, W]` prompt, prefix and response; the last token is the next one to feed."""
         self.total = np.zeros(slots, np.int32)
-        """`[S]` context length."""
         self.prompt = np.zeros(slots, np.int32)
-        """`[S]` prompt length."""
         self.limit = np.zeros(slots, np.int32)
-        """`[S]` largest context length."""
         self.kv_length = np.zeros(slots, np.int32)
-        """`[S]` tokens whose KV is in the slot."""
         self.kv_installation = np.zeros(slots, np.int64)
         """`[S]` installation of weights under which the slot's KV was begun."""
         self.seed = np.zeros(slots, np.uint64)
@@ -47,11 +43,10 @@ class Rows:
         self._policy_version = 0
         self.sampling = SamplingColumns.unset(slots)
         self.stops = np.full((slots, 1), -1, np.int64)
-        """`[S, stops]` stop tokens, padded with -1."""
+        """Padded with -1."""
         self.stop_state = np.zeros(slots, np.int32)
         """`[S]` state of the request's stop rule, after the context."""
         self.with_stop_rule = 0
-        """Number of rows whose requests have a stop rule."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._row_of
@@ -170,7 +165,6 @@ class NewRows:
     starts: IntArray
     """`[leaders]` tokens of the context whose KV is in the slot; they are not fed."""
     resumed: int
-    """Number of leaders with a positive start."""
     wanted: IntArray
     """`[leaders]` number of last positions that need logits: one, and one for each kept token."""
 

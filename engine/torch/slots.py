@@ -87,11 +87,10 @@ class StepLayout:
     places: torch.Tensor
     """`[T]` place in the row's slot: the position, except for nodes of a forked token tree."""
     rows: torch.Tensor
-    """`[T]` slot of each token."""
     blocks: list[Block]
     """Blocks of attention, unless there is a `reach`."""
     reach: Reach | None = None
-    """For batch-invariant attention; `input_ids` and `positions` are then padded."""
+    """Set for batch-invariant attention; `input_ids` and `positions` are then padded."""
     _within: dict[int, Reach] = field(default_factory=dict)
 
     def reach_within(self, window: int | None) -> Reach:

@@ -58,13 +58,9 @@ class Places(NamedTuple):
     """Places of N draws, row by row."""
 
     row: LongArray
-    """`[N]` row of each draw."""
     starts: LongArray
-    """`[n]` each row's first draw."""
     positions: LongArray
-    """`[N]` positions in the responses."""
     seeds: SeedArray
-    """`[N]` seeds of the requests."""
     noise_seeds: SeedArray
     """`[N]` seeds of the noise for tokens outside the list."""
 

@@ -25,9 +25,7 @@ class Draws:
     """All draws of a step, flat: N of them, row by row, one for each position with logits."""
 
     row: NDArray[np.int64]
-    """`[N]` row of each draw."""
     starts: NDArray[np.int64]
-    """`[n]` each row's first draw."""
     distributions: Distributions
     """The processed distribution of each draw, N rows."""
     tokens: NDArray[np.int64]

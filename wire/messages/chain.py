@@ -29,7 +29,7 @@ class Parent(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", tag_field="type"):
-    """From a child: request one chunk, to be sent as soon as the parent has it."""
+    """A child requests one chunk, to be sent as soon as the parent has it."""
 
     version: VersionName
     index: Count
@@ -38,7 +38,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask", tag_field="type"):
 
 
 class Chunk(msgspec.Struct, frozen=True, tag="chunk", tag_field="type"):
-    """From a parent: the bytes that follow are a chunk, or the delta to it."""
+    """A parent announces that the bytes that follow are a chunk, or the delta to it."""
 
     version: VersionName
     index: Count
@@ -52,13 +52,13 @@ class Chunk(msgspec.Struct, frozen=True, tag="chunk", tag_field="type"):
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting", tag_field="type"):
-    """From a parent: a sign of life while the requested chunk has not arrived there."""
+    """A parent gives a sign of life while the requested chunk has not arrived there."""
 
     version: VersionName
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone", tag_field="type"):
-    """From a parent: the rest of this version will never arrive there."""
+    """A parent reports that the rest of this version will never arrive there."""
 
     version: VersionName
     why: str

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 WATCH_SECONDS = 60.0
-"""Duration of a `WatchRequest`. A watcher repeats it in time; otherwise it is forgotten."""
+"""A watcher repeats its `WatchRequest` within this time; otherwise it is forgotten."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -52,7 +52,6 @@ class SetRequest(Message, frozen=True):
     """Change a setting that is safe to change while a run trains."""
 
     key: str
-    """Such as `trainer.learning_rate`."""
     value: str
     """Value as on the command line, in YAML: `1e-5`, `verify`, `null`."""
 
@@ -61,7 +60,7 @@ class StatusReply(Message, frozen=True):
     """A snapshot of the run."""
 
     status: dict[str, Any]
-    """For people and scripts: `asyncrl status --json`."""
+    """Output of `asyncrl status --json`."""
 
 
 class ViewReply(Message, frozen=True):

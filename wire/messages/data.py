@@ -21,7 +21,6 @@ class TrajectoryDelivery(Message, frozen=True):
     """
 
     step: int
-    """The step that trains on it."""
     sample: SampleId
     prompt_id: str
     prompt_tokens: memoryview

@@ -31,7 +31,6 @@ class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of both directions."""
 
     number: Count
-    """Number of the request; its answer has it too."""
 
 
 class ListFiles(Message, frozen=True):
@@ -51,9 +50,7 @@ class RemoveFile(Message, frozen=True):
 
     path: FilePath
     size: Count
-    """As in the `FileInfo` of the copied file."""
     changed: Count
-    """As in the `FileInfo` of the copied file."""
 
 
 ToServer = ListFiles | ReadFile | RemoveFile

@@ -15,7 +15,6 @@ class Hello(Message, frozen=True):
     role: str
     """`generator`, `trainer` or `any`."""
     host: str
-    """Name of the machine."""
     address: str
     """Address of its processes for other machines."""
     gpus: int

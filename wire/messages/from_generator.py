@@ -33,7 +33,6 @@ class GeneratorReady(Message, frozen=True):
     """Version of its initial weights. -1: they are not a policy of the run, and nothing is
     generated before others are installed."""
     fingerprint: Fingerprint
-    """Fingerprint of its initial weights."""
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     """None: it serves no metrics."""
 
@@ -43,9 +42,7 @@ class SampleFinished(Message, frozen=True):
 
     sample: SampleId
     length: Annotated[int, msgspec.Meta(ge=1)]
-    """Response tokens."""
     oldest_version: int
-    """Lowest policy version among its segments."""
     finish_reason: FinishReason
     digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
     """`wire.messages.frames.digest_of` its contents; the trainer accepts only these."""
@@ -60,7 +57,7 @@ class SampleRewarded(Message, frozen=True):
     sample: SampleId
     reward: Finite
     digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-    """As in the `SampleFinished` that it follows: the reward is of these contents."""
+    """Digest in the `SampleFinished` that it follows: the reward is of these contents."""
 
 
 class SampleFailed(Message, frozen=True):
@@ -86,11 +83,8 @@ class EvaluationSample(Message, frozen=True):
     index: Count
     reward: Finite
     policy_version: int
-    """Lowest policy version among its segments."""
     newest_version: int = -1
-    """Highest policy version among its segments."""
     tokens: Count = 0
-    """Response tokens."""
     held_seconds: Amount = 0.0
     """Time for which its generator has kept its version for this round although a newer one was
     ready."""
@@ -103,7 +97,7 @@ class EvaluationMissed(Message, frozen=True):
 
     round: Count
     reason: str
-    """What happened: a clause that begins with the generator's name."""
+    """A clause that says what happened and begins with the generator's name."""
 
 
 class WeightsInstalled(Message, frozen=True):
@@ -127,7 +121,6 @@ class Rescored(Message, frozen=True):
     logprobs: tuple[bytes, ...] = ()
     """`[L]` float32 for each sample; empty if they could not be scored."""
     reason: str = ""
-    """Reason if they could not be scored."""
 
 
 class Rewound(Message, frozen=True):
@@ -135,14 +128,13 @@ class Rewound(Message, frozen=True):
 
     lineage: int
     policy_version: int
-    """The version that it samples from; -1 if its weights are gone and it waits for others."""
+    """-1 if its weights are gone and it waits for others."""
 
 
 class Released(Message, frozen=True):
     """The answer to `Release`: the generator has forgotten the samples."""
 
     file: str
-    """File of the order."""
     reason: str = ""
     """Reason if it was not written; empty: it is on the disk."""
 
@@ -151,7 +143,7 @@ class GeneratorReport(Message, frozen=True):
     """Counters and state of the generator, twice a second; also its sign of life."""
 
     engine: EngineStats
-    """Statistics of its engine, with the generator's token counts added."""
+    """The generator's token counts are added."""
     held: Count
     """Number of finished samples that it holds."""
     rewards_waiting: Count

@@ -38,12 +38,10 @@ class WeightsHere(Message, frozen=True):
     """The requested weights are in this node's memory."""
 
     attempt: int
-    """As in `FetchWeights`."""
     manifest: WeightManifest
     """Manifest of the file on this node."""
     seconds: float
     nbytes: int
-    """Bytes that came over the network."""
     left: dict[str, str]
     """Parents that were abandoned, with reasons."""
 
@@ -52,7 +50,6 @@ class WeightsFailed(Message, frozen=True):
     """Weights cannot be served or fetched."""
 
     attempt: int
-    """Attempt number of the failed order."""
     reason: str
     superseded: bool
     """True if no process has this version any longer: a newer one was published or its trainer
@@ -71,7 +68,6 @@ class FileHere(Message, frozen=True):
     """A requested file is in this node's folder of the run."""
 
     attempt: int
-    """As in `FetchFile`."""
     path: str
 
 
@@ -94,11 +90,10 @@ class RelayReport(Message, frozen=True):
     """Sent once a second, so it also shows that the process is alive."""
 
     sent_bytes: int
-    """Bytes of weights sent so far."""
     file_bytes: int = 0
-    """Bytes of files sent to other nodes so far."""
+    """Bytes sent to other nodes."""
     pulled_bytes: int = 0
-    """Bytes of files copied from other nodes so far."""
+    """Bytes copied from other nodes."""
 
 
 class Failure(Message, frozen=True):

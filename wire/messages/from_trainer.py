@@ -42,7 +42,6 @@ class StepFinished(Message, frozen=True):
     step: int
     """The step trained, from 0; the new policy version is step + 1."""
     groups: tuple[int, ...]
-    """The groups that it consumed, each exactly once."""
     manifest: WeightManifest
     metrics: LearnerMetrics
     times: TrainerTimes
@@ -117,7 +116,7 @@ class WrongPolicyFound(Message, frozen=True):
     limit: float = 0.0
     """Mean difference of log-probabilities that rounding explains, in nats."""
     samples: tuple[SuspectSample, ...] = ()
-    """For the generator to score again, if the trainer cannot tell the cause."""
+    """The generator scores these again if the trainer cannot tell the cause."""
     provisional: bool = False
     """True if rounding may explain it: reported and trained on, without ending anything."""
 

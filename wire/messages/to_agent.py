@@ -25,7 +25,7 @@ class Welcome(Message, frozen=True):
     question: str
     """JSON: the questions about its machine (`asyncrl.launch.node_child.node_facts`)."""
     lost_seconds: float
-    """After this long without a message the controller counts as lost."""
+    """The controller counts as lost after this long without a message."""
 
 
 class Refused(Message, frozen=True):
@@ -54,7 +54,6 @@ class Wanted(msgspec.Struct, frozen=True):
     start: Start | None = None
     """None: the agent has reported it."""
     ending: bool = False
-    """True if it must end."""
     by_force: bool = False
     """True if it must be killed, with all that it has started."""
     ready: bool = False
@@ -68,7 +67,6 @@ class Orders(Message, frozen=True):
     """
 
     session: str
-    """Session of this controller, or NO_SESSION."""
     processes: tuple[Wanted, ...] = ()
     note: str = ""
     """Reason why the agent waits, for its log."""
@@ -79,7 +77,6 @@ class Over(Message, frozen=True):
 
     session: str
     text: str
-    """The outcome, for the agent's log."""
 
 
 ToAgent = Welcome | Refused | Orders | Over

@@ -92,7 +92,6 @@ class Evaluate(Message, frozen=True):
 
     round: int
     index: int
-    """Index within the round, from 0."""
     prompt: PromptPayload
     seed: int
     fixed: FixedVersion | None = None
@@ -114,7 +113,6 @@ class InstallWeights(Message, frozen=True):
     rebuild_kv: bool = False
     """Recompute the KV of running requests, so that none computed by older weights is used."""
     lineage: int = 0
-    """Lineage of the trainer that published them."""
     verify: tuple[Verify, ...] = ()
     """Samples to verify first, in this order, after the installation. Those whose `min_version` is
     not reached are dropped, because newer weights were published in place of these."""
@@ -136,7 +134,6 @@ class Rescore(Message, frozen=True):
     """Score tokens again without any cached KV; answer with `Rescored`."""
 
     number: int
-    """Number of this question."""
     samples: tuple[ToRescore, ...]
 
 
@@ -150,7 +147,6 @@ class SaveUnfinished(Message, frozen=True):
     settings: str
     """Identifies the settings that the tokens are drawn with."""
     first_group: int
-    """No sample of this group or a later one has been delivered."""
 
 
 class Release(Message, frozen=True):
@@ -162,9 +158,8 @@ class Release(Message, frozen=True):
     file: str
     """Absolute path; see `asyncrl.wire.messages.unfinished_samples`."""
     policy_version: int
-    """For the file's index."""
+    """Written to the file's index."""
     settings: str
-    """As in `SaveUnfinished`."""
     samples: tuple[SampleId, ...]
     """None of them was ordered for delivery."""
 
@@ -175,7 +170,6 @@ class Deliver(Message, frozen=True):
     step: int
     samples: tuple[SampleId, ...]
     lineage: int = 0
-    """Lineage of the trainer that they are for."""
     data_address: str = ""
     """Address of that trainer's data plane; empty: the initial one. A restarted trainer may be on
     another node."""

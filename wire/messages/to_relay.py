@@ -47,7 +47,6 @@ class FileSource(msgspec.Struct, frozen=True):
 
     server: Server
     folder: str
-    """Id of that folder."""
     processes: tuple[str, ...]
     """Processes that are or were on the node: only their files are copied."""
 
@@ -68,7 +67,6 @@ class FetchFile(Message, frozen=True):
     """Bring a file to this relay's node; answer with `FileHere` or `FileMissing`."""
 
     attempt: int
-    """Number of this order."""
     path: str
     """Path in the run's folder, here and there."""
     servers: tuple[Server, ...]

@@ -26,9 +26,7 @@ class ExpectedSample(msgspec.Struct, frozen=True):
 
     sample: SampleId
     length: int
-    """Response tokens."""
     oldest_version: int
-    """Lowest policy version among its segments."""
     digest: bytes
     """`asyncrl.wire.messages.frames.digest_of` its contents."""
 
@@ -40,7 +38,6 @@ class Expect(Message, frozen=True):
     """
 
     step: int
-    """The step that trains on them."""
     generator: str
     samples: tuple[ExpectedSample, ...]
 
@@ -58,7 +55,6 @@ class Configure(Message, frozen=True):
     """
 
     config_json: str
-    """The run's whole configuration."""
 
 
 class WriteCheckpoint(Message, frozen=True):

@@ -78,7 +78,6 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
     logprobs: bytes
     """`[L]` float32"""
     topk: Count
-    """K"""
     topk_ids: bytes
     """`[L, K]` int32"""
     topk_logprobs: bytes
@@ -86,7 +85,7 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
     noise_seeds: bytes
     """`[L]` uint64"""
     observed: bytes = b""
-    """`[L]` uint8, 0 or 1; empty: no token was observed."""
+    """Each 0 or 1; empty: no token was observed."""
     contexts: tuple[Count, ...] = ()
     """`asyncrl.rollout.trajectory.Trajectory.contexts`"""
 

@@ -13,7 +13,7 @@ class OrderRecord(msgspec.Struct, frozen=True, kw_only=True):
     order: str
     """Its name on the command line: `scale`."""
     arguments: dict[str, bool | int | float | str]
-    """Arguments of the order, such as `{"generators": 3}`."""
+    """Such as `{"generators": 3}`."""
     step: int
     """Steps trained when it took effect: the step of this number is the first one with it."""
     time: float
@@ -21,5 +21,5 @@ class OrderRecord(msgspec.Struct, frozen=True, kw_only=True):
     effect: str
     """The reply to the user."""
     before: Value | msgspec.UnsetType = msgspec.UNSET
-    """For `set` and `scale`: the configured value without the order. A resume that names this value
-    again repeats an old command, and does not take the order back."""
+    """The configured value without this `set` or `scale`. A resume that names this value again
+    repeats an old command, and does not take the order back."""

@@ -24,7 +24,7 @@ class EnvironmentCounts(msgspec.Struct, frozen=True, kw_only=True):
     started_over: Count = 0
     """Samples that began again because their environment cannot go back."""
     lost: Count = 0
-    """Of them, those whose worker process had ended."""
+    """Samples that started over because their worker process had ended."""
     hanging: Count = 0
     """Hanging threads of environments and agents that were left behind."""
     replaced_workers: Count = 0

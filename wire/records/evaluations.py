@@ -42,16 +42,12 @@ class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Share of samples whose reward is above `evaluation.threshold`, 0 to 1, mean over prompts.
     None: the evaluation is incomplete, too many samples are unscored."""
     accuracy_error: Measured = None
-    """Standard error of `accuracy`."""
     reward: Measured = None
-    """Mean reward, over prompts."""
     reward_error: Measured = None
-    """Standard error of `reward`."""
     pass_at: dict[int, float] = {}
-    """For k: probability that at least one of k samples of a prompt is right, mean over prompts,
-    by the unbiased estimator 1 − C(n − c, k) / C(n, k) (2107.03374, equation 1)."""
+    """Probability, by k, that at least one of k samples of a prompt is right, mean over prompts, by
+    the unbiased estimator 1 − C(n − c, k) / C(n, k) (2107.03374, equation 1)."""
     pass_at_error: dict[int, float] = {}
-    """Standard errors of `pass_at`."""
     tokens: float = 0.0
     """Mean response length in tokens, of all samples."""
 
@@ -75,12 +71,12 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time of its end, in seconds."""
     when: When
     seconds: Amount = 0.0
-    """From the first request to the last sample. During training other work goes on."""
+    """Time from the first request to the last sample; during training other work goes on."""
     held_seconds: Amount = 0.0
-    """For a `during` evaluation: the longest time for which a generator kept its version because
-    held-out samples were unfinished, while the next weights were ready."""
+    """Longest time for which a generator kept its version because held-out samples were unfinished,
+    while the next weights were ready; only if `during`."""
     sets: dict[str, SetEvaluation] = {}
-    """By name, the most important first: `held_out`, then `evaluation.sets`."""
+    """Estimates by name, the most important first: `held_out`, then `evaluation.sets`."""
 
     @property
     def is_complete(self) -> bool:

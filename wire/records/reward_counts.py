@@ -41,9 +41,9 @@ class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):
     retried: Count = 0
     """Calls that were repeated because their process had died."""
     largest: dict[str, float] = {}
-    """By function, the largest absolute value of those that are suspiciously large."""
+    """Largest absolute value by function, if it is suspiciously large."""
     services: dict[str, ServiceCounts] = {}
-    """By function, for those that ask a server."""
+    """Counts of the functions that ask a server, by function."""
 
     def __add__(self, other: Self) -> Self:
         """Merge; `largest` takes the larger value."""

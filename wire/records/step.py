@@ -353,6 +353,6 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     best_accuracy: float | None = None
     """Its accuracy, 0 to 1."""
     reward_failures: dict[str, dict[str, int]] = {}
-    """As in `StepMetrics`."""
+    """See `StepMetrics`."""
     wrong_policy: tuple[str, ...] = ()
     """The first findings of the run, as in `StepMetrics`; one of them may have ended it."""

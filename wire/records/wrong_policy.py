@@ -69,7 +69,6 @@ class TokenizerDigest(msgspec.Struct, frozen=True):
     """Digest of the mapping from text to ids and back, special tokens included: 32 hexadecimal
     digits."""
     chat_template: str
-    """Digest of the chat template: 32 hexadecimal digits."""
 
 
 def compare_tokenizers(

@@ -86,7 +86,7 @@ ACK_SECONDS = 0.5
 """Longest delay of an acknowledgement, alone or with another frame. All processes report twice a
 second, so separate acknowledgements are rare."""
 ACK_FRAMES = 64
-"""After this many frames an acknowledgement is sent at once."""
+"""An acknowledgement is sent at once after this many frames."""
 ASK_SECONDS = 0.2
 """Shortest time between two questions for what is missing, and between two answers."""
 PATIENCE_SECONDS = 2.0
@@ -124,7 +124,6 @@ class Session:
         self.dropped = 0
         """Frames that came a second time or too early."""
         self.count_resent: Callable[[int], None] = lambda _frames: None
-        """Called with the number of frames that are sent again."""
         self._owed = 0
         self._owed_since: float | None = None
         self._asked = self._answered = float("-inf")

@@ -31,7 +31,6 @@ Finite = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=_LARGEST)]
 """A finite field that is not negative."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
-"""A whole number from 0."""
 
 _QUOTED = 200
 """Characters of a refusal's text; the rest could be the peer's own megabytes."""

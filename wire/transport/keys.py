@@ -38,7 +38,7 @@ class HubKeys(msgspec.Struct, frozen=True):
     """The secrets of the end that binds. Its repr shows nothing."""
 
     secret: bytes
-    """The CURVE secret key, as Z85."""
+    """Z85."""
     passes: bytes
     """The key that passes are made with."""
 
@@ -70,7 +70,7 @@ class LineKeys(msgspec.Struct, frozen=True):
 
     name: str
     hub: bytes
-    """The hub's CURVE public key, as Z85."""
+    """Z85."""
     identity: bytes
     """The peer's routing id: its name and its pass."""
 

@@ -20,7 +20,6 @@ class Limit(NamedTuple):
     frames: int
     """Refused frames that are allowed within the window."""
     seconds: float
-    """Length of the window."""
 
 
 LIMIT = Limit(100, 10.0)
@@ -37,7 +36,6 @@ class _Sender:
     since: float
     """Start of its present window."""
     refused: int = 0
-    """Frames refused in that window."""
     cut_off: bool = False
 
 

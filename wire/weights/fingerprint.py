@@ -37,12 +37,11 @@ from torch import Tensor
 from asyncrl.wire.weights.layout import Fingerprint, TensorDigest
 
 _CPU_BLOCK: Final = 1 << 16
-"""In elements: as int64 they stay in a core's cache, which makes both sums several times faster."""
+"""Elements: as int64 they stay in a core's cache, which makes both sums several times faster."""
 _GPU_BLOCK: Final = 1 << 25
-"""In elements: bounds the temporary memory to about 0.4 GB."""
+"""Elements: bounds the temporary memory to about 0.4 GB."""
 _MAX: Final = (1 << 63) - 1
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by size in bytes."""
 _ROWS, _COLUMNS, _CHOICE = 0, 1 << 40, 1 << 41
 """First indices of the pseudo-random numbers of rows, of columns and of the choice of columns."""
 PROBES: Final = 32

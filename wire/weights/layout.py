@@ -18,7 +18,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and files there have mo
 HEADER_BYTES = 64
 """Tensors begin here, so that the first one is aligned. The version is in the first 8 bytes."""
 ALIGNMENT = 64
-"""In bytes; a cache line."""
+"""Bytes; a cache line."""
 WRITING = -1
 """Version in the header while the tensors after it belong to no version."""
 
@@ -27,7 +27,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
     """One tensor: contiguous, row-major."""
 
     name: str
-    """As in the HF state dict."""
+    """The name in the HF state dict."""
     dtype: str
     """torch's name without prefix: "float32", "bfloat16"."""
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     """Digests of a model's weights."""
 
     tensors: dict[str, TensorDigest]
-    """By name in the HF state dict."""
+    """Digests by name in the HF state dict."""
     whole: str
     """One digest of all of them: 32 hexadecimal digits."""
 
@@ -114,7 +114,6 @@ class WeightManifest(msgspec.Struct, frozen=True):
     path: str
     """A file in memory (under /dev/shm), mode 0600, readable by this user's processes."""
     nbytes: int
-    """Size of the file."""
     tensors: tuple[TensorSpec, ...]
     fingerprint: Fingerprint | None = None
     """Fingerprint of the trainer's parameters, in the engines' data type; None: the weights do not

@@ -64,9 +64,8 @@ class CoreRequest:
     top_p: float
     stop_tokens: tuple[int, ...]
     extra: RequestExtra
-    """The other parameters; the ticket is not set yet."""
+    """The ticket is not set yet."""
     priority: int
-    """Lower is served first, ties by arrival."""
 
 
 class Core(Protocol):

@@ -54,7 +54,6 @@ class Pausing:
         self._streams = streams
         self._lock = asyncio.Lock()
         self.paused = False
-        """True after `pause`; `stopped` does not set it."""
 
     async def pause(self) -> None:
         """Stop drawing and report what was drawn; running requests stay. Idempotent."""
@@ -455,7 +454,7 @@ class RemoteEngine:
         await self._core_process.stop()
 
     def _running(self) -> _Parts:
-        """Return the parts. Raises EngineError if the engine was not started or has ended."""
+        """Raises EngineError if the engine was not started or has ended."""
         if self._parts is None and self._core_process.ended is None:
             raise EngineError("the engine was not started")
         self._core_process.check()

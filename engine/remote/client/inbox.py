@@ -30,7 +30,6 @@ class Inbox(Generic[T]):
         self.closed = False
         """True once no more items are accepted."""
         self.ticket = NO_TICKET
-        """The ticket that its request is sent with."""
 
     def push(self, item: T, *, last: bool = False) -> None:
         """Add an item, and close the inbox after the last one. Does nothing if it is closed.

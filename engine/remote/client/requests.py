@@ -14,7 +14,7 @@ from asyncrl.engine.remote.extras import RequestExtra, ScoreColumns
 from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens
 
 _SCORE_PRIORITY = -1
-"""Before primary work, because a caller waits for all scores."""
+"""Served before primary work, because a caller waits for all scores."""
 
 
 def check_temperature(name: str, sampling: SamplingParams, core: Core) -> None:
@@ -109,9 +109,7 @@ class Table:
     outcomes: IntArray
     """`[n]` of `asyncrl.engine.remote.extras.Outcome`."""
     topk_ids: IntArray
-    """`[n, K]`, padded with -1."""
     topk_logprobs: FloatArray
-    """`[n, K]`, padded with -inf."""
 
     @classmethod
     def of(cls, name: str, scored: Scored, top_k: int) -> Table:

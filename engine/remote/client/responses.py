@@ -31,9 +31,8 @@ class Responses:
         self._unreported = Unreported(chunk_tokens)
         self._tickets = Tickets()
         self._expected: dict[int, Response] = {}
-        """By ticket: those without a row."""
+        """Responses by ticket that have no row yet."""
         self._responses: dict[int, Response] = {}
-        """By row."""
         self._policy_version = 0
 
     @property
@@ -61,7 +60,6 @@ class Responses:
             self.end(self._responses[row], "stop")
 
     def _open(self, response: Response) -> None:
-        """Give a response a row for its first tokens."""
         request, state = response.request, 0
         rule = request.sampling.stop_rule
         if rule is not None:
@@ -104,7 +102,6 @@ class Responses:
         self._release(response)
 
     def _release(self, response: Response) -> None:
-        """Forget a response. Idempotent."""
         self._tickets.give_back(response.ticket)
         self._expected.pop(response.ticket, None)
         if response.row != NO_ROW:

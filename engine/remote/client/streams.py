@@ -25,7 +25,6 @@ class _Stream:
     submitted: bool = False
     """True once the core knows it; before that it cannot be ended there."""
     restart: bool = False
-    """True if aborted to be submitted again."""
     interrupted: bool = False
     """True once the core was asked to end it."""
 
@@ -90,7 +89,6 @@ class Streams:
     async def _items(
         self, name: str, submitted: CoreRequest, reader: Reader, new_inbox: Callable[[], Inbox[T]]
     ) -> AsyncGenerator[list[T], None]:
-        """Yield the results of one request as they arrive."""
         if reader.interrupted:
             return
         stream, inbox = self._new(new_inbox)

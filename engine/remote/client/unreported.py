@@ -24,9 +24,8 @@ from asyncrl.rollout.trajectory import ByteArray, FloatArray, IntArray, Provenan
 kernel = kernels_of("engine/remote/client")
 
 NO_ROW = -1
-"""Row of a ticket that is not in use."""
 NEW = -2
-"""The ticket has no row yet: these are the first tokens of its request."""
+"""The ticket awaits a row: these are the first tokens of its request."""
 
 _SLOT_BITS = 28
 """Bits of the slot. The other 35 count requests: 1,000 a second for a year."""
@@ -117,9 +116,7 @@ class Tokens(NamedTuple):
     logprobs: FloatArray
     """`[n]`"""
     topk_ids: IntArray
-    """`[n, K]`, padded with -1."""
     topk_logprobs: FloatArray
-    """`[n, K]`, padded with -inf."""
     provenance: ByteArray
     """`[n]`"""
 
@@ -150,7 +147,6 @@ class Unreported:
         self.finite: Flags = np.empty(0, np.bool_)
         """`[R]` whether the log-probabilities of its tokens are finite."""
         self.recorded = 0
-        """Tokens recorded since the start."""
 
     def open(self, rule: StopRule | None = None, state: int = 0) -> int:
         """Take a row for a request, with its stop rule and the rule's state after its prefix."""

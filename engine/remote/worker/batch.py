@@ -30,20 +30,16 @@ class Batch(ABC):
         self.policy_version = 0
         """Version of the loaded weights; set by `advance`."""
         self.ids: list[str] = []
-        """`[B]` request ids."""
         self.seed: SeedArray = np.empty(0, np.uint64)
         """`[B]`"""
         self.noise_seed: SeedArray = np.empty(0, np.uint64)
         """`[B]` seeds of draws outside the lists (`engine.sampling.drawing.noise_seeds`)."""
         self.sampling = SamplingColumns.unset(0)
         self.start: NDArray[np.int64] = np.empty(0, np.int64)
-        """`[B]` values of `Entry.start`."""
         self.ticket: NDArray[np.int64] = np.empty(0, np.int64)
-        """`[B]` values of `RequestExtra.ticket`."""
         self.top_k_logprobs = 0
         """Length of the reported lists: the most that any row asks for."""
         self.changes = 0
-        """Number of times that the rows have changed."""
         self._known = Columns()
 
     @property

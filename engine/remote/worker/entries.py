@@ -19,15 +19,13 @@ class Entry:
     """One request."""
 
     extra: RequestExtra
-    """The parameters that the generator's process sent."""
     sampling: SamplingParams
-    """How its tokens are drawn; the rest is not set."""
+    """Only the settings by which tokens are drawn are set."""
     start: int
     """Start of its response among its tokens: the length of the prompt proper."""
     context: IntArray
     """`[C]` its first tokens: the prompt and what it resumes from."""
     limit: int
-    """Most tokens, prompt included."""
     stop_tokens: tuple[int, ...]
 
     @classmethod

@@ -52,7 +52,6 @@ class Shard(NamedTuple):
     row: int
     """Its first row in the whole tensor."""
     column: int
-    """Its first column in the whole tensor."""
     factor: int = 1
     """Factor of its sums before they are added over the ranks, as int64."""
 
@@ -136,7 +135,6 @@ class _Place(NamedTuple):
     """Location of a tensor in the engine."""
 
     path: str
-    """Path of the module."""
     part: int = 0
     """Index among the tensors that the module stacks."""
     before: int = 0

@@ -41,7 +41,6 @@ class Choice:
     rows: NDArray[np.int64]
     """`[m]` indices of the rows among the n."""
     drafts: Drafts
-    """Drafts of the m rows."""
     keep: IntArray
     """`[m]` number of nodes of each to feed: its first ones."""
 

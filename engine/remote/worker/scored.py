@@ -63,12 +63,10 @@ class ScoredRequest:
             k = top_k if extra.kept.lenience is not None else extra.kept.topk_ids.shape[1]
             self.columns = batch_of([self], k).columns
         self.k: int = self.columns.ids.shape[1]
-        """K."""
         self.reading = Reading.empty(n, self.k)
         self.reports_top_k = not self.columns.exact.all()
         """True if the current K most probable tokens are reported."""
         self.ids = self.columns.ids.copy()
-        """`[n, K]` the reported lists."""
         self.values: FloatArray = np.full((n, self.k), -np.inf, np.float32)
         """`[n, K]`"""
         self._hidden: list[tuple[int, torch.Tensor]] = []

@@ -160,7 +160,6 @@ def _sampling(requests: Sequence[ScoredRequest], counts: NDArray[np.int64]) -> S
 
 
 def _fill(part: ScoredPart, found: LogitReading, source: slice) -> None:
-    """Copy a part's values from its rows of a slab."""
     request = part.request
     request.reading.fill(part.span, found.reading, source)
     if request.reports_top_k and found.listed is not None:

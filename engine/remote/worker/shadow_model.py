@@ -45,7 +45,6 @@ _NOT_LOOKED_AT = (PACKED, *_OF_LOADING, "_parameters", "_modules", "kv_cache")
 _DEPTH = 3
 """Depth to which `Attributes` follows containers and objects of engines from a module."""
 _ENGINES = ("vllm", "sglang")
-"""Packages whose objects `Attributes` follows."""
 _ROWS = 4
 """Random rows that both packed copies of a weight are multiplied by."""
 
@@ -78,7 +77,6 @@ class Twin:
         self.pairs: list[tuple[Any, Any]] = [(one, twins[id(one)]) for one in live]
         """Each module of the model, and its twin."""
         self.model = twins[id(model)]
-        """The model that new weights are loaded into."""
         made: dict[int, Any] = {}
         for module, twin in self.pairs:
             _rebind(twin, twins)
@@ -100,7 +98,7 @@ class Twin:
         self._pin = Pin(memory) if on_gpu and device.type == "cpu" else None
 
     def poison(self) -> None:
-        """Set all numbers that loading sets to NaN, so that whatever it leaves as it is differs."""
+        """Set all numbers that loading sets to NaN, so that numbers it leaves alone differ."""
         for staged in self._loaded:
             if staged.is_floating_point():
                 staged.fill_(float("nan"))
@@ -243,8 +241,6 @@ class _Note:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Stands for a packed weight."""
-
     function: Any
     product: Tensor | None
     """Its result for random rows; None: their width is unknown."""
@@ -333,7 +329,6 @@ def _rebind(twin: nn.Module, twins: dict[int, Any]) -> None:
 
 
 def _bound(value: Any, twins: dict[int, Any]) -> Any:
-    """Bind a module's method to its twin; other values stay."""
     if isinstance(value, MethodType) and id(value.__self__) in twins:
         return MethodType(value.__func__, twins[id(value.__self__)])
     return value

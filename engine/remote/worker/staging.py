@@ -50,9 +50,7 @@ class Loader(Protocol):
     name: str
     """The engine's name in messages: "vLLM"."""
     device: torch.device
-    """Device of the model."""
     dtype: torch.dtype
-    """Data type of its floating-point parameters."""
 
     @property
     def model_path(self) -> str:

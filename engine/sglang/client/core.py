@@ -142,11 +142,8 @@ class SglangCore:
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._installations = 0
         self.policy_version = 0
-        """Version of the loaded weights."""
         self.vocab_size = 0
-        """Vocabulary size of the model, once it is loaded."""
         self.pid = 0
-        """Process id of rank 0's scheduler, once it is ready."""
 
     @property
     def ended(self) -> EngineError | None:
@@ -300,9 +297,9 @@ class SglangCore:
         *args: P.args,
         **none: P.kwargs,
     ) -> T:
-        """Call a method of the worker; return the result of rank 0.
+        """Return the result of rank 0.
 
-        Raises EngineError if it failed, SGLang died, or it did not answer in time.
+        Raises EngineError if it failed, SGLang died, or was too slow.
         """
         return await self._call_within(None, what, method, *args, **none)
 
@@ -314,7 +311,6 @@ class SglangCore:
         *args: P.args,
         **_none: P.kwargs,
     ) -> T:
-        """Do `_call` with a limit in seconds; None: the default."""
         self._process.check()
         number = next(self._numbers)
         waiting = self._answers[number] = asyncio.get_running_loop().create_future()
@@ -333,7 +329,6 @@ class SglangCore:
 
 
 def _sent(request_id: str) -> str:
-    """Return the id that is sent to SGLang."""
     if len(request_id) > _ID_LENGTH:
         raise EngineError(f"request id {request_id!r} has more than {_ID_LENGTH} characters")
     return request_id.rjust(_ID_LENGTH, ".")

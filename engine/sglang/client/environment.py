@@ -15,7 +15,7 @@ from asyncrl.engine.sglang.worker.plugin import MARK_VARIABLE
 
 _QUOTED_LINES = 15
 _LONGEST_FOLDER = 80
-"""In bytes. A socket's path may have 107."""
+"""Bytes. A socket's path may have 107."""
 _PACKAGES = Path(asyncrl.__file__).resolve().parents[1]
 """The directory that asyncrl was imported from."""
 

@@ -110,7 +110,7 @@ MODULE = "asyncrl.engine.sglang.worker.main"
 _STATUS_SECONDS = 1.0
 """Longest wait for the exit status of a process that has ended."""
 _STOP_SECONDS = 10.0
-"""Longest wait for its end; then the processes are killed."""
+"""Longest wait for the end; then the processes are killed."""
 
 
 class SglangProcess:

@@ -383,7 +383,6 @@ class ClientScheduler(Scheduler):
             self.outbox.add_end(end_of(request))
 
     def _accepted(self, name: str) -> int:
-        """Return the number of accepted draft tokens of a running request."""
         running = [*self.waiting_queue, *self.collect_inflight_reqs()]
         return next((one.spec_num_correct_drafts for one in running if one.rid == name), 0)
 

@@ -54,7 +54,6 @@ class Outbox:
         self._waiting = 0
         self._outputs = Outputs([], [], [])
         self.steps = 0
-        """Steps of the model since the start."""
 
     def add_step(self, table: StepTable, policy_version: int) -> None:
         """Add the table of a step with the tokens that are kept; at most one table a step."""
@@ -115,7 +114,6 @@ class Places(NamedTuple):
     request_ids: list[str]
     """`[B]`"""
     tickets: NDArray[np.int64]
-    """`[B]` tickets of the requests."""
     starts: NDArray[np.int64]
     """`[B]` index of each row's first token in the table; its other tokens follow."""
 

@@ -46,7 +46,6 @@ class Weights(NamedTuple):
     table: FloatArray
     """`[V, C]` embeddings."""
     before_attention: FloatArray
-    """`[N, C]` weight of the norm."""
     qkv: FloatArray
     """`[N, (H + 2 J) D, C]`"""
     qkv_bias: FloatArray
@@ -58,7 +57,6 @@ class Weights(NamedTuple):
     """`[N, C, H D]`"""
     output_bias: FloatArray
     before_mlp: FloatArray
-    """`[N, C]` weight of the norm."""
     gate_up: FloatArray
     """`[N, 2 I, C]`"""
     gate_up_bias: FloatArray
@@ -71,13 +69,10 @@ class Weights(NamedTuple):
     """`[V, C]`"""
     head_bias: FloatArray
     cosines: FloatArray
-    """`[positions, D]` table of the rotary embedding."""
     sines: FloatArray
     """`[positions, D]`"""
     epsilon: np.float32
-    """Epsilon of all norms."""
     scale: np.float32
-    """Scale of attention scores."""
     heads: int
     """H."""
 
@@ -86,7 +81,6 @@ class Places(NamedTuple):
     """Places of a pass's tokens and of their keys (`engine.torch.attention_mask`)."""
 
     position: LongArray
-    """`[T]` positions in their contexts."""
     slot: LongArray
     first: LongArray
     last: LongArray

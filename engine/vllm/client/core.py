@@ -42,10 +42,9 @@ class VllmCore:
     def __init__(self, process: VllmProcess) -> None:
         self.process = process
         self.policy_version = 0
-        """Version of the loaded weights."""
         self._installations = 0
         self._adapter: Any = None
-        """The adapter that requests name, if it is kept apart from the model."""
+        """Set if the adapter is kept apart from the model."""
         self._templates: dict[Hashable, Any] = {}
         """vLLM's `SamplingParams` by our arguments, without the token limit."""
 
@@ -227,7 +226,7 @@ class VllmCore:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[T]:
-        """Call a method of the worker extension; return one result for each worker."""
+        """Return one result for each worker."""
         return await self._call_within(None, what, method, *args, **kwargs)
 
     async def _call_within(
@@ -238,7 +237,6 @@ class VllmCore:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[T]:
-        """Do `_call` with a limit in seconds; None: the default."""
         llm = self.process.vllm.llm
         call = llm.collective_rpc(method.__name__, args=args, kwargs=kwargs)
         return await self.process.ask(call, what, limit=limit)

@@ -19,7 +19,7 @@ from asyncrl.engine.vllm.client.process import VllmProcess
 from asyncrl.wire.records.step import EngineStats
 
 _STEPS = 2000
-"""With fewer steps the planner is still learning."""
+"""The planner is still learning with fewer steps."""
 _WORTH = 0.02
 """Smallest share of accepted drafts in generated tokens that justifies a drafter."""
 

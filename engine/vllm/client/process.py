@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _QUOTED_LINES = 15
 _LONGEST_FOLDER = 70
-"""In bytes. A socket's path may have 107, and vLLM names its sockets with 36."""
+"""Bytes. A socket's path may have 107, and vLLM names its sockets with 36."""
 
 
 class VllmLog:

@@ -136,7 +136,7 @@ class AdapterWeights(WorkerWeights):
 
 
 class _AdapterBuffer:
-    """A copy of one version of an adapter, in the engine's data type and scaled."""
+    """One version of an adapter, in the engine's data type and scaled."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -51,7 +51,6 @@ class Outbox:
         self._drafts: Any = None
         self._hurried = False
         self.steps = 0
-        """Steps that are not sent yet."""
         self.due = False
         """True if a message is sent after the current step."""
 
@@ -198,11 +197,11 @@ def _discarded(
 
 
 class _StepScheduler(_WholeTables, Scheduler):
-    """For steps that follow each other."""
+    """Sends the tables of steps that follow each other."""
 
 
 class _AsyncStepScheduler(_WholeTables, AsyncScheduler):
-    """For steps that are scheduled while the one before is running."""
+    """Sends the tables of steps that are scheduled while the one before is running."""
 
 
 def make_scheduler(vllm_config: Any, **rest: Any) -> Any:

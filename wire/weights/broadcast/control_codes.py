@@ -18,7 +18,6 @@ class Word(IntEnum):
     """
 
     CHUNK = 1
-    """The next chunk."""
     WHOLE = 2
     """The end; the version was unchanged while each chunk was read."""
     OVERWRITTEN = 3

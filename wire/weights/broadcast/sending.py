@@ -35,7 +35,7 @@ from asyncrl.wire.weights.fingerprint import pseudo_random
 from asyncrl.wire.weights.layout import WeightManifest
 
 _BLOCK = 1 << 15
-"""In 64-bit words; this many numbers stay in a core's cache."""
+"""64-bit words; this many numbers stay in a core's cache."""
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def _by_dot(words: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _by_product(words: Tensor, numbers: Tensor) -> Tensor:
-    """Do the same if there is no dot product of integers."""
+    """Return `[blocks]` sums where torch lacks a dot product of integers."""
     whole = len(words) // _BLOCK * _BLOCK
     sums = (words[:whole].view(-1, _BLOCK) * numbers).sum(1)
     rest = words[whole:]
@@ -112,12 +112,10 @@ class WeightSender:
         self._newest: WeightManifest | None = None
         self._group: Group | None = None
         self._ranks: dict[str, int] = {}
-        """Ranks of the group's members."""
         self._generation = 0
         self._unformed = 0
         """Consecutive failures to form a group of NCCL."""
         self._broken = False
-        """True if the last broadcast broke off."""
         self._steps: list[Tensor] = []
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-broadcast", daemon=True)

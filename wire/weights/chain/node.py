@@ -57,7 +57,6 @@ class NodeFiles:
         self._prefix = str(directory / f"asyncrl-{files_id}-weights-")
         self._files = [_File(Path(f"{self._prefix}{i}")) for i in range(2)]
         self._numbers = len(self._files)
-        """Number of files so far."""
         self._chunk_bytes = chunk_bytes
         self._newest: _File | None = None
         """The file with the newest complete version."""

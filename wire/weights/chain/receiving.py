@@ -207,7 +207,7 @@ class Receiving:
         return orders + self._ask(now)
 
     def _ask(self, now: float) -> list[Order | Leave]:
-        """Keep the window full, and begin a probe if one is due."""
+        """Keep the window full and begin a probe if one is due."""
         orders: list[Order | Leave] = []
         if self.failed:
             return orders

@@ -42,7 +42,6 @@ class _Child:
     def __init__(self, now: float) -> None:
         self.asks: OrderedDict[tuple[str, int], Ask] = OrderedDict()
         self.told = now
-        """Time of the last message to it."""
 
 
 class Serving:
@@ -54,7 +53,7 @@ class Serving:
     def __init__(self, state: Callable[[str, int], State]) -> None:
         self._state = state
         self._children: OrderedDict[str, _Child] = OrderedDict()
-        """In order of their turns."""
+        """Children in order of their turns."""
 
     def ask(self, child: str, ask: Ask, now: float) -> bool:
         """Note a child's request; False if it asks for too much.

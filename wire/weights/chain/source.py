@@ -30,7 +30,7 @@ class PublishedVersions:
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
         self._held: dict[str, Held] = {}
-        """By name, the newest last."""
+        """The newest last."""
         self._past: dict[str, None] = {}
 
     def add(self, manifest: WeightManifest) -> None:

@@ -209,7 +209,6 @@ class ServingThread(Generic[V]):
             raise NoReply(f"the thread that serves weights did not end in {_CLOSE_SECONDS:g} s")
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function in the thread."""
         future: Future[T] = Future()
 
         def run() -> None:

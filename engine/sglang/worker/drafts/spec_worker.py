@@ -56,7 +56,7 @@ class DraftInput(NgramVerifyInput):
     counts: Index
     """`[n]` tokens that each row feeds."""
     masks: dict[int, NDArray[np.bool_]]
-    """By row, the mask among its fed tokens; other rows attend causally."""
+    """Masks among the fed tokens, by row; other rows attend causally."""
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: Any = None) -> None:
         """Keep some rows; if steps overlap, SGLang does it."""
@@ -121,9 +121,7 @@ class SpecWorker(BaseSpecWorker):
         self._place = CachePlace()
         self._pending: _Step | None = None
         self.drafted = 0
-        """Draft tokens fed since the start."""
         self.accepted = 0
-        """Draft tokens accepted since the start."""
 
     @property
     def draft_worker(self) -> None:
@@ -332,7 +330,6 @@ class SpecWorker(BaseSpecWorker):
 
 
 def _verify_input(batch: Any, trees: TokenTrees, feed: Feed, contexts: Index) -> DraftInput:
-    """Return what attention reads of a step."""
     device = batch.seq_lens.device
     mask = None
     if device.type != "cpu":

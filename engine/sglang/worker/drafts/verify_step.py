@@ -37,7 +37,6 @@ class Feed:
     place: Index
     """`[T]` counted from the row's last token, 0."""
     positions: Index
-    """`[T]` positions in the row's text."""
     counts: Index
     """`[n]` places of each row; their sum is T."""
     real: Index | None
