@@ -1,11 +1,9 @@
 """Merges published adapters into a copy of the model's own weights.
 
-base (kept) + adapter (read) ─► merged, in the engine's data type ─► installed as any weights
-
-An engine that serves merged weights decodes, caches, verifies and compares fingerprints as with
-whole weights. It needs one more copy of the matrices that have an adapter: merging one version into
-the previous one would add up roundings. The base is the weights that the engine started with. If
-they are not those of the trainer's `model.path`, the fingerprint of the first version differs.
+An engine that serves merged weights needs one more copy of the matrices that have an adapter:
+merging one version into the previous one would add up roundings. The base is the weights that the
+engine started with. If they are not those of the trainer's `model.path`, the fingerprint of the
+first version differs.
 """
 
 from __future__ import annotations

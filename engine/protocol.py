@@ -1,8 +1,8 @@
 """The protocol of every engine: requests and weights in, token chunks out.
 
-An engine does not know groups, epochs or rewards. It serves requests: the eight samples of a group
-are eight requests with the same `cache_key`. It raises `asyncrl.engine.errors.EngineError` and its
-subclasses, with the request id.
+An engine does not know groups, epochs or rewards: the eight samples of a group are eight requests
+with the same `cache_key`. It raises `asyncrl.engine.errors.EngineError` and its subclasses, with
+the request id.
 
 A response of several turns alternates generated and observed tokens. A stop token or stop string
 that ends a turn is part of the response, and observed tokens follow it. So only what was generated
@@ -245,10 +245,9 @@ class Engine(Protocol):
     async def stage_weights(self, manifest: WeightManifest) -> None:
         """Copy published weights into the engine's staging memory; generation continues.
 
-        The served weights do not change. Names, shapes and data types are checked, and that the
-        copy is one whole version. A version that is never installed costs nothing more; the next
-        one replaces it. Staging memory is one more copy of the weights per engine
-        (`asyncrl.engine.weights.StagedWeights`).
+        Names, shapes and data types are checked, and that the copy is one whole version. The next
+        version replaces one that is never installed. Staging memory is one more copy of the weights
+        per engine (`asyncrl.engine.weights.StagedWeights`).
 
         Raises:
             WeightsSupersededError: these were overwritten or removed; nothing is staged.
@@ -258,9 +257,9 @@ class Engine(Protocol):
     async def install_weights(self, policy_version: int) -> None:
         """Replace the weights by the staged ones between two steps.
 
-        Running requests continue under the new version with the KV that they have. No token is ever
-        drawn from a mixture of two versions of the weights. A staged version can be installed once.
-        Raises WeightsError if this version is not staged; the engine keeps its weights.
+        Running requests continue with the KV that they have. No token is ever drawn from a mixture
+        of two versions. A staged version can be installed once. Raises WeightsError if this version
+        is not staged; the engine keeps its weights.
         """
 
     async def fingerprint(self) -> Fingerprint:

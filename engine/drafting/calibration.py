@@ -1,8 +1,7 @@
 """Maps estimated acceptance probabilities to observed ones, learned while running.
 
-Whether a draft pays depends on a drafter's estimate that each node is accepted. Estimates are
-compared with outcomes in bins and mapped by a rising curve through the bins. Bins are fine where it
-matters: at a large batch only nodes above 0.97 pay.
+Estimates are compared with outcomes in bins and mapped by a rising curve through the bins, which
+are fine where it matters: at a large batch only nodes above 0.97 pay.
 """
 
 from __future__ import annotations

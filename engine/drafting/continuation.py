@@ -1,10 +1,9 @@
 """Earlier continuations of responses, which are drafted from first.
 
-A request may bring the text that once continued its response. While the response follows that text,
-the rest of it is the draft. A token that differs is first taken for a substitution, and the draft
-continues after it. If the next token differs too, the text is searched around the cursor for the
-last few generated tokens; if they are found, drafting resumes, but never with a token that was
-already rejected there. A wrong draft costs time, never exactness.
+While a response follows the text that once continued it, the rest of the text is the draft. A token
+that differs is first taken for a substitution. If the next one differs too, the text is searched
+around the cursor for the last few generated tokens; if they are found, drafting resumes, but never
+with a token that was already rejected there.
 
 A response is identified by its slot, a small number that the caller chooses.
 """

@@ -1,10 +1,7 @@
-"""DraftPlanner: decides from measured step times how much a decode step drafts, for every engine.
+"""Decides from measured step times how much a decode step drafts, for every engine.
 
-A step that verifies drafts feeds more tokens through the model. Up to some number of tokens a
-forward pass costs the same, because it waits for the weights from memory; beyond it each token
-costs its share of arithmetic. The planner observes what each step cost and which drafts were
-accepted, and picks the number of draft tokens that gives the most tokens per second. At a large
-batch that number is 0. An engine uses it so:
+Up to some number of tokens a forward pass costs the same, because it waits for the weights from
+memory; beyond it each token costs its share of arithmetic. An engine uses the planner so:
 
     budgets, min_probability = planner.ask(left, other_tokens=...)     # what to ask the cache for
     drafts = cache.draft(rows, budgets, min_probability=min_probability)
@@ -14,9 +11,8 @@ batch that number is 0. An engine uses it so:
     planner.judge(path_probabilities_of_fed_nodes, accepted_flags)
 
 With S(m) the expected tokens of a step that feeds the m best nodes, and T(m) its seconds, the step
-takes the m with the largest S - rate x T, where `rate` is what recent steps yield. The unknown (a
-batch size never drafted for, a cost measured long ago) is explored. A budget of seconds, the bank,
-pays for exploration; it fills with a small share of the time, which bounds the cost. Reasons and
+takes the m with the largest S - rate x T, where `rate` is what recent steps yield. A budget of
+seconds, the bank, pays for exploration; it fills with a small share of the time. Reasons and
 alternatives: docs/decisions/0006.
 """
 
@@ -293,8 +289,8 @@ class DraftPlanner:
     def _scale_of(self, rows: int) -> _Scale:
         """Return what was learned at about this many rows; at first, a copy of the nearest size.
 
-        Otherwise the end of each batch, where rows end one by one, would learn again and again that
-        drafting does not pay. If it does pay, one exploration shows it.
+        Without the copy, the end of each batch would learn anew that drafting does not pay. If it
+        does pay, one exploration shows it.
         """
         index = rows if rows < 8 else 8 + cell_of(rows) // 2
         scale = self._scales.get(index)

@@ -1,8 +1,7 @@
 """The compiled arithmetic of `asyncrl.engine.drafting.step_times`: a table of cells in one array.
 
-The table is read after almost every step in which rows have ended. As Python objects its 60 cells
-took 0.4 ms a reading, a quarter of the drafter's cost; single array operations were slower still
-(decision 0027).
+The table is read after almost every step in which rows have ended; as Python objects that was a
+quarter of the drafter's cost (decision 0027).
 """
 
 from __future__ import annotations

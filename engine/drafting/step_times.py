@@ -2,16 +2,15 @@
 
     seconds = scale x (table[asked, tokens] + slopes . (context, rows))
 
-- The **table** has a cell for each number of tokens up to 32, and eight cells per octave above.
-  Each holds decayed means. Steps for which the cache was asked for drafts have separate cells;
-  the difference is the cost of proposing. The table is read as a rising curve, so that noise makes
-  no false cheap spot.
-- The **slopes** are fitted within cells, from steps of equal tokens that differ in context or rows,
-  so they hold only what the table cannot. A slope that is not clearly there is 0.
+- The **table** has a cell for each number of tokens up to 32, and eight cells per octave above,
+  each with decayed means. Steps for which the cache was asked for drafts have separate cells.
+  The table is read as a rising curve, so that noise makes no false cheap spot.
+- The **slopes** are fitted within cells, from steps of equal tokens that differ in context or
+  rows. A slope that is not clearly there is 0.
 - The **scale** follows what all steps have in common, such as another program on this machine.
 
-A single stalled step does little harm: a difference is cut to three times the usual one, and the
-quicker of a cell's first two steps counts. The module uses no clock and no randomness.
+A difference is cut to three times the usual one, and the quicker of a cell's first two steps
+counts, so a stalled step does little harm. The module uses no clock and no randomness.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Token trees of a step: the drafts that decoding rows feed after their last token.
 
-A row's last token is the root; each drafted token is a node below the token that it would follow.
-All nodes go through the model in one pass. A node attends to the row's context and to its
-ancestors, and its position follows from its depth. Its KV has a separate place after the context;
-acceptance moves the KV of the accepted path to the right places. A chain is a tree without forks:
-its places and positions agree, the mask is the plain one and nothing has to be moved.
+A row's last token is the root; a drafted token is a node below the token that it would follow. A
+node attends to the row's context and its ancestors. Its KV has a separate place after the context;
+acceptance moves the KV of the accepted path to the right places. In a chain, places and positions
+agree, the mask is the plain one and nothing has to be moved.
 
     row's context  ... root     nodes      0: a    1: b (below a)    2: c (below the root)
     position       ... p        p + depth  p + 1   p + 2             p + 1
     place in slot  ... p        p + 1 + j  p + 1   p + 2             p + 3
 
-The most probable path comes first. It is accepted most often, and its KV is then already in place.
+The most probable path comes first: it is accepted most often, with its KV already in place.
 """
 
 from __future__ import annotations

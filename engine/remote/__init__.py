@@ -5,7 +5,7 @@
     extras.py   travels with requests and results
     calls.py    the calls from one to the other
 
-Nothing here imports vLLM or SGLang. An engine adds the process that it starts and a `Core`
-(`client.core`) on one side, and adapters from its scheduler, its model runner and its loader to
-`worker/` on the other. Neither half imports the other.
+An engine adds the process that it starts and a `Core` (`client.core`) on one side, and adapters
+from its scheduler, model runner and loader to `worker/` on the other. Nothing here imports vLLM or
+SGLang, and neither half imports the other.
 """

@@ -10,9 +10,8 @@ the same noise mostly names the same token: that lets verification keep tokens o
 The noise of a token is keyed by the seed of its request and the version that drew it. A verified
 token keeps its list and its noise.
 
-On a CPU the draws are compiled code (`engine.sampling.drawing_kernels`), elsewhere the tensor
-operations here, or on GPUs kernels that start from logits
-(`asyncrl.engine.sampling.logits_triton`). All compute the same bits of noise.
+`engine.sampling.drawing_kernels` (CPU), the tensor operations here and
+`engine.sampling.logits_triton` (GPU) compute the same bits of noise.
 """
 
 from __future__ import annotations

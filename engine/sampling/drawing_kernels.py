@@ -1,8 +1,8 @@
 """Draws on a CPU (`engine.sampling.drawing`): one pass over a row finds its K most probable tokens.
 
-A row is read in blocks whose largest value is computed as a vector; only blocks that reach the K-th
-largest value so far are looked at token by token. The noise of tokens outside the list is computed
-for the few rows that need it, and only for tokens that can still win.
+Only blocks whose largest value reaches the K-th largest so far are looked at token by token. The
+noise of tokens outside the list is computed for the few rows that need it, and only for tokens that
+can still win.
 """
 
 from __future__ import annotations

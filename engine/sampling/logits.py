@@ -1,15 +1,11 @@
 """Draws and lookups from the logits of a step, in slabs of rows under a limit of memory.
 
-A distribution over a vocabulary of 151,936 tokens is 0.6 MB in float32, and the operations between
-logits and a token need several of them at once: 4,096 rows in one piece would take more than 5 GB.
-So drawing and looking up go through the rows in slabs. Rows are independent of each other, so slabs
-change no result. The limit is `engine.logits_mib`. The model's logits themselves are not counted.
+The operations between logits and a token need several arrays over the vocabulary at once: 4,096
+rows in one piece would take more than 5 GB. Rows are independent of each other, so slabs change no
+result. The limit is `engine.logits_mib`, without the model's logits themselves.
 
 On a GPU kernels work from the logits directly (`engine.sampling.logits_triton`) and write no array
 over the vocabulary, so only the output layer has to be asked in slabs there.
-
-`Distributions` is the interface for the rest of an engine: rows that can be drawn from and looked
-up repeatedly. `distributions_of` chooses the implementation.
 """
 
 from __future__ import annotations
@@ -196,16 +192,10 @@ def draw_from_logits(
     places: NDArray[np.int64] | None = None,
     table_rows: int | None = None,
 ) -> LogitDraws:
-    """Draw a token from each row of logits.
+    """Draw a token from each row of logits `[N, V]`, which may be overwritten.
 
-    Args:
-        logits: `[N, V]` of any floating-point type; may be overwritten.
-        sampling: parameters of the N rows.
-        k: K of the lists.
-        streams: random numbers of the N draws.
-        max_bytes: memory that may be held at once for rows that are processed.
-        places: `[N]` each row's row of the table; None: all in order.
-        table_rows: T; None: N. Other rows of the table are 0.
+    `k` is the length of the lists; at most `max_bytes` are held at once. `places` `[N]` are the
+    rows of the table with `table_rows` rows (None: all in order, N); other rows of it are 0.
     """
     n, device = len(logits), logits.device
     if fused(logits, k):

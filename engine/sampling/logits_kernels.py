@@ -1,7 +1,6 @@
 """The kernels of `asyncrl.engine.sampling.logits_triton`.
 
-Tokens are compared by keys: 32 bits that order floats as integers, then the id, reversed. So a key
-orders tokens by probability, then by id.
+Tokens are compared by keys: 32 bits that order floats as integers, then the id, reversed.
 
 Arguments in capitals are compile-time constants. `n` rows, `vocabulary` tokens, `stride` between
 rows of logits, `count` parts of a row. `columns` are packed by `engine.sampling.logits_triton`; the

@@ -157,16 +157,10 @@ def cut_rows(
 ) -> None:
     """Follow the new tokens of all rows of a batch; shorten `kept` where a row ends.
 
-    Args:
-        table: the rule's table.
-        classes: the rule's classes.
-        mine: `[n]` rows that have this rule.
-        states: `[n]` states of the rows; updated.
-        row: `[M]` row of each new token, in order.
-        step: `[M]` its place among its row's new tokens.
-        tokens: `[M]`
-        kept: `[n]` tokens that each row appends; reduced.
-        stopped: `[n]` whether the last of them ends the row; set.
+    `table` and `classes` are those of the rule, which the rows `mine` have. Updated are `states`
+    and `kept` `[n]` (tokens that each row appends), and set is `stopped` `[n]` (the last of them
+    ends the row). `tokens`, `row` (in order) and `step` (place among the row's new tokens) are
+    `[M]`.
     """
     for place in range(len(tokens)):
         r = row[place]

@@ -3,15 +3,15 @@
 A draw (`engine.sampling.drawing`) is a pure function of the distribution, the seed of the request,
 the position in the response and, for tokens outside the list, the policy version. Its numbers are
 the position-th outputs of SplitMix64 streams (Steele, Lea, Flood 2014) started at mixed seeds. So
-neither the batch, nor the slot, nor the drafts can change which token a request generates; the
-tests use that as the strongest form of "drafting is exact". Only rounding remains: logits differ in
-the last bits with the shape of the batch, which moves a draw about once in 10^6 (never with a
-batch-invariant model, see `asyncrl.engine.torch.cpu.invariant_attention`).
+neither the batch, nor the slot, nor the drafts can change which token a request generates, except
+by rounding: logits differ in the last bits with the shape of the batch, which moves a draw about
+once in 10^6 (never with a batch-invariant model, see
+`asyncrl.engine.torch.cpu.invariant_attention`).
 
 A request that continues after a *rejected* token needs a new seed: given the rejection, the old
 number at that position is no longer uniform. For the same reason the numbers that accept or reject
-kept tokens, and those of tail draws, come from separate streams (`forked`). These differ between
-policy versions, so a token that is judged twice is judged with fresh numbers.
+kept tokens, and those of tail draws, come from separate streams (`forked`), which differ between
+policy versions.
 """
 
 from __future__ import annotations

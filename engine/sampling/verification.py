@@ -1,15 +1,12 @@
 """The verdict on kept tokens, given the current policy at each of them. All engines use it.
 
-An engine runs the kept tokens through its model, which gives the current distribution at each of
-them. `read` looks up what the rules need; the distributions may come in parts. `judge` accepts a
-prefix of each row and draws the symbol after it. If that is the tail, `name_tokens` draws the token
-from the distribution at its position.
+An engine runs the kept tokens through its model. `read` looks up what the rules need in the current
+distributions, which may come in parts. `judge` accepts a prefix of each row and draws the symbol
+after it. If that is the tail, `name_tokens` draws the token from the distribution at its position.
+A token that was drawn outside its list is named again, by the same noise.
 
-The whole current distribution is available: tokens of the old lists are looked up in it, and a
-token that was drawn outside its list is named again, by the same noise.
-
-Observed tokens were not drawn by any policy. Both distributions have all mass on the token there,
-regardless of the model, so a rule always accepts them with the token before them.
+Both distributions have all mass on an observed token, regardless of the model, so a rule always
+accepts it with the token before it.
 
 Random numbers are a function of (seed of the request, policy version, position), from separate
 streams. What follows a fully accepted row, or `lenient` tokens, is drawn freely by the engine from

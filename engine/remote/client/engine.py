@@ -134,11 +134,7 @@ class WeightSwap:
     async def stage(self, manifest: WeightManifest) -> None:
         """Copy published weights into the worker's staging memory.
 
-        Raises:
-            WeightsSupersededError: these were overwritten or removed; nothing is staged.
-            WeightsError: the weights do not fit the model, cannot be read or have values that are
-                not finite; nothing is staged.
-            EngineError: the core failed, or did not finish in time; nothing is staged.
+        Raises as `Engine.stage_weights`; EngineError if the core failed, or did not finish in time.
         """
         async with self._lock:
             self._staged = None
@@ -169,9 +165,8 @@ class WeightSwap:
     async def install(self, policy_version: int) -> None:
         """Replace the weights between two steps.
 
-        Raises:
-            WeightsError: this version is not staged; nothing was changed.
-            EngineError: the core failed during the installation; the engine has ended.
+        Raises WeightsError if this version is not staged; EngineError if the core failed during the
+        installation: the engine has ended.
         """
         async with self._lock:
             if self._staged != policy_version:
@@ -288,13 +283,9 @@ class _Parts:
 class RemoteEngine:
     """An `asyncrl.engine.protocol.Engine` whose model runs in another process. One event loop.
 
-    Args:
-        config: settings of the engine.
-        model_path: a directory in HF format or a hub id.
-        seed: seed of the stream that gives seeds to requests without one.
-        process: the core's process, not started.
-        start: starts the process with policy version 0, and connects to it. Raises EngineError.
-        call_seconds: least time limit for weights (`longest_installation`).
+    `seed` is that of the stream that gives seeds to requests without one. `process` is not started;
+    `start` starts it with policy version 0 and connects to it, or raises EngineError.
+    `call_seconds` is the least time limit for weights (`longest_installation`).
     """
 
     def __init__(
@@ -353,9 +344,8 @@ class RemoteEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response; closing the iterator aborts the request.
 
-        Raises:
-            RequestError: the request cannot be served (at the first chunk asked for).
-            EngineError: the core is not running, or died; the end of its log is quoted.
+        Raises RequestError at the first chunk if the request cannot be served; EngineError, which
+        quotes the end of the log, if the core is not running or died.
         """
         async with aclosing(self._running().generation.chunks(request)) as chunks:
             async for chunk in chunks:
@@ -369,14 +359,10 @@ class RemoteEngine:
         """Do nothing: prefix caches are not tied to sessions and evict by last use."""
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """Score given tokens, all under one policy version.
+        """Score given tokens, all under one policy version, before all waiting generation.
 
-        They wait for free slots, before all waiting generation. A paused engine cannot score: the
-        core pauses as a whole.
-
-        Raises:
-            RequestError: a request cannot be scored; none of them was.
-            EngineError: the engine is paused, or its core died.
+        Raises RequestError if a request cannot be scored (none of them was); EngineError if the
+        core died, or the engine is paused: the core pauses as a whole.
         """
         parts = self._running()
         parts.scoring.check(requests)
@@ -397,20 +383,14 @@ class RemoteEngine:
     async def stage_weights(self, manifest: WeightManifest) -> None:
         """Copy published weights into the worker's staging memory; generation continues.
 
-        Raises:
-            WeightsSupersededError: these were overwritten or removed; nothing is staged.
-            WeightsError: the weights do not fit the model, cannot be read or have values that are
-                not finite; nothing is staged.
-            EngineError: the core failed.
+        Raises as `WeightSwap.stage`.
         """
         await self._running().weights.stage(manifest)
 
     async def install_weights(self, policy_version: int) -> None:
         """Replace the weights between two steps; running requests continue with the KV they have.
 
-        Raises:
-            WeightsError: this version is not staged; nothing was changed.
-            EngineError: the core failed during the installation; the engine has ended.
+        Raises as `WeightSwap.install`.
         """
         await self._running().weights.install(policy_version)
 

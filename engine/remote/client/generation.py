@@ -109,9 +109,7 @@ class Generation:
     async def chunks(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield the response, until its end or an interruption.
 
-        Raises:
-            RequestError: the request cannot be served.
-            EngineError: the core failed.
+        Raises RequestError if the request cannot be served, EngineError if the core failed.
         """
         name = request.request_id
         self._limits.check_generate(request)

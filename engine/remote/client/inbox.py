@@ -76,9 +76,8 @@ class Inbox(Generic[T]):
     async def take(self) -> list[T]:
         """Wait for items, or `wake`, and take all of them.
 
-        Raises:
-            AbortedError: the request was aborted and nothing is left.
-            EngineError: it failed and nothing is left; the engine's own errors pass through.
+        Raises AbortedError if the request was aborted and EngineError if it failed, once nothing is
+        left.
         """
         await self._ready.wait()
         if not self.closed:

@@ -1,11 +1,11 @@
 """Tokens that the core has generated and that requests have not reported yet, as arrays.
 
-A step's table (`StepTable`) has the new tokens of all requests. `record` copies them to the rows of
-the requests in one compiled loop. A chunk is then a slice of one row.
+`record` copies the new tokens of all requests in a step's table (`StepTable`) to their rows, in one
+compiled loop. A chunk is then a slice of one row.
 
-A request that generates has a ticket: a number that it is sent with and that comes back with each
-of its tokens. Tickets are never used twice, so tokens of a request that was ended from this side
-are dropped even if its row is in use again.
+A request is sent with a ticket, a number that comes back with each of its tokens. Tickets are never
+used twice, so tokens of a request that was ended from this side are dropped even if its row is in
+use again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The requests of an engine's batch as arrays, one entry a row.
 
-Engines move rows when a batch is condensed or a request is preempted. A request's parameters are
-read once, when it first appears, into a separate column. When the list of rows has changed, the
-rows are picked from the columns; an ordinary step costs a comparison of two lists.
+A request's parameters are read once, when it first appears, into a separate column. When the list
+of rows has changed, the rows are picked from the columns; an ordinary step costs a comparison of
+two lists.
 """
 
 from __future__ import annotations

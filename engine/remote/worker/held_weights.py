@@ -1,22 +1,21 @@
 """Fingerprints of the weights that an engine decodes with, from its live layers.
 
-An engine's tensors differ from a checkpoint's: it stacks the query, key and value projections, and
-the gate and up projections, and pads the vocabulary. A head that is tied to the embedding is one
-parameter with two uses, and both are looked at.
+An engine stacks the query, key and value projections, and the gate and up projections, and pads the
+vocabulary. A head that is tied to the embedding is one parameter with two uses, and both are looked
+at.
 
 Names without a counterpart are left out of the fingerprint, and the run names them
 (`wire.records.wrong_policy.not_compared`): tensors that the engine renames, computes or holds in
 another layout or in wider layers, experts split among several ranks, and quantized layers.
 
 With tensor parallelism, the attributes of layers say how they are split (vLLM's; SGLang inherits
-them). The sums of a fingerprint add over blocks (`asyncrl.wire.weights.fingerprint`). So each rank
-sums the block that it holds, and the sum over all ranks is that of the whole tensor. Nothing is
-gathered.
+them). The sums of a fingerprint add over blocks (`asyncrl.wire.weights.fingerprint`), so each rank
+sums the block that it holds.
 
 Several ranks may hold the same block: norms, and key and value heads if there are fewer of them
 than ranks. The sums of such replicas are added with factors that sum to 1 modulo 2**64, all but the
-first of them pseudo-random. If all replicas are equal, the total is that of one; if one differs,
-the total is wrong with a probability of about 1 - 2**-64.
+first of them pseudo-random. If one replica differs, the total is wrong with a probability of about
+1 - 2**-64.
 """
 
 from __future__ import annotations
@@ -65,14 +64,8 @@ def shard_of(
     such layers on a CPU for sizes that are not a multiple of 32. With one rank, the tensors that
     such a layer stacks lie further apart.
 
-    Args:
-        module: the layer. Linear layers and embeddings say how they are split; another one
-            holds its tensors whole.
-        part: index among the tensors that the layer stacks; 0 if it holds one.
-        before: rows of those before it, in the checkpoint.
-        shape: shape of the whole tensor.
-        rank: rank of this process.
-        size: number of ranks.
+    `part` is the index among the tensors that the layer stacks; `before` are the rows of those
+    before it, in the checkpoint; `shape` is that of the whole tensor.
     """
     sizes: list[int] = getattr(module, "output_partition_sizes", None) or []
     if size == 1 or not shape:

@@ -1,11 +1,9 @@
 """Follows what decode steps generate, and decides what to draft for the next one.
 
 A request has a slot here as long as the engine knows it, wherever its row lies and however often it
-is preempted. Slots are kept in arrays. Generated tokens stay in the engine's table until drafts are
-wanted or the row ends, so a step without drafts costs some twenty array operations for any number
-of rows of any length. A request's row in the cache is open for the same time as its slot.
-
-A wrong draft costs time, never exactness.
+is preempted; its row in the cache is open for the same time. Generated tokens stay in the engine's
+table until drafts are wanted or the row ends, so a step without drafts costs some twenty array
+operations for any number of rows.
 """
 
 from __future__ import annotations
@@ -121,11 +119,8 @@ class RowBook:
     def record(self, slots: Index, rows: Index, lengths: Index, table: IntArray) -> None:
         """Add to the cache what rows have generated since they were last recorded.
 
-        Args:
-            slots: `[n]` slots of the rows; those with NO_SLOT are left out.
-            rows: `[n]` their rows of the table.
-            lengths: `[n]` tokens of each row.
-            table: `[R, M]` tokens of each row.
+        `slots` are `[n]`, NO_SLOT for rows to leave out; `rows` `[n]` are their rows of the `table`
+        `[R, M]`, with `lengths` `[n]` tokens each.
         """
         mine = np.flatnonzero(slots != NO_SLOT)
         slots, rows, lengths = slots[mine], rows[mine], lengths[mine]

@@ -1,8 +1,8 @@
 """A request whose tokens are scored or verified, while its prompt is taken in part by part.
 
-An engine may take a prompt in over several steps, and begin again after a preemption. The values
-that the verdict needs are looked up while each position's distribution exists. Of the distributions
-only the hidden states are kept: a token may have to be drawn at one place, known only at the end.
+The values that the verdict needs are looked up while each position's distribution exists. Of the
+distributions only the hidden states are kept: a token may have to be drawn at one place, known only
+at the end. A preempted prompt begins again.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
 """A second tree of a model's modules: new weights are loaded into it while the first one decodes.
 
 Loaders stack, pad, shard and pack a checkpoint's tensors, and they write into modules. So they get
-shallow copies of the modules, with separate parameters and buffers. What they write there is then
-copied, parameter by parameter, into the model between two steps.
+shallow copies of the modules, with separate parameters and buffers.
 
     twin = Twin(model, device)
     load(twin.model, tensors)      # in a thread; the model keeps decoding
-    twin.install()                 # between two steps
+    twin.install()                 # between two steps: copies parameter by parameter
 
-On a CPU vLLM multiplies by packed copies, which a function of each layer holds (`cpu_linear`) and
-nothing can write to. Loading makes new ones, here as in the model, and installing swaps the two
-functions. SGLang packs nothing.
+On a CPU vLLM multiplies by packed copies, which a function of each layer holds (`cpu_linear`).
+Loading makes new ones, and installing swaps the two functions. SGLang packs nothing.
 
 This equals loading into the model only if loading leaves nothing besides parameters and that
-function, which depends on the layers. `Attributes` and `differences` find out;
-`asyncrl.engine.remote.worker.staging` calls them once, before anything is served.
+function. `Attributes` and `differences` find out; `asyncrl.engine.remote.worker.staging` calls them
+once, before anything is served.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """New weights next to the running model: loaded into a second tree of modules, then copied.
 
-An engine's loader brings a checkpoint's tensors into the form of its layers. It takes several times
-as long as a copy, so it runs in a thread on a second tree of the model's modules
-(`engine.remote.worker.shadow_model`) while tokens are generated. Installing copies from there.
-
-That both give the same is proved before the engine becomes ready, with its initial weights:
+An engine's loader takes several times as long as a copy, so it runs in a thread on a second tree of
+the model's modules (`engine.remote.worker.shadow_model`) while tokens are generated. That both give
+the same is proved before the engine becomes ready:
 
 1. The model is loaded with numbers that all differ from its own. Nothing may change but what
-   copying replaces: anything else was made of weights, and copying would leave it as it is.
+   copying replaces.
 2. A twin is made, filled with NaN, and loaded with the model's own weights. The model must not
    change, and the twin must then hold what the engine's start had left in the model.
 3. The twin is copied into the model, which must then be as it was at the start.
@@ -113,13 +111,9 @@ class WorkerWeights:
     def prove(self) -> None:
         """Find out whether all later versions can be copied from a twin; it may take minutes.
 
-        Called while nothing is served and the model has its initial weights, which it also has
-        afterwards.
-
-        Raises:
-            WeightsReadError: transformers cannot load the model that the engine was started with.
-            WeightsError: the engine cannot load new weights into this model, or loading the same
-                ones does not restore its initial state.
+        The model has its initial weights, before and afterwards; nothing is served. Raises
+        WeightsReadError if transformers cannot load the initial weights; WeightsError if the engine
+        cannot load weights into this model, or loading the same ones does not restore its state.
         """
         model, own = self._loader.model, list(self._own().items())
         with torch.inference_mode():

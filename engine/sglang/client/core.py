@@ -187,9 +187,8 @@ class SglangCore:
     async def ready(self, limit: float) -> None:
         """Wait until the worker accepts requests.
 
-        Raises:
-            TimeoutError: it was not ready after `limit` seconds.
-            EngineError: it died before.
+        Raises TimeoutError if it was not ready after `limit` seconds, EngineError if it died
+        before.
         """
         ready = await self._process.ask(self._ready, "start", limit=limit)
         self.vocab_size, self.pid = ready.vocab_size, ready.pid
@@ -264,8 +263,7 @@ class SglangCore:
     async def install(self, policy_version: int, limit: float) -> str:
         """Put the staged weights in place and stamp later tokens with them; only while paused.
 
-        Raises if it takes more than `limit` seconds. Returns why SGLang had to load them in the
-        pause (`RemoteWorker.asyncrl_install`), or "".
+        Raises if it takes more than `limit` seconds. Returns as `RemoteWorker.asyncrl_install`.
         """
         install = SglangWorker.asyncrl_install
         what = "install new weights"

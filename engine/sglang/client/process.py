@@ -181,12 +181,8 @@ class SglangProcess:
     async def ask(self, answer: Awaitable[T], what: str, *, limit: float | None = None) -> T:
         """Await an answer of the process, but not past its end or the time limit in seconds.
 
-        `what` completes the error "asked to {what}, SGLang did not answer"; limit None: that of
-        calls.
-
-        Raises:
-            TimeoutError: it did not answer within `limit`.
-            EngineError: the process ended, or did not answer in time.
+        `what` completes the error "asked to {what}, SGLang did not answer". Raises TimeoutError if
+        it did not answer within `limit`; EngineError if it ended, or without `limit` was too slow.
         """
         task = asyncio.ensure_future(answer)
         over = asyncio.ensure_future(self._over.wait())
