@@ -113,11 +113,11 @@ def _refuse(what: str, wrong: list[str]) -> None:
 class StagedWeights:
     """An engine's copy of one published version, from `stage` to `install`. Thread-safe.
 
-    It takes one more copy of the weights per engine, from the first `stage` on, in the engine's
-    data types. Copying from the published file straight into the parameters would save that memory.
-    But a version that is overwritten during the copy would leave the parameters with a mixture of
-    two versions, and generation would have to stop for the whole copy. `check` raises WeightsError
-    to refuse the tensors; `buffer` holds the copy.
+    It takes one more copy of the weights per engine, in the engine's data types. Copying from the
+    published file straight into the parameters would save that memory, but a version that is
+    overwritten during the copy would leave them with a mixture of two versions, and generation
+    would stop for the whole copy. `check` raises WeightsError to refuse the tensors; `buffer` holds
+    the copy.
     """
 
     def __init__(self, check: Callable[[NamedTensors], None], buffer: Buffer | None = None) -> None:
@@ -129,11 +129,9 @@ class StagedWeights:
     def stage(self, manifest: WeightManifest) -> None:
         """Copy a published version and check it. It replaces a version that was not installed.
 
-        If it raises, nothing is staged.
-
-        Raises:
-            WeightsSupersededError: this version was overwritten by a newer one, or removed.
-            WeightsError: the file cannot be read, or `check` refused its tensors.
+        If it raises, nothing is staged: WeightsSupersededError if this version was overwritten by a
+        newer one, or removed; WeightsError if the file cannot be read, or `check` refused its
+        tensors.
         """
         with self._lock:
             self._version = None

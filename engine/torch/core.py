@@ -10,8 +10,6 @@ One step is one forward pass (`step`):
     judge    the kept tokens that the current policy accepts, and a draw after them (verification)
     choose   draws that stay in the tree, and the first that leaves it; all other KV is void
     report   first tokens, rows with enough unreported ones, and rows that ended (reports)
-
-New weights are staged while the model serves, and copied in between two steps.
 """
 
 from __future__ import annotations
@@ -78,11 +76,7 @@ class ModuleWeights:
     def stage(self, manifest: WeightManifest) -> None:
         """Copy a published version into staging memory, in the module's data types.
 
-        Safe while the module computes. If it raises, nothing is staged.
-
-        Raises:
-            WeightsSupersededError: this version was overwritten by a newer one, or removed.
-            WeightsError: the weights do not fit the module, or cannot be read.
+        Safe while the module computes. Raises as `StagedWeights.stage`.
         """
         self._staged.clear()
         self._shapes.check(manifest)
@@ -157,12 +151,9 @@ class CoreSettings:
 class DecodeCore:
     """Continuous batching with exact drafting over a loaded model. Not thread-safe.
 
-    Args:
-        model: the policy.
-        settings: bounds.
-        source: proposes drafts; None: requests' earlier continuations only.
-        seed: seed of the stream that gives seeds to requests without one.
-        planner: decides how much to draft; None: one that learns from this core's step times.
+    `source` proposes drafts (None: requests' earlier continuations only). `seed` is that of the
+    stream that gives seeds to requests without one. `planner` decides how much to draft (None: one
+    that learns from this core's step times).
     """
 
     def __init__(
@@ -268,9 +259,7 @@ class DecodeCore:
     def stage_weights(self, manifest: WeightManifest) -> None:
         """Copy published weights into staging memory. May run in another thread during a step.
 
-        Raises:
-            WeightsSupersededError: these were overwritten or removed; nothing is staged.
-            WeightsError: the weights do not fit the model or cannot be read; nothing is staged.
+        Raises as `StagedWeights.stage`.
         """
         self._weights.stage(manifest)
 

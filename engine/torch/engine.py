@@ -4,9 +4,8 @@
                    waits for: work, and not being paused · unblocked by: generate, resume
                    bounded by: the core's slots
 
-The event loop and the steps do not wait for each other: chunks of a step are delivered while the
-next one is computed. The core is not thread-safe, so only the thread touches it; calls during a
-step are made before the next one, in order:
+Chunks of a step are delivered while the next one is computed. The core is not thread-safe, so only
+the thread touches it; calls during a step are made before the next one, in order:
 
     thread = DecodeThread(core.step, may_step=lambda: core.has_work, deliver=..., failed=...)
     thread.post(lambda: core.interrupt("r1"), done=deliver, failed=end)  # before the next step
@@ -57,12 +56,9 @@ class _Job:
 class DecodeThread:
     """Runs jobs and steps of one core. Made and called in one event loop.
 
-    Args:
-        step: computes a step and returns its chunks.
-        may_step: True if there is anything to compute; called in the thread.
-        deliver: gets the chunks of steps, in the event loop.
-        failed: gets a step's exception in the event loop. No other step follows, and jobs fail.
-        prepare: called once in the thread.
+    `step` returns a step's chunks, which `deliver` gets in the event loop, and `may_step` returns
+    True if there is anything to compute; both are called in the thread, and `prepare` once.
+    `failed` gets a step's exception in the event loop. No other step follows, and jobs fail.
     """
 
     def __init__(
@@ -273,9 +269,8 @@ class TorchEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response; closing the iterator frees the slot.
 
-        Raises:
-            RequestError: the request cannot be served (at the first chunk asked for).
-            EngineError: the engine is not running, or its loop failed.
+        Raises RequestError at the first chunk if the request cannot be served; EngineError if the
+        engine is not running, or its loop failed.
         """
         core, thread = self._running()
         name, reader = request.request_id, _Reader()
@@ -340,9 +335,7 @@ class TorchEngine:
     async def stage_weights(self, manifest: WeightManifest) -> None:
         """Copy published weights into staging memory, in a separate thread; steps continue.
 
-        Raises:
-            WeightsSupersededError: these were overwritten or removed; nothing is staged.
-            WeightsError: the weights do not fit the model or cannot be read; nothing is staged.
+        Raises as `StagedWeights.stage`.
         """
         core, _ = self._running()
         await asyncio.to_thread(core.stage_weights, manifest)

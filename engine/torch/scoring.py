@@ -24,14 +24,9 @@ def score_all(
 ) -> list[Score]:
     """Score requests, in their order; contexts go through the model packed, sorted by length.
 
-    Args:
-        model: scores the tokens; its slots are not used.
-        requests: the requests.
-        max_tokens: most tokens of one pass; a single longer request still runs, alone.
-        max_bytes: memory for the float32 logits of one pass, with the same exception, and as much
-            to process them.
-        listed: K of the engine, at least that of each request.
-        policy_version: version of the weights.
+    One pass has at most `max_tokens` tokens and `max_bytes` of float32 logits, and as much to
+    process them; a single longer request runs alone. The model's slots are not used. `listed` is K
+    of the engine, at least that of each request.
     """
     order = sorted(range(len(requests)), key=lambda i: _length(requests[i]))
     scores: dict[int, Score] = {}

@@ -1,12 +1,11 @@
 """KV slots, the layout of one step's tokens, and attention over both.
 
-A step's tokens are packed into one sequence `[1, T]`, so that the model's linear layers never see
-padding: first every decoding row's last token and drafts, row by row, then whole new contexts.
-Only attention depends on rows. It is registered with transformers as an attention backend, so that
-any model built on that interface runs here unchanged.
+A step's tokens are packed into one sequence `[1, T]`: first every decoding row's last token and
+drafts, row by row, then whole new contexts. Only attention depends on rows. It is registered with
+transformers as an attention backend, so any model built on that interface runs unchanged.
 
-Legend of shapes: S slots, n running rows, T packed tokens, Q queries of a row (padded), L keys,
-H query heads, J key/value heads, G = H / J, D head size.
+Legend of shapes: S slots, n running rows, T packed tokens, Q queries of a row (padded), L keys, H
+query heads, J key/value heads, G = H / J, D head size.
 
     slot   0..m-1   decoding rows: Q = 1 + drafts, keys from their slots, explicit mask
     slot   m..n-1   new rows: Q = context length, keys are the queries' own, causal
@@ -258,7 +257,6 @@ class SlotAttention:
         """Attend with `[m, Q, H, D]` to the slots of the block's rows.
 
         Heads that share a key head are folded into the query axis, so that slots are read in place.
-        The usual `repeat_kv` would copy all of them in every layer of every step.
         """
         layer = self._cache.current_layer
         rows = slice(block.first_row, block.first_row + block.rows)

@@ -123,23 +123,15 @@ def choose_draws(
 ) -> int:
     """Choose each row's path: what it accepts and one more draw, up to a stop token or its limit.
 
-    Args:
-        accepted: `[n]` drafts and kept tokens that each row accepts.
-        starts: `[n]` each row's first draw.
-        walked: rows that take their draws from `walk`; others take those from `starts` on.
-        walk: `[P]` draws of these rows' paths, row after row.
-        tokens: `[N]` tokens of the draws.
-        stops: `[n, stops]` stop tokens, padded with -1.
-        begun: `[n]` leading tokens of each path in earlier turns, whose stops do not count.
-        left: `[n]` tokens that each row may still generate.
-        chosen: `[M]` to fill, the draws of the paths, row after row.
-        row: `[M]` to fill, the row of each.
-        step: `[M]` to fill, its place in its path.
-        kept: `[n]` to fill, the length of each path.
-        stopped: `[n]` to fill, whether its last token is a stop token.
+    Each of n rows accepts `accepted` drafts and kept tokens, has its first draw at `starts`, and
+    may still generate `left` tokens; the leading `begun` tokens of its path are of earlier turns,
+    whose stops do not count. `stops` `[n, stops]` are padded with -1. `walked` rows take their
+    draws from `walk` `[P]`, row after row; others take those from `starts` on. `tokens` `[N]` are
+    those of the draws.
 
-    Returns:
-        M.
+    Filled are `chosen` `[M]`, the draws of the paths, row after row, with the `row` of each and the
+    `step`, its place in its path; `kept` `[n]`, the length of each path; and `stopped` `[n]`: its
+    last token is a stop token. Returns M.
     """
     at = passed = 0
     for r in range(len(accepted)):

@@ -1,7 +1,7 @@
 """Verification of kept tokens, inside the step that takes their request in.
 
-The request's context goes through the model with the kept tokens after it, so that one pass gives
-the current policy at each of them and the KV of all. The KV of accepted tokens
+The context goes through the model with the kept tokens after it: one pass gives the current policy
+at each of them and the KV of all. The KV of accepted tokens
 (`asyncrl.engine.sampling.verification`) stays in the slot; decoding continues after it.
 """
 

@@ -1,12 +1,10 @@
 """Repairs vLLM's sampling with drafts on a CPU, only where it is broken.
 
-vLLM 0.32.0 on a CPU replaces its Triton kernels by C++ ones. The replacement for `expand_kernel`
-(one value per request -> one value per drafted position) hands the C++ code an int64 *copy* of its
-output and drops it, so temperature, top-p and top-k of drafted positions are uninitialised memory
-unless they happen to be int64. Tokens are then drawn from a wrong distribution, silently.
-
-Our engine draws and verifies drafts itself (`asyncrl.engine.vllm.worker.sampling`) and does not
-depend on this repair. vLLM's own drafters, with which benchmarks compare ours, do.
+The C++ replacement of vLLM 0.32.0 for the Triton kernel `expand_kernel` (one value per request ->
+one value per drafted position) gets an int64 *copy* of its output, so temperature, top-p and top-k
+of drafted positions are uninitialised memory unless they happen to be int64. Tokens are then drawn
+from a wrong distribution, silently. Our own sampling (`asyncrl.engine.vllm.worker.sampling`) does
+not depend on it; vLLM's own drafters, with which benchmarks compare ours, do.
 
 `apply_if_affected` is the entry point `vllm.general_plugins: asyncrl_cpu_sampling`, so it runs in
 every process that vLLM starts, before the replacements are registered. It tests the function and

@@ -25,12 +25,8 @@ class VllmWorker(RemoteWorker):
     ) -> None:
         """Install our drawing, scoring and drafting, and exit when process `parent` has ended.
 
-        It also proves how new weights are installed: minutes, for large models.
-
-        Args:
-            parent: id of the generator's process.
-            top_k: K of the reported lists (engine.top_k_logprobs); 0: none is reported.
-            logits_bytes: memory that drawing and scoring may hold at once (engine.logits_mib).
-            stage_on_device: True if new weights wait on the model's device (engine.weight_staging).
+        It also proves how new weights are installed: minutes, for large models. `top_k` is K of the
+        reported lists (0: none), `logits_bytes` the memory that drawing and scoring may hold at
+        once; new weights wait on the model's device if `stage_on_device`.
         """
         raise NotImplementedError

@@ -3,8 +3,8 @@
     python -m asyncrl.engine.sglang.worker.main
 
 Runs in SGLang's interpreter. It does what SGLang's `Engine` does up to its schedulers (`start.py`),
-and leaves out the tokenizer manager, the detokenizer and all of HTTP: our scheduler
-(`scheduler.py`) communicates with the generator directly.
+without tokenizer manager, detokenizer and HTTP: our scheduler (`scheduler.py`) communicates with
+the generator directly.
 
     generator ── Popen, own session ──► this process ── fork ──► a scheduler for each rank
 

@@ -1,9 +1,8 @@
 """Scores given tokens and verifies kept ones in the prefills of SGLang's model runner.
 
-SGLang computes `input_token_logprobs` from raw logits, all of a chunk at once. Here the hidden
-states that go into the output layer are taken, and only the scored positions are looked up, in
-slabs, with the processed distribution. Kept tokens are judged here, where the whole current
-distribution is (`engine.sampling.verification`): only the outcomes travel.
+SGLang computes `input_token_logprobs` from raw logits. Here the hidden states that go into the
+output layer are taken, and only the scored positions are looked up, in slabs, with the processed
+distribution. Kept tokens are judged here: only the outcomes travel.
 
 A prompt may come in chunks, and from the beginning again after a retraction. Positions whose KV is
 found in the radix cache have no hidden states, so a scoring request takes no more of its prefix

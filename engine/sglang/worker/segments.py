@@ -93,11 +93,9 @@ def segments_of(
 ) -> Segments:
     """Describe a forward pass of n rows.
 
-    Args:
-        table: `[n, >= context + count]` KV slots of each row's text.
-        contexts: `[n]` tokens of each row that have KV already.
-        counts: `[n]` tokens that it feeds.
-        masks: by row, the mask `[count, count]` among its fed tokens; other rows attend causally.
+    `table` `[n, >= context + count]` has the KV slots of each row's text: `contexts` `[n]` tokens
+    have KV already, `counts` `[n]` are fed. `masks` maps rows to the mask `[count, count]` among
+    their fed tokens; other rows attend causally.
     """
     masks = masks or {}
     lengths = contexts + counts

@@ -1,12 +1,12 @@
 """Starts SGLang's scheduler processes as its `Engine` does (`entrypoints/engine.py` of 0.5.23).
 
-`Engine.__init__` also starts a tokenizer manager, a detokenizer process and sockets, all unused
-here. So this repeats the part of `Engine._launch_subprocesses` (line 1129) up to its call of
-`_launch_scheduler_processes` (line 894, public for subclasses), and calls that.
+This repeats the part of `Engine._launch_subprocesses` (line 1129) up to its call of
+`_launch_scheduler_processes` (line 894, public for subclasses), and calls that. The tokenizer
+manager, the detokenizer process and sockets that `Engine.__init__` also starts are unused here.
 
 On a CPU the schedulers are forked from this process instead of spawned: importing SGLang costs 9 s
-of CPU, and they find it imported. This process computes nothing, so no thread of torch's or of a
-BLAS library is lost in the fork. With a GPU they are spawned, as SGLang does it.
+of CPU. This process computes nothing, so no thread of torch's or of a BLAS library is lost in the
+fork.
 """
 
 from __future__ import annotations

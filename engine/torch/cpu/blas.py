@@ -1,9 +1,8 @@
 """Matrix products inside compiled kernels, by the BLAS library that torch brings along.
 
-A kernel that multiplies matrices itself is one call without Python for a whole forward pass; with
-`torch.mm` each product is a separate call, which also releases and takes Python's lock. The
-library's Fortran function `sgemm_` is called by its address, with the arguments that `torch.mm`
-would give it, so the bits of the products and the number of threads are the same.
+So a whole forward pass is one call without Python. The library's Fortran function `sgemm_` is
+called by its address, with the arguments that `torch.mm` would give it, so the bits of the products
+and the number of threads are the same.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """A forward pass of Llama-like models on a CPU core, in as few calls as possible.
 
-A small model's decode step is bound by the number of operations: transformers' forward pass of a
-layer is about 40 of them, each some microseconds of Python and dispatch. Here the whole pass is one
-compiled call, which releases Python's lock once: a layer is four matrix products (queries, keys and
-values at once; output; gate and up at once; down) and three loops, on persistent buffers. The last
-layer computes only the tokens whose logits are wanted.
-
-The weights of fused products are rows of one tensor, and the module's parameters become views of
-it. So there is one copy of each weight, and installed weights are used at once.
-`rollout.cpu.fused_models` lists the models; all others run through transformers' forward pass.
+A small model's decode step is bound by the number of operations. Here the whole pass is one
+compiled call, which releases Python's lock once: a layer is four matrix products and three loops,
+on persistent buffers. The last layer computes only the tokens whose logits are wanted.
 
     embed + norm -> [qkv, rotate_and_store, attend, o, add_and_norm, gate and up, gated, down,
                      add_and_norm] x layers -> head
+
+The weights of fused products are rows of one tensor, and the module's parameters become views of
+it, so installed weights are used at once. `rollout.cpu.fused_models` lists the models.
 
 Shapes: N layers, T packed tokens, C hidden size, I intermediate size, H query heads, J key/value
 heads, D head size, V vocabulary, S slots, W wanted tokens. All numbers are float32.
@@ -120,17 +117,11 @@ def forward(
 ) -> None:
     """Compute the logits after the wanted tokens; the KV of all tokens is written to its places.
 
-    Args:
-        sgemm: `asyncrl.engine.torch.cpu.blas.sgemm_address`.
-        weights: weights of the model.
-        ids: `[T]` tokens.
-        places: places of the tokens.
-        wanted: `[W]` ascending indices into `[T]`. The last layer computes only these.
-        fed: rows of the products, at least T: the rows after T are padding.
-        keys: `[N, S, J, L, D]`; `[1, ...]`: not kept, each layer overwrites those before.
-        values: as `keys`.
-        buffers: with at least `fed` rows, and as many as `logits` has.
-        logits: `[W or more, V]`: rows after W are padding.
+    `sgemm` is `asyncrl.engine.torch.cpu.blas.sgemm_address`; `ids` are `[T]`. `wanted` `[W]` are
+    ascending indices into them: the last layer computes only these. `fed` rows, at least T, go
+    through the products; the rest is padding. `keys` and `values` are `[N, S, J, L, D]`; `[1,
+    ...]`: not kept, each layer overwrites those before. `buffers` have at least `fed` rows, and as
+    many as `logits` `[W or more, V]`.
     """
     w, count = weights, len(weights.qkv)
     states, change = buffers.states[: len(ids)], buffers.change[:fed]

@@ -3,23 +3,18 @@
 A row's logits differ in the last bits with the shape of the batch, because libraries choose another
 order of summation for another number of rows, queries or keys. That moves a draw about once in
 10^6, and the shape of a batch depends on the clock. A model that is loaded `batch_invariant` gives
-the same bits whatever the other rows are, whether a context is fed at once or token by token, and
-with or without drafts:
+the same bits for any other rows, whether a context is fed at once or token by token, and with or
+without drafts:
 
 - Attention runs in `attend`, one query at a time: scores, exponentials and sums go through the
   visible keys in the order of their places. Keys that are hidden from a token add exactly 0.
 - Every other operation works on single tokens. It sees a multiple of `TOKENS` tokens for each
   thread, filled up with tokens that nothing attends to, so that matrix products use the same
-  kernel for every row, and a whole number of vectors, so that no element is computed by the scalar
-  code for remainders.
+  kernel for every row, and no element is computed by the scalar code for remainders.
 
 The latter is a property of the libraries and the processor, so `model.load_model` compares bits at
-start and refuses a machine on which it does not hold.
-
-`engine.torch.cpu.fused_model` does the same with its kernels: one query at a time, padded products.
-
-Compared with `slots.SlotAttention` on one core of an EPYC 9004: 1.4 to 2.9 times as fast for rows
-that decode one token each, half as fast for contexts of 1,000 tokens.
+start and refuses a machine on which it does not hold. `engine.torch.cpu.fused_model` does the same
+with its kernels.
 """
 
 from __future__ import annotations

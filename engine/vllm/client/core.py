@@ -191,8 +191,7 @@ class VllmCore:
     async def install(self, policy_version: int, limit: float) -> str:
         """Put the staged weights in place and stamp later tokens with them; only while paused.
 
-        Raises if it takes more than `limit` seconds. Returns why vLLM had to load them in the pause
-        (`RemoteWorker.asyncrl_install`), or "".
+        Raises if it takes more than `limit` seconds. Returns as `RemoteWorker.asyncrl_install`.
         """
         install = VllmWorker.asyncrl_install
         what = "install new weights"

@@ -1,10 +1,10 @@
 """On a CPU the engine core is forked from a process that has imported vLLM already.
 
-vLLM spawns its core, which then imports again what the generator's process has just imported: 10 s
-of CPU. Here a fork server of `multiprocessing` imports it while the generator does, and forks the
-core, and for the core its tensor-parallel ranks. The server computes nothing, so no thread of
-torch's or of a BLAS library is lost in the fork. With a GPU, or if the model is compiled, all are
-spawned, as vLLM does it. Importing this module imports no vLLM.
+vLLM would spawn its core, which imports vLLM again: 10 s of CPU. Here a fork server of
+`multiprocessing` imports it while the generator does, and forks the core and its tensor-parallel
+ranks. The server computes nothing, so no thread of torch's or of a BLAS library is lost in the
+fork. With a GPU, or if the model is compiled, all are spawned, as vLLM does it. Importing this
+module imports no vLLM.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Starts vLLM. Imports it, so `environment.prepare` must have run before.
 
-Our output processor inside `AsyncLLM` delivers each step to its readers with its version. vLLM's
-own processor merges the steps of a slow consumer, keeps only the last weight version of a request
-and builds a Python object per log-probability. Ours takes the table of a whole step
-(`asyncrl.engine.remote.extras.StepTable`) with the version that the core stamped on it. A message
-has some steps of one version, and only the outputs of tables and of requests that end
-(`asyncrl.engine.vllm.worker.scheduler`), so a step costs a compiled call for any number of
-requests. Written against vLLM 0.32.0.
+Our output processor inside `AsyncLLM` takes the table of a whole step
+(`asyncrl.engine.remote.extras.StepTable`) with the version that the core stamped on it, and
+delivers it to its readers. vLLM's own one merges the steps of a slow consumer, keeps only the last
+weight version of a request and builds a Python object per log-probability. A message has some steps
+of one version, and only the outputs of tables and of requests that end
+(`asyncrl.engine.vllm.worker.scheduler`). Written against vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -190,9 +189,8 @@ def launch(
 ) -> Launched:
     """Start the engine core and wait until it is ready. Blocks; call it off the event loop.
 
-    Raises:
-        EngineStartError: the device is not there.
-        Other errors of vLLM's pass through; the caller quotes its log.
+    Raises EngineStartError if the device is not there. Other errors of vLLM's pass through; the
+    caller quotes its log.
     """
     _check_device(config)
     meter = VllmMeter()
@@ -325,9 +323,7 @@ def _float32_logits(config: EngineConfig) -> bool:
 
     On capability 8.x its batch-invariant products are special kernels (`determinism.
     batch_invariant` overrides `aten::mm`), and the one with a float32 result is not among them.
-
-    Raises:
-        EngineStartError: that one is asked for together with `batch_invariant`.
+    Raises EngineStartError if float32 logits are asked for together with `batch_invariant` there.
     """
     wanted = config.has_float32_logits(on_cpu=current_platform.is_cpu())
     if not (wanted and config.batch_invariant and current_platform.is_device_capability_family(80)):

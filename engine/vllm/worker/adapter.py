@@ -2,9 +2,8 @@
 
 vLLM puts a module around each layer that may have an adapter, with room for A and B of `max_loras`
 adapters: one. All requests name it, and each version overwrites the previous one while generation
-is paused. So requests continue under the new version as they do with merged weights, and vLLM never
-reads an adapter's files. KV of another version is not reused, because the prefix cache's salt has
-the version (`VllmCore`).
+is paused. KV of another version is not reused, because the prefix cache's salt has the version
+(`VllmCore`).
 """
 
 from __future__ import annotations

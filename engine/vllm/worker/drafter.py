@@ -2,8 +2,7 @@
 
 vLLM calls `make_drafter` in each rank of its model, and `propose` after each step. The hook passes
 no request ids, so the worker extension hands over the model runner once (`attach`), whose batch
-names the rows. This file holds everything that drafting needs to know of vLLM's internals.
-`worker.rows` decides what to draft, `asyncrl.engine.drafting.planner` how much.
+names the rows. `worker.rows` decides what to draft, `asyncrl.engine.drafting.planner` how much.
 
 vLLM prepares the verification of a step without drafts as if it had drafts of length 0.
 `prepare_plainly` makes such a step as cheap as one without speculation, in every rank, and `attach`
@@ -144,11 +143,9 @@ class CacheDrafter:
     ) -> list[list[int]]:
         """Draft for the next step; return `[B]` drafts, of any lengths.
 
-        Args:
-            sampled_token_ids: tokens that each row just got; none for an unfinished prompt.
-            num_tokens_no_spec: `[>= B]` tokens of each row, without drafts.
-            token_ids_cpu: `[>= B, max_model_len]` tokens of each row.
-            slot_mappings: unused.
+        Each row just got `sampled_token_ids` (none for an unfinished prompt). `token_ids_cpu` is
+        `[>= B, max_model_len]`, with `num_tokens_no_spec` `[>= B]` tokens of each row.
+        `slot_mappings` is unused.
         """
         rows, self._proposed = len(sampled_token_ids), {}
         drafts = self._no_drafts(rows)

@@ -1,12 +1,10 @@
 """Draws tokens inside vLLM's model runner, the same ones with drafts and without.
 
-vLLM draws with one random generator per request, whose numbers depend on which drafts were
-accepted. Here a draw is a pure function of (distribution, seed of the request, policy version,
-position in the response), see `engine.sampling.drawing`. So neither the batch, the row, preemption
-nor drafts change which token a request generates. The reported list is the one that the draw used.
-At each drafted position a token is drawn as without drafts, and the draft is accepted as far as it
-equals the draws (`asyncrl.rollout.acceptance.accept_chain`, exact for any draft). That needs none
-of vLLM's rejection kernels and costs one pass over the logits.
+A draw is a pure function of (distribution, seed of the request, policy version, position in the
+response), see `engine.sampling.drawing`. So neither the batch, the row, preemption nor drafts
+change which token a request generates; vLLM's generator per request depends on accepted drafts. At
+each drafted position a token is drawn as without drafts, and the draft is accepted as far as it
+equals the draws (`asyncrl.rollout.acceptance.accept_chain`, exact for any draft).
 
 `CoreSampler` replaces `GPUModelRunner._sample` (vLLM 0.32.0), which gets one row of logits per
 request, and one more per draft token when the step has drafts. Imports no vLLM.

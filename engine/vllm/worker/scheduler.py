@@ -1,16 +1,14 @@
 """vLLM's scheduler, made to send what several steps generated in one message.
 
-vLLM sends an object per request and step, and slices the step's log-probabilities for each: some 60
-us per request and step, for K = 8. Here requests ask vLLM for no log-probabilities. The whole
-table, which comes from the worker with the rest of the step's results, is attached to the first
-output of the step (`StepTable`). It has all tokens, so of the other outputs only those that end a
-request are sent.
+vLLM sends an object per request and step, and slices the step's log-probabilities for each. Here
+the whole table, which comes from the worker with the rest of the step's results, is attached to the
+first output of the step (`StepTable`). It has all tokens, so of the other outputs only those that
+end a request are sent.
 
-A message costs the generator's process much more than its content, so several steps share one
-(`Outbox`). When a message is sent depends on the tokens in it: a core in which every response has
-ended sends at once what is left. So an interrupted response must not be cut at the last step that
-came, as that place would reveal something about the tokens after it (docs/decisions/0011). It ends
-here: what was drawn before is sent, then its end.
+Several steps share a message (`Outbox`). When it is sent depends on the tokens in it: a core in
+which every response has ended sends at once what is left. So an interrupted response must not be
+cut at the last step that came, as that place would reveal something about the tokens after it
+(docs/decisions/0011). It ends here: what was drawn before is sent, then its end.
 
 Written against vLLM 0.32.0.
 """
@@ -118,7 +116,7 @@ class _WholeTables:
         """End requests from outside, as vLLM does; their ends are sent after what they have drawn.
 
         vLLM calls it between two steps, or after a step before its tokens are looked at: these are
-        discarded, whatever they are.
+        discarded.
         """
         parent: Any = super()
         ended = parent.finish_requests(request_ids, finished_status)

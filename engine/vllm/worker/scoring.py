@@ -1,10 +1,8 @@
 """Scores given tokens and verifies kept ones inside vLLM's model runner, as tokens are sampled.
 
-vLLM computes `prompt_logprobs` one request after the other, for all of a prompt, from raw logits:
-it leaves out temperature and truncation (`GPUModelRunner._get_prompt_logprobs_dict`, 0.32.0).
-`CoreScorer` replaces that method. `asyncrl.engine.remote.worker.scoring` does the work.
-
-The result replaces vLLM's table: a row for each reported token, with the columns of
+`CoreScorer` replaces `GPUModelRunner._get_prompt_logprobs_dict` (0.32.0), which computes raw
+`prompt_logprobs` one request after the other, without temperature and truncation. The result
+replaces vLLM's table: a row for each reported token, with the columns of
 `asyncrl.engine.remote.extras.ScoreColumns`.
 """
 

@@ -3,8 +3,6 @@
 SGLang's attention for drafts needs GPU kernels, or CPU kernels in `sgl_kernel`, which PyPI lacks
 for this build; its `torch_native`, the base class here, attends causally with one number of tokens
 per row. Here a forward pass is described once, for all layers, as segments (`worker.segments`).
-Rows of one token, which decoding without drafts feeds, are taken together; a chain needs a causal
-mask of its few tokens; only a forked tree needs more.
 
 It is registered by SGLang's plug-in point (`layers.attention.attention_registry`).
 """

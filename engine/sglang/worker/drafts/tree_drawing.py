@@ -1,9 +1,8 @@
 """Draws the tokens of a step with drafts, the same ones as without, and accepts drafts by them.
 
-SGLang verifies drafts with rejection sampling, whose numbers depend on what was drafted, or, on a
-CPU, by committing the most probable token. Here a token is drawn at every place that was fed, as
-without drafts (`worker.drawing`), and a draft is accepted if it is the token that was drawn
-(`asyncrl.rollout.acceptance.accept_tree`, exact for any drafts). Imports no SGLang.
+A token is drawn at every place that was fed, as without drafts (`worker.drawing`), and a draft is
+accepted if it is the token that was drawn (`asyncrl.rollout.acceptance.accept_tree`, exact for any
+drafts). SGLang's own rejection sampling depends on what was drafted. Imports no SGLang.
 """
 
 from __future__ import annotations

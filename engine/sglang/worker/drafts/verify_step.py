@@ -97,12 +97,10 @@ def places_in(trees: TokenTrees, width: int) -> Index:
 
 
 def paths_of(walks: AcceptedPaths, trees: TokenTrees) -> tuple[Index, Index]:
-    """Convert walks to tables.
+    """Convert walks to tables, `path` and `counts`.
 
-    Returns:
-        path: `[n, 1 + depth of the deepest tree]` places whose draws are generated, 0 first; after
-            the end of a row's path, its last place.
-        counts: `[n]` generated tokens of each.
+    `path` `[n, 1 + depth of the deepest tree]` are the places whose draws are generated, 0 first;
+    after the end of a row's path, its last place. `counts` `[n]` are the generated tokens of each.
     """
     counts = walks.accepted.astype(np.int64) + 1
     row, step = _places(counts)
@@ -145,9 +143,8 @@ def hidden_places(trees: TokenTrees, feed: Feed) -> tuple[Index, Index]:
 def full_mask(trees: TokenTrees, feed: Feed, contexts: Index, device: torch.device) -> torch.Tensor:
     """Return the mask that SGLang's kernels take: for each row `[places, context + places]`, flat.
 
-    It is made on its device. Only what is hidden among the drafted places comes from the host, so a
-    step without drafts costs one operation, whatever the contexts are. `feed` is uniform;
-    `contexts` `[n]` are tokens of each row before its last one.
+    It is made on its device; only what is hidden among the drafted places comes from the host.
+    `feed` is uniform; `contexts` `[n]` are tokens of each row before its last one.
     """
     width = feed.width
     line = contexts + width
@@ -169,16 +166,10 @@ def walk_on_device(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do `rollout.acceptance.accept_tree` in tensor operations, without waiting for the device.
 
-    Args:
-        draws: `[n, W]` the token drawn after each place.
-        tokens: `[n, W]` the token fed at each place; place 0 is the row's last token.
-        parents: `[n, W]` place of each one's parent; -1 if there is no node (place 0, padding).
-        depth: depth of the deepest tree.
-
-    Returns:
-        path: `[n, depth + 1]` places whose draws are generated, 0 first; after the end of a row's
-            path its last place is repeated.
-        counts: `[n]` int64 generated tokens of each.
+    `[n, W]` are `draws`, the token drawn after each place; `tokens` fed there, the row's last one
+    at place 0; and `parents`, their places, -1 if there is no node (place 0, padding). `depth` is
+    that of the deepest tree. Returns `path` `[n, depth + 1]` and int64 `counts` `[n]` as of
+    `paths_of`.
     """
     at = torch.zeros(len(draws), dtype=torch.int64, device=draws.device)
     going = torch.ones(len(draws), dtype=torch.bool, device=draws.device)
