@@ -13,9 +13,8 @@ INT32_MAX = 2**31 - 1
 def int32_values(name: str, values: ArrayLike, minimum: int = -(2**31)) -> IntArray:
     """Return `values` as a contiguous int32 vector; `name` is for error messages.
 
-    Raises:
-        TypeError: the values are not integers.
-        ValueError: not one-dimensional, or a value is outside [minimum, 2 ** 31 - 1].
+    Raises TypeError if they are not integers; ValueError if they are not one-dimensional, or one is
+    outside [minimum, 2 ** 31 - 1].
     """
     array = np.asarray(values)
     if array.ndim != 1:

@@ -1,12 +1,10 @@
 """Compiles a package's kernels with numba and keeps the machine code on disk.
 
-Numba keeps compiled code next to the source file and checks only the age of that one file. Kernels
-of one module are inlined into those of another, so a change to the former would leave the latter
-with an old memory layout. Here the name of the directory contains a digest of all sources of the
-package that have kernels, and of the packages whose kernels it inlines, and of numba's version:
-SGLang's interpreter may have another one, and each would delete the other's code. If nothing can be
-written (a read-only image), each process compiles the code again, which makes the first call
-seconds slower. `NUMBA_CACHE_DIR` is respected.
+Numba checks only the age of one source file, but kernels of one module are inlined into those of
+another. Here the name of the directory contains a digest of all sources of the package that have
+kernels, of the packages whose kernels it inlines, and of numba's version (SGLang's interpreter may
+have another one). If nothing can be written (a read-only image), each process compiles the code
+again, for seconds. `NUMBA_CACHE_DIR` is respected.
 
 Of processes that start at once, one compiles a kernel; the others wait for its code.
 """
@@ -62,9 +60,8 @@ class Compiler:
         A sum over the innermost loop is computed as a vector. Its order then depends on the
         processor and on the number of terms, never on the data. Python's lock is released.
 
-        A loop with a sum must not store into an array. The compiled code would first compare the
-        addresses of all arrays, and sum in another order if two lie close to each other, so the
-        result would depend on where memory was free.
+        A loop with a sum must not store into an array: the compiled code would sum in another order
+        if two arrays lie close to each other in memory.
         """
         return self._compile(function, nogil=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
 

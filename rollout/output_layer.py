@@ -2,8 +2,7 @@
 
 A logit of 16 to 32 is a multiple of 0.125 in bfloat16. Kernels that sum in another order round it
 to another multiple, so decoding, verification and the trainer would disagree about the probability
-of one token in four or so that is not certain. The products themselves are summed in float32 in any
-case: only the stored result is wider here.
+of one token in four or so that is not certain.
 """
 
 from __future__ import annotations

@@ -14,14 +14,10 @@ def left_out(
 ) -> torch.Tensor:
     """Return `[N, V]` bool: the tokens that may not be drawn, never all of a row.
 
-    An operation that no row uses costs nothing; only top_p sorts. The settings are read from the
-    tensors, which synchronizes with the device.
-
-    Args:
-        logprobs: `[N, V]` normalised, after temperature.
-        top_k: `[N]` int64; 0: off.
-        top_p: `[N]` float32; 1: off.
-        min_p: `[N]` float32; 0: off.
+    `logprobs` `[N, V]` are normalised, after temperature. `top_k` (int64; 0: off), `top_p`
+    (float32; 1: off) and `min_p` (float32; 0: off) are `[N]`. An operation that no row uses costs
+    nothing; only top_p sorts. The settings are read from the tensors, which synchronizes with the
+    device.
     """
     asked = Truncation(
         top_k=max(0, int(top_k.max())), top_p=float(top_p.min()), min_p=float(min_p.max())

@@ -258,8 +258,7 @@ class TrajectoryBuilder:
     ) -> None:
         """Append n tokens drawn under one policy version; shapes as in `VerifiableTrajectory`.
 
-        Raises:
-            ValueError: arrays of different lengths, or a version older than the last one.
+        Raises ValueError for arrays of different lengths, or a version older than the last one.
         """
         n = len(tokens)
         others = (logprobs, topk_ids, topk_logprobs, noise_seeds, provenance)

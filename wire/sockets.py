@@ -1,12 +1,11 @@
 """Two kinds of socket: a `Hub` that many peers connect to, and a `Line` to one hub.
 
-Both need keys (`wire.transport.keys`): every connection is encrypted and authenticated, and the
-name of a peer is bound to a key. Each end sends and receives msgspec structs of one direction. A
-frame that is not an accepted message is refused: `Refusals` counts it, logs it, and cuts off a peer
-that keeps sending such frames. `receive` never raises because of a peer's frame. Long messages
-travel in parts, and short ones that are sent in one turn of the event loop with `send_soon` travel
-together (`wire.transport.outbox`). Children of other nodes reach a hub through relays
-(`asyncrl.wire.sessions`).
+Every connection is encrypted and authenticated, and the name of a peer is bound to a key
+(`wire.transport.keys`). A frame that is not an accepted message is refused: `Refusals` counts it,
+logs it, and cuts off a peer that keeps sending such frames. `receive` never raises because of a
+peer's frame. Long messages travel in parts, and short ones that are sent in one turn of the event
+loop with `send_soon` travel together (`wire.transport.outbox`). Children of other nodes reach a hub
+through relays (`asyncrl.wire.sessions`).
 """
 
 from __future__ import annotations
@@ -109,19 +108,11 @@ def error_of(sending: Awaitable[Any]) -> BaseException | None:
 class Hub(Generic[In]):
     """The end that binds. Peers are known by the name with which they connect.
 
-    Args:
-        address: a ZeroMQ address.
-        keys: keys of this hub.
-        incoming: union of the message types that peers may send.
-        refusals: refusals of this socket.
-        max_bytes: length of the longest message that is accepted. ZeroMQ closes the connection of
-            a peer that announces a longer part, before it allocates memory for it.
-        queued: messages that may wait in each direction, for each peer.
-        is_relay: returns True if a peer of this name may pass on frames of others, which have
-            their own passes.
-
-    Raises:
-        KeyUnusable: there is no key; then nothing listens, at whatever address.
+    `incoming` is the union of the message types that peers may send, of at most `max_bytes`: ZeroMQ
+    closes the connection of a peer that announces a longer part, before it allocates memory for it.
+    `queued` messages may wait in each direction, for each peer. `is_relay` returns True if a peer
+    of this name may pass on frames of others, which have their own passes. Raises KeyUnusable if
+    `keys` are missing; then nothing listens, at any address.
     """
 
     def __init__(
@@ -179,11 +170,8 @@ class Hub(Generic[In]):
     def listen_again(self) -> bool:
         """Bind again if the file of its Unix socket was removed; return True if it was.
 
-        Open connections stay. If its folder is missing too, nothing is done.
-
-        Raises:
-            FolderNotPrivate: others can access the folder.
-            Unreachable: it cannot be bound.
+        Open connections stay. If its folder is missing too, nothing is done. Raises
+        FolderNotPrivate if others can access the folder, Unreachable if it cannot be bound.
         """
         address = self.address
         file = Path(address.removeprefix("ipc://"))

@@ -4,10 +4,9 @@
     generator B ── on close: its response ──► B.ring ──┼──► each polls the others' and inserts
     generator C ── ...                                 ┘
 
-Every process has a separate cache and exchanges insertions (docs/decisions/0005 gives the reasons
-against one cache in shared memory). A killed process loses nothing for the others: its ring stays.
-A starting process reads what is there, its own former ring included. A failure here costs drafts,
-never exactness.
+Every process has a separate cache and exchanges insertions (docs/decisions/0005). The ring of a
+killed process stays, and a starting process reads what is there. A failure here costs drafts, never
+exactness.
 
 A message is one finished rollout, little-endian, tokens int32, head first. It is validated.
 
@@ -278,22 +277,15 @@ class ExchangeStats:
 class SharedCache:
     """A `RolloutCache` that publishes the rollouts it stored and inserts those of its peers.
 
-    It has the methods of `RolloutCache` that engines use. Like it, it is not thread-safe.
+    It has the methods of `RolloutCache` that engines use, and is not thread-safe either. Rollouts
+    that `cache` holds already, or that `insert` adds, are not published; those of rows are, when
+    the row is closed.
 
-    Args:
-        cache: keeps everything. Rollouts that it holds already, or that `insert` adds, are not
-            published; those of rows are, when the row is closed.
-        directory: directory of the exchange; made if it is missing (mode 0700), and this user's
-            alone.
-        name: name of this member; unique among the running ones. A member that restarts under its
-            name finds what it had published.
-        ring_bytes: capacity of this member's ring.
-        vocabulary: token ids of peers from this one on are refused.
-        clock: seconds, rising.
-
-    Raises:
-        ExchangeRefused: the directory is not safe, or there is no room for the ring in it.
-        ValueError: an impossible name or capacity.
+    `directory` is made if it is missing (mode 0700), and this user's alone. `name` is unique among
+    the running members; a member that restarts under its name finds what it had published. Token
+    ids of peers from `vocabulary` on are refused. `clock` gives rising seconds. Raises
+    ExchangeRefused if the directory is not safe or lacks room for the ring of `ring_bytes`,
+    ValueError for an impossible name or capacity.
     """
 
     def __init__(

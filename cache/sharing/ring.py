@@ -9,11 +9,10 @@ moves `end`. So a writer killed at any instant leaves at worst unread bytes afte
 
 A reader copies the bytes between its position and `end`. Every message contains its position and a
 checksum, so a message that was overwritten during the copy is detected, and the reader resumes at
-`oldest`. A slow reader misses overwritten messages; it never delays the writer.
+`oldest`. A slow reader never delays the writer.
 
 Files are read and written, not mapped: a truncated file or a full /dev/shm is then an error that
-can be handled and not a SIGBUS. Readers and writers are processes of one user on one machine, and
-do not trust each other: numbers are checked before they are used.
+can be handled and not a SIGBUS. Readers and writers check all numbers before they use them.
 """
 
 from __future__ import annotations
@@ -55,11 +54,8 @@ def _padded(size: int) -> int:
 class RingWriter:
     """Creates the file under a temporary name and renames it; readers of an older one keep that.
 
-    `capacity` bytes of messages, a multiple of 8, are allocated at once.
-
-    Raises:
-        ValueError: the capacity is out of bounds.
-        OSError: the file cannot be created, or there is no room for it.
+    `capacity` bytes of messages, a multiple of 8, are allocated at once. Raises ValueError if it is
+    out of bounds, OSError if the file cannot be created or lacks room.
     """
 
     def __init__(self, path: Path, capacity: int) -> None:
@@ -117,9 +113,8 @@ class RingWriter:
 class RingReader:
     """Reads one file from its oldest message onwards.
 
-    Raises:
-        ExchangeRefused: it is not a ring, or belongs to another user.
-        OSError: it cannot be opened.
+    Raises ExchangeRefused if it is not a ring or belongs to another user, OSError if it cannot be
+    opened.
     """
 
     def __init__(self, path: Path) -> None:

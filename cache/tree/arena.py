@@ -9,8 +9,8 @@ A *sequence* is a stored rollout: its *head* (the last `max_match` tokens of the
 response) and the response, in linked blocks. The address of its first block is its name. A
 *position* is the address of a token's word.
 
-All functions here and in `cache.tree.index` and `asyncrl.cache.tree.sequences` are compiled. They
-return codes and never raise; the caller checks the arguments.
+The compiled functions here, in `cache.tree.index` and in `asyncrl.cache.tree.sequences` return
+codes and never raise; the caller checks the arguments.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
 """Drafting for the rows of a decode step, as chains or as trees.
 
 Chains take the winning token at each place, one after the other. The candidates that voted for the
-winner are kept, and they vote on the next token. When all of them have reached the end of their
-sequences (a sibling that is only a few tokens ahead), the search starts again from the row's tokens
-and the draft so far.
+winner vote on the next token. When all of them have reached the end of their sequences (a sibling
+that is only a few tokens ahead), the search starts again from the row's tokens and the draft so
+far.
 
 In token trees every token with a vote is a branch, and the most probable path grows first. A
 *guess* is a token with the candidates that vote for it, a range of one array. Grouping the
 candidates of a guess by their next token, in place, gives the guesses that follow it. The nodes of
-the draft are the guesses that have *grown*; the next to grow is always the one with the highest
-path probability. This gives the best tree of its size. A node is accepted when all tokens up to it
-are drawn, and siblings are different tokens, so the expected number of accepted tokens is the sum
-of path probabilities; and no path probability exceeds its parent's, so the greedy choice is optimal
-(arXiv 2406.16858, 2406.17276).
+the draft are the guesses that have *grown*. The expected number of accepted tokens is the sum of
+path probabilities, and none exceeds its parent's, so the greedy choice gives the best tree of its
+size (arXiv 2406.16858, 2406.17276).
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@
     kind          the situation: share of the votes, their total, length of the match
     odds[kind]    factor on the odds of a base, from the outcomes of earlier guesses of this kind
 
-The worth of n equal votes depends on the policy (0.8 at a high temperature, 0.99 for text that is
-nearly certain), so it is learned during the run. Each row remembers the guesses of its last draft,
-and some that were not drafted. When it accepts tokens, the guesses that these tested are counted:
-those that follow each accepted token, up to and including the first that failed. It does not matter
-which guesses the engine verified, because the tested guesses were fixed before the tokens were
-drawn. So the engine need not report anything, and no draft has to be verified for this.
+Each row remembers the guesses of its last draft, and some that were not drafted. When it accepts
+tokens, the guesses that these tested are counted: those that follow each accepted token, up to and
+including the first that failed. It does not matter which guesses the engine verified, because the
+tested guesses were fixed before the tokens were drawn. So the engine need not report anything.
 """
 
 from __future__ import annotations

@@ -183,15 +183,13 @@ class RolloutCache:
     def open(self, key: str, context: IntArray) -> int:
         """Open a row for a request that starts; return its handle.
 
-        Args:
-            key: names the prompt's tree; "" opens a row that neither stores nor drafts.
-            context: `[C]` prompt tokens and the response tokens that the request resumes from.
-                The first draft is matched by its end, which should be the same for all samples of
-                a prompt; only the last `max_match` tokens are used.
+        `key` names the prompt's tree; "" opens a row that neither stores nor drafts. `context`
+        `[C]` is the prompt and the response tokens that the request resumes from. The first draft
+        is matched by its end, which should be the same for all samples of a prompt; only the last
+        `max_match` tokens are used.
 
-        Raises:
-            TypeError: key is not a string, or context does not hold integers.
-            ValueError: a token is negative or does not fit 32 bits.
+        Raises TypeError if the key is not a string or the context does not hold integers;
+        ValueError if a token is negative or does not fit 32 bits.
         """
         if not isinstance(key, str):
             raise TypeError(f"a cache key must be a str, not {type(key).__name__}")
@@ -217,14 +215,9 @@ class RolloutCache:
     def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
         """Append accepted tokens to rows; other rows can draft them at once.
 
-        Args:
-            rows: `[B]` open rows.
-            tokens: `[N]` accepted response tokens, row after row.
-            offsets: `[B+1]`, rising from 0 to N; row i accepted tokens[offsets[i] : offsets[i+1]].
-
-        Raises:
-            ValueError: a row is not open, the offsets do not fit, or a token is negative or above
-                2 ** 31 - 1. Nothing was changed.
+        Row i of `[B]` open rows accepted tokens[offsets[i] : offsets[i+1]]; `offsets` `[B+1]` rise
+        from 0 to N. Raises ValueError if a row is not open, the offsets do not fit, or a token is
+        negative or above 2 ** 31 - 1; nothing was changed.
         """
         vectors = all(_is_int32_vector(one) for one in (rows, tokens, offsets))
         if not vectors or not insert.acceptable(self._rows.cursors, rows, tokens, offsets):
@@ -242,15 +235,9 @@ class RolloutCache:
     ) -> Drafts:
         """Draft the expected continuations of rows, at most `budgets[i]` tokens each.
 
-        Args:
-            rows: `[B]` open rows.
-            budgets: `[B]` most tokens for each row; `max_draft_tokens` is a limit too.
-            branching: token trees of the nodes with the highest path probabilities; otherwise
-                chains.
-            min_probability: lowest path probability; `config.min_probability` is a limit too.
-
-        Raises:
-            ValueError: a row is not open, or a budget is negative or missing.
+        `max_draft_tokens` and `config.min_probability` are limits too. Drafts are token trees of
+        the nodes with the highest path probabilities if `branching`, otherwise chains. Raises
+        ValueError if one of `[B]` rows is not open, or a budget is negative or missing.
         """
         rows = self._rows.require_open(rows)
         budgets = int32_values("budgets", budgets, minimum=0)

@@ -1,8 +1,7 @@
 """The models that the torch engine and the trainer compute in fused layers on a CPU.
 
 Both replace transformers' forward pass of these models (`engine.torch.fused`, `trainer.fused`), and
-both compare theirs with it at start. Their common code is here and in
-`asyncrl.rollout.cpu.fused_kernels`.
+compare theirs with it at start.
 """
 
 from __future__ import annotations

@@ -9,17 +9,11 @@ Control plane (the workers connect to the controller):
     to_relay        controller -> relay of a node
     from_relay      relay      -> controller
 
-Agents (they connect to the controller, before any process of the run):
-
-    to_agent        controller -> agent of a machine
-    from_agent      agent      -> controller
-
-Data plane (the generators connect to the trainer):
-
-    data            trajectories to the trainer, acknowledgements back
-
 Others:
 
+    to_agent        controller -> agent of a machine, before any process of the run
+    from_agent      agent      -> controller
+    data            trajectories from generators to the trainer, acknowledgements back
     chain           nodes that request the weights of a version from each other
     files           relays that request the files of a node from each other
     control         CLI -> controller and back
@@ -28,6 +22,6 @@ The control plane carries decisions and a few numbers per sample. Tokens go stra
 generator to the trainer, so the controller's load does not grow with the length of answers.
 
 Messages are msgspec structs tagged with their class name, in MessagePack. Unknown tags and wrong
-types raise `msgspec.ValidationError` at the receiver. Arrays are raw bytes; `wire.messages.frames`
-encodes them and refuses wrong lengths.
+types raise `msgspec.ValidationError` at the receiver. Arrays are raw bytes
+(`wire.messages.frames`).
 """

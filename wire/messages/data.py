@@ -15,9 +15,8 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class TrajectoryDelivery(Message, frozen=True):
     """One trajectory with its reward. Sent again until a `Received` names its sample.
 
-    `wire.messages.frames` encodes and decodes it. Its arrays are bytes of a trajectory's arrays or
-    of the received message. The stored top-K does not travel: only verification reads it, and a
-    delivered trajectory is not verified any more. With L response tokens and P prompt tokens:
+    `wire.messages.frames` encodes and decodes it. The stored top-K does not travel: only
+    verification reads it. With L response tokens and P prompt tokens:
     """
 
     step: int

@@ -1,8 +1,7 @@
 """Encode trajectories and token ids as bytes for the wire, and decode them.
 
 All arrays travel as raw little-endian bytes: int32 for token ids, float32 for log-probabilities,
-uint8 for provenance. This module owns that layout; every sender and receiver calls it. The arrays
-of a trajectory are not copied: a delivery to be sent refers to the trajectory's arrays, and the
+uint8 for provenance. They are not copied: a delivery refers to the trajectory's arrays, and the
 arrays of a received one are views of the message.
 """
 

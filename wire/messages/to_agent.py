@@ -1,7 +1,7 @@
 """Controller to agent: orders for its machine.
 
-Repeated messages need no acknowledgement: the controller sends all orders every second, and an
-agent carries out what is new in them. So a lost message or connection costs a second.
+The controller repeats all orders every second, and an agent carries out what is new in them. So a
+lost message or connection costs a second, and nothing is acknowledged.
 """
 
 from __future__ import annotations

@@ -50,18 +50,15 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def whole_share(self, tokens: int) -> float | None:
-        """Return the share of responses of this length that verification keeps whole.
+        """Return the share of responses of this length that verification keeps whole, 0 to 1.
 
-        The weights are unchanged. The logarithm of the ratio of a response's two probabilities is a
-        sum of differences of mean square s: about normal with variance s N and mean -s N / 2. The
-        block rule accepts with the expectation of min(1, ratio), which is 2 (1 - Phi(sqrt(s N) /
-        2)).
+        None if nothing was measured. The weights are unchanged. The logarithm of the ratio of a
+        response's two probabilities is a sum of differences of mean square s: about normal with
+        variance s N and mean -s N / 2. The block rule accepts with the expectation of min(1,
+        ratio), which is 2 (1 - Phi(sqrt(s N) / 2)).
 
             >>> round(NoiseFloor(square_mean=1e-4).whole_share(3000), 2)
             0.78
-
-        Returns:
-            0 to 1; None if nothing was measured.
         """
         if self.square_mean is None:
             return None

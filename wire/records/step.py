@@ -140,10 +140,9 @@ class StalenessMetrics(msgspec.Struct, frozen=True, kw_only=True):
 class MismatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's log-probabilities against the recorded behaviour log-probabilities.
 
-    The `fresh_*` fields are over tokens of staleness 0. Engine and trainer compute the same
-    distribution for these, so the remaining difference is numerical (or the engine reads KV that
-    older weights computed). All others also measure how far the policy has moved since the tokens
-    were drawn. None: no such token was computed.
+    The `fresh_*` fields are over tokens of staleness 0, where the difference is numerical (or the
+    engine reads KV that older weights computed). All others also measure how far the policy has
+    moved since the tokens were drawn. None: no such token was computed.
     """
 
     abs_mean: Measured = None
@@ -243,9 +242,8 @@ class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of one step, ascending; together they are all groups of the step.
 
-    Step b of a run has the groups `[b * groups_per_step, (b + 1) * groups_per_step)`. With
-    `scheduler.dynamic_sampling`, it has those from the end of the previous step to its own last
-    one.
+    Step b has the groups `[b * groups_per_step, (b + 1) * groups_per_step)`; with
+    `scheduler.dynamic_sampling`, those from the end of the previous step to its own last one.
     """
 
     trained: tuple[int, ...] = ()
@@ -265,7 +263,7 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """One optimizer step: a line of metrics.jsonl.
 
     The trainer sends its part (`LearnerMetrics`, `TrainerTimes`) in `StepFinished`; the controller
-    adds the rest. Metrics, live view and report read only this record.
+    adds the rest.
     """
 
     step: int

@@ -1,7 +1,6 @@
 """A child's end of a session, and the messages that may wait in its relay.
 
 A message is urgent if the scheduler or the trainer waits for it before a device gets work. The
-others only add to counts, or are about run-ahead samples, whose slots are filled from a queue. The
 sender may override the table: for the report of a finished run-ahead sample and the last delivery
 of a generator.
 """

@@ -1,11 +1,11 @@
 r"""The controller's ends of sessions, the relay of each peer, and bundles of frames.
 
-A peer's route is learned from the bundle in which its frame came. A route changes only to relays
-that were first heard of later, such as the replacement of a lost one: a frame that the lost relay
-had under way changes nothing. When it changes, both ends resend what may be lost.
+A peer's route is learned from the bundle in which its frame came. It changes only to relays that
+were first heard of later, such as the replacement of a lost one. When it changes, both ends resend
+what may be lost.
 
-A relay carries the passes of its own node's children, so it can speak for these. It does not know
-the passes of others, without which no frame in a bundle is read (`asyncrl.wire.transport.keys`).
+A relay carries the passes of its own node's children, and can speak for these only: without a pass
+no frame in a bundle is read (`asyncrl.wire.transport.keys`).
 
 A bundle is many frames of many sessions in one frame between a relay and the controller:
 
@@ -15,8 +15,7 @@ A bundle is many frames of many sessions in one frame between a relay and the co
 never begins with 0xc1, so a bundle differs from a message.
 
 `Gatherer` decides when frames leave a relay: urgent ones at once, with all that waits; the others
-at once if nothing has left for `GATHER_SECONDS`, otherwise after that time at the latest. So a
-relay with little to do delays nothing, and one with much to do sends few frames.
+at once if nothing has left for `GATHER_SECONDS`, otherwise after that time at the latest.
 
 No sockets, no clock.
 """

@@ -10,10 +10,9 @@ What the other end has not acknowledged is kept and sent again
 - when this end has waited for `PATIENCE_SECONDS`: the oldest frame goes out once more as a PROBE,
   and the answer tells what is missing.
 
-Repeated frames are dropped, and so are those that come too early: between two relays their order
-may change, and dropped ones come again in order. So each body is delivered once, in the order in
-which it was sent. Unacknowledged content is bounded: the owner of a full session ends it
-(`SessionFull`).
+Repeated frames are dropped, and so are those that come too early, so each body is delivered once,
+in the order in which it was sent. Unacknowledged content is bounded: the owner of a full session
+ends it (`SessionFull`).
 
 The header of a session's frame:
 

@@ -1,9 +1,9 @@
 """The private folder that holds a run's Unix sockets.
 
-The path of a Unix socket is limited to 107 bytes and the run's folder may have a long path, so each
-run gets a folder of mode 0700 under the user's runtime folder. Its process holds a lock on it,
-which the kernel releases however the process ends; so folders of killed runs are recognized. The
-processes of one node that meet in a folder (`MeetingPlace`) share its lock.
+The path of a Unix socket is limited to 107 bytes, so each run gets a folder of mode 0700 under the
+user's runtime folder. Its process holds a lock on it, which the kernel releases however the process
+ends; so folders of killed runs are recognized. The processes of one node that meet in a folder
+(`MeetingPlace`) share its lock.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ class RuntimeDirectory:
     def restore(self) -> bool:
         """Make the folder or its lock again if it was removed; return True if it was.
 
-        Raises:
-            OSError: it cannot be made.
-            FolderNotPrivate: there is another one in its place.
+        Raises OSError if it cannot be made, FolderNotPrivate if another one is in its place.
         """
         if self._lock is None or (self.path / _LOCK).exists():
             return False
@@ -78,11 +76,8 @@ class RuntimeDirectory:
 class MeetingPlace:
     """A private folder whose path several processes of a node know; the last one removes it.
 
-    `address` is that of a socket in it.
-
-    Raises:
-        AddressTooLong: the folder's path is too long for Unix sockets.
-        FolderNotPrivate: others can access it.
+    `address` is that of a socket in it. Raises AddressTooLong if its path is too long for Unix
+    sockets, FolderNotPrivate if others can access it.
     """
 
     def __init__(self, address: str) -> None:

@@ -5,8 +5,7 @@
     messages = decoder.decode_all(body)  # of a socket: one, or those that were sent together
 
 A body is a message of the expected union, or an array of such messages (`wire.transport.outbox`),
-or it is refused as a whole: both methods raise only `FrameRefused`, whatever the bytes are. Hub,
-Line and the reward pool's stream decode through it.
+or it is refused as a whole: both methods raise only `FrameRefused`, for any bytes.
 """
 
 from __future__ import annotations

@@ -6,13 +6,12 @@
 
 All keys of a run are derived from 32 random bytes, and each process gets only the keys it needs.
 
-- **The hub.** Its CURVE key pair is derived from the run key and the hub's name. CURVE encrypts and
-  authenticates every connection. A client must know the hub's public key to complete the
-  handshake, and only children receive it, so it is treated as a secret too. A socket that was
-  put in the hub's place cannot complete the handshake either.
+- **The hub.** Its CURVE key pair is derived from the run key and the hub's name. A client must know
+  the hub's public key to complete the handshake, and only children receive it, so it is treated as
+  a secret too. A socket that was put in the hub's place cannot complete the handshake either.
 - **The name.** A peer connects under its name followed by a *pass*, a keyed hash of the name. Only
-  the holder of the key of passes can make one, so a process can take no name but its own, and a
-  name has one holder: if the holder connects again, the new connection replaces the old one.
+  the holder of the key of passes can make one, so a process can take no name but its own. If the
+  holder connects again, the new connection replaces the old one.
 """
 
 from __future__ import annotations

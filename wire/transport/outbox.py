@@ -5,13 +5,12 @@
     outbox.add("generator-0", to_generator.Deliver(...))
     # at the end of this turn of the event loop: one frame with both, in this order
 
-A frame costs its sender and its receiver tens of microseconds each (system calls, encryption, a
-turn of the event loop), and a message in it a few. So an engine step that ends thirty samples
-reports them in one frame. A body is one message, or a MessagePack array of messages.
+A frame costs its sender and its receiver tens of microseconds each, and a message in it a few. A
+body is one message, or a MessagePack array of messages.
 
-CURVE copies each part several times on its way, into newly allocated memory. Beyond malloc's
-threshold that memory comes from the system and goes back to it: zeroing its pages cost more than
-the encryption. Parts below the threshold reuse memory.
+CURVE copies each part several times into newly allocated memory. Beyond malloc's threshold that
+memory comes from the system, and zeroing its pages cost more than the encryption. Parts below the
+threshold reuse memory.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@
     broadcast/      one process sends to all that stage, with torch.distributed
     pinning.py      page-locked memory, for processes with a GPU
 
-An engine uses the copy in two steps: `stage_weights` reads it while tokens are being generated,
-`install_weights` swaps it in (`asyncrl.engine.protocol`). On other nodes it reads the file that
-`chain` keeps there. A version whose manifest names a sender is received from it instead.
+On other nodes an engine reads the file that `chain` keeps there. A version whose manifest names a
+sender is received from it instead.
 """

@@ -5,10 +5,10 @@ An adapter of a matrix W `[O, I]` is A `[R, I]` and B `[O, R]`. The merged matri
     D = 0;  D = D + b[:, k] a[k, :]  for k = 0 .. R - 1
     merged = W in the engine's data type + scaling * D, rounded to that data type
 
-where each product and each sum is rounded to float32. These are separate operations on single
-elements, so IEEE arithmetic fixes every bit: a CPU and a GPU, any number of threads and any
-partition of W give the same matrix. A matrix product would not, as each library adds in another
-order. So the trainer and every engine merge for themselves, and fingerprints compare the results.
+where each product and each sum is rounded to float32. So IEEE arithmetic fixes every bit: a CPU and
+a GPU, any number of threads and any partition of W give the same matrix, which matrix products
+would not. So the trainer and every engine merge for themselves, and fingerprints compare the
+results.
 
 Cost: 2 R operations an element, on blocks that stay in a core's or a GPU's cache.
 """

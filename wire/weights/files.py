@@ -59,9 +59,8 @@ def marked(memory: mmap.mmap) -> int:
 def held_version(manifest: WeightManifest) -> Iterator[int]:
     """Yield the descriptor of a file that holds a version before and after the block.
 
-    Raises:
-        WeightsSupersededError: the file no longer holds this version, or was removed.
-        WeightsReadError: the file is not ours, or the manifest does not describe it.
+    Raises WeightsSupersededError if the file no longer holds this version, or was removed;
+    WeightsReadError if the file is not ours, or the manifest does not describe it.
     """
     descriptor = open_published(manifest)
     try:
@@ -80,9 +79,7 @@ def held_version(manifest: WeightManifest) -> Iterator[int]:
 def open_published(manifest: WeightManifest) -> int:
     """Return a descriptor of the file of a version, which the caller closes.
 
-    Raises:
-        WeightsSupersededError: it was removed.
-        WeightsReadError: the file is not ours, or the manifest does not describe it.
+    Raises as `held_version`.
     """
     try:
         descriptor = os.open(manifest.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -6,16 +6,13 @@ digest is two sums modulo 2**64 with fixed pseudo-random weights a and b:
     sum over r of a[r] * (sum over c of x[r, c])
     sum over c of b[c] * (sum over r of x[r, c])
 
-Every element counts in both, so one changed element is found, not only one that a sample of
-elements happens to hit: after a step of a sparse tensor, such as an embedding, few rows differ.
-Sums need no order, so a GPU and a CPU give the same digest. They add over any partition into
-blocks, so shards can be summed. Two tensors with different sums have equal digests with a
-probability of about 2**-128. A change that keeps all sums of rows and of columns (+d, -d, -d, +d on
-the corners of a rectangle) is not found; fingerprints detect mistakes, not forgery.
+Every element counts in both, so one changed element is found. A GPU and a CPU give the same digest,
+and digests add over any partition into blocks. Two tensors with different sums have equal digests
+with a probability of about 2**-128. A change that keeps all sums of rows and of columns (+d, -d,
+-d, +d on the corners of a rectangle) is not found; fingerprints detect mistakes, not forgery.
 
 Cost: every element is widened to int64 and read twice, 30 bytes of traffic on the device for a
-bfloat16 one and 36 for a float32 one that is converted to bfloat16. On a CPU that stays in a core's
-cache. One small array is copied from the device.
+bfloat16 one and 36 for a float32 one that is converted to bfloat16.
 
 Some engines hold weights in a packed form that can only be multiplied by. A product with a unit
 vector gives one column exactly, except for the sign of a zero. So a digest has a second part, the

@@ -1,9 +1,8 @@
 """Page-locked memory: a GPU copies to and from it directly, at the speed of the bus.
 
-From pageable memory the driver copies through a small page-locked buffer, at a fraction of that
-speed, and no copy can overlap with anything. torch's allocator of pinned memory rounds up to a
-power of two, up to twice the weights, so existing memory is registered instead, as vLLM does for
-its KV in host memory. Has no effect without CUDA, and has not run on a GPU yet.
+torch's allocator of pinned memory rounds up to a power of two, up to twice the weights, so existing
+memory is registered instead, as vLLM does for its KV in host memory. Has no effect without CUDA,
+and has not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 While transformers loads a model, `PreTrainedModel.tie_weights` does nothing, for the whole process.
 Of two threads that load at once, the later one takes that for the method and puts it back when it
-ends: from then on no model ties its weights, and an output layer that a checkpoint leaves out,
-because it is the embedding, is made up (transformers 5.19, `initialization.no_tie_weights`).
+ends: from then on no model ties its weights, and an output layer that a checkpoint leaves out is
+made up (transformers 5.19, `initialization.no_tie_weights`).
 """
 
 from __future__ import annotations

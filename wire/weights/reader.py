@@ -1,14 +1,12 @@
 """Reads published weights into the reader's memory, in the reader's data types.
 
-The trainer alternates between two files, so a version stays readable until the one after the next
-is begun. A slower reader detects that when its copy is complete: the header no longer names its
-version.
+The trainer alternates between two files. A reader that is slower detects that when its copy is
+complete: the header no longer names its version.
 
 On a CPU the copy is one `pread` of the whole file into a buffer that is kept for the next version,
-if it is published in the wanted data types. Measured on a 2-core CPU with 400 MiB: 0.08 s; cloning
-tensors into fresh memory takes 0.6-3 s, most of it in page faults. Otherwise it goes through two
-small buffers, tensor by tensor; for a GPU they are page-locked, so that one is filled while the
-other is copied, on a separate stream.
+if it is published in the wanted data types: 0.08 s for 400 MiB on a 2-core CPU; cloning tensors
+into fresh memory takes 0.6-3 s, most of it in page faults. Otherwise it goes through two small
+buffers, tensor by tensor; for a GPU they are page-locked, and used in turn on a separate stream.
 
 A manifest that names a sender is received from it (`asyncrl.wire.weights.broadcast`). If that
 fails, the buffer logs it and reads the file.
@@ -55,11 +53,9 @@ _CPU = torch.device("cpu")
 class WeightBuffer:
     """A private copy of one published version. Not thread-safe.
 
-    Args:
-        wanted: data types of the copy; None: as they are published.
-        device: device of the copy.
-        pinned: page-lock a copy in host memory, for an engine on a GPU.
-        engine_device: device on which a broadcast may arrive; None: that of the copy.
+    `wanted` are the data types of the copy (None: as published), and `device` its device. A copy in
+    host memory is page-locked if `pinned`, for an engine on a GPU. A broadcast may arrive on
+    `engine_device` (None: that of the copy).
     """
 
     def __init__(
@@ -89,11 +85,7 @@ class WeightBuffer:
     def read(self, manifest: WeightManifest) -> None:
         """Copy a published version into the buffer, replacing the previous one.
 
-        If it raises, the buffer holds nothing.
-
-        Raises:
-            WeightsSupersededError: the file no longer holds this version, or was removed.
-            WeightsReadError: the file is not ours, or the manifest does not describe it.
+        If it raises, the buffer holds nothing. Raises as `asyncrl.wire.weights.files.held_version`.
         """
         self.policy_version = None
         if not self._receive(manifest):

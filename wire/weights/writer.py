@@ -3,11 +3,9 @@
 Two files under /dev/shm alternate, so that version v stays readable while v + 1 is written. The
 writer sets the version in the header to -1, copies the tensors, then sets the new version. The
 reader (`asyncrl.wire.weights.reader`) accepts a copy only if the header names its version before
-and after. No disk, no serialisation, no lock: a slow or dead engine cannot delay the trainer. Files
-have mode 0600.
+and after. No lock: a slow or dead engine cannot delay the trainer. Files have mode 0600.
 
-The copy converts to the engines' data type: a trainer in float32 publishes half as many bytes for
-engines in bfloat16, which need not convert again.
+The copy converts to the engines' data type, so engines need not convert again.
 """
 
 from __future__ import annotations
@@ -62,16 +60,10 @@ class _Slot:
 class WeightPublisher:
     """Writes versions of one model's weights. Not thread-safe; one per trainer.
 
-    Args:
-        directory: in memory, usually /dev/shm.
-        run_id: names the files; letters, digits, dot, dash, underscore. Unique on this machine.
-        dtype: floating-point tensors are converted to this data type of the engines, once, while
-            they are copied; None: they are published as they are.
-        files: number of alternating files. A version is overwritten by the one `files` later.
-        lora: the published adapter; None: all weights are published.
-
-    Raises:
-        PublishError: the run id cannot name a file.
+    `directory` is in memory, usually /dev/shm. `run_id` names the files, unique on this machine:
+    letters, digits, dot, dash, underscore; otherwise PublishError is raised. Floating-point tensors
+    are converted to `dtype` (None: published as they are). Of `files` alternating files, a version
+    is overwritten by the one `files` later. `lora` is set if an adapter is published.
     """
 
     def __init__(
@@ -102,21 +94,14 @@ class WeightPublisher:
         fingerprint: Fingerprint | None = None,
         whole: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     ) -> WeightManifest:
-        """Copy these tensors into the next file and set its version.
+        """Copy these tensors into the next file and set its version, at least 0.
 
-        The first call fixes names, data types and shapes, and reserves the memory.
+        The first call fixes names, data types and shapes, and reserves the memory. `fingerprint` is
+        the publisher's own, of what it decodes or trains with; it travels in the manifest. `whole`
+        joins a tensor that is in parts, in the type in which it is published, one at a time.
 
-        Args:
-            tensors: tensors by name.
-            policy_version: at least 0.
-            fingerprint: the publisher's own, of what it decodes or trains with; it travels in the
-                manifest.
-            whole: joins a tensor that is in parts, in the type in which it is published, one at a
-                time.
-
-        Raises:
-            PublishError: there is not enough memory, the version is negative, a name comes twice,
-                or the tensors differ from those of the first call.
+        Raises PublishError if there is not enough memory, the version is negative, a name comes
+        twice, or the tensors differ from those of the first call.
         """
         if policy_version < 0:
             raise PublishError(f"policy_version must be 0 or more, got {policy_version}")
@@ -214,17 +199,13 @@ def published(
 ) -> Iterator[WeightManifest]:
     """Publish one version of some tensors in a file that exists only inside the block.
 
-    It is for weights that do not come from a trainer, in tests and benchmarks.
+    It is for weights that do not come from a trainer, in tests and benchmarks:
 
-    Example:
-        ```python
         with published(model.state_dict().items(), 1) as manifest:
             await engine.stage_weights(manifest)
         await engine.install_weights(1)
-        ```
 
-    Raises:
-        PublishError: as `WeightPublisher.publish`.
+    Raises as `WeightPublisher.publish`.
     """
     with WeightPublisher(
         directory, f"once-{secrets.token_hex(4)}-{os.getpid()}", files=1

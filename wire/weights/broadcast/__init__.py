@@ -12,8 +12,8 @@
 A *member* is a process that stages: a torch engine, or a rank of vLLM or SGLang. It checks in for a
 version; the sender waits for those that received the previous version, at most `Limits.window`
 seconds, forms a group with those that have come, and sends. Late members get a separate broadcast.
-If a member dies or is too slow, the group ends for all of them, they read the file as if there were
-no sender, and the next broadcast has a new group. The trainer never waits for any of this.
+If a member dies or is too slow, the group ends, all of them read the file, and the next broadcast
+has a new group. The trainer never waits for any of this.
 
 The sockets have neither keys nor encryption: decision 0045 and SECURITY.md.
 """

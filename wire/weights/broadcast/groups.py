@@ -1,11 +1,10 @@
 """A group of processes for broadcasts, apart from every other group of torch.distributed.
 
-`torch.distributed.init_process_group` is not called, and no default group is needed or touched:
-vLLM, SGLang and a sharded trainer have their own. Rank 0 sends.
+No default group is needed or touched: vLLM, SGLang and a sharded trainer have their own. Rank 0
+sends.
 
-Gloo works on CPUs and is tested. **NCCL has never run here**: no machine of the project's had GPUs
-for more than one member. It is written after torch's interface and tested against a stand-in of it
-(`tests/wire/test_nccl_group.py`).
+Gloo works on CPUs and is tested. **NCCL has never run here**: it is written after torch's interface
+and tested against a stand-in of it (`tests/wire/test_nccl_group.py`).
 """
 
 from __future__ import annotations
@@ -149,8 +148,7 @@ class NcclGroup:
     communicator is aborted. NCCL's watchdog, which would end the process, is disabled. It is made
     in three steps: the object, alone; the communicator, in the first broadcast, for which torch
     waits up to 30 min for missing members, unless the environment says otherwise; and that
-    broadcast itself. After `close` nothing may be begun. Raises GroupBroken if not all came in
-    time.
+    broadcast. After `close` nothing may be begun. Raises GroupBroken if not all came in time.
     """
 
     def __init__(

@@ -53,12 +53,10 @@ class BroadcastReceiver:
     def receive(self, manifest: WeightManifest, place: BroadcastPlace, landing: Landing) -> None:
         """Take part in a broadcast of a version. If it raises, some chunks may have landed.
 
-        An error of `landing` is raised as it is. A member that breaks off for any reason but an
-        overwritten version leaves its group, whose next message it would take for another one.
-
-        Raises:
-            WeightsSupersededError: it was overwritten during the broadcast.
-            WeightsNotReceivedError: there is no broadcast of it, or it broke off.
+        A member that breaks off for any reason but an overwritten version leaves its group, whose
+        next message it would take for another one. Raises WeightsSupersededError if the version was
+        overwritten during the broadcast, WeightsNotReceivedError if it is not broadcast or broke
+        off, and errors of `landing` as they are.
         """
         try:
             group, chunk_bytes = self._join(manifest.policy_version, place)

@@ -81,16 +81,10 @@ _CPU = torch.device("cpu")
 class WeightSender:
     """Serves until it is closed. The trainer only calls `publish`.
 
-    Args:
-        host: address of this machine to listen at, without keys.
-        members: number of members that the first version is for.
-        device: the trainer's device, from which NCCL sends.
-        limits: time limits.
-        note: called with each broadcast's outcome, in the thread.
-        chunk_bytes: a multiple of 64.
-
-    Raises:
-        OSError: the address cannot be bound.
+    It listens at `host`, an address of this machine, without keys. The first version is for
+    `members` members. NCCL sends from `device`, the trainer's. `note` is called with each
+    broadcast's outcome, in the thread. `chunk_bytes` is a multiple of 64. Raises OSError if the
+    address cannot be bound.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """The check-in of members: a pure meeting, and a desk with keys in a TCPStore.
 
-The sender's process serves the store. A member pushes a `CheckIn` to a queue, which is one
-operation, so a member that dies leaves it complete or not at all. The answer is a separate key,
-which the member deletes after reading it. Both are JSON. The sender deletes the answers of dead
-members.
+The sender's process serves the store. A member pushes a `CheckIn` to a queue, so a member that dies
+leaves it complete or not at all. The answer is a separate key, which the member deletes after
+reading it; the sender deletes those of dead members. Both are JSON.
 """
 
 from __future__ import annotations

@@ -74,9 +74,7 @@ class NodeFiles:
     def begin(self, manifest: WeightManifest) -> Held:
         """Make room for a version, in place of the one before the newest, or of one given up.
 
-        Raises:
-            PublishError: there is no memory for it.
-            WeightsReadError: no file has this size.
+        Raises PublishError if the memory is not there, WeightsReadError if no file has this size.
         """
         grid = Grid(manifest.nbytes, self._chunk_bytes)
         self.give_up()

@@ -9,13 +9,12 @@ ascending order, with at most `window` outstanding. It leaves a parent that
 - is slower than the parent above it. That is measured: now and then the next `_BURST` chunks are
   asked of the parent above. If they come while the own parent sends at most one, `probes` times in
   a row, the own parent is left. A parent that is as fast as the one above sends as many in that
-  time, because the upper one is no further ahead than that, or because the two streams share its
-  link. A parent that has nothing more to send is given `_PATIENCE` times as long: the slow one may
+  time. A parent that has nothing more to send is given `_PATIENCE` times as long: the slow one may
   be above it, and it is about to leave that itself.
 
-So a slow node keeps no children and delays only itself. A probe that finds nothing takes at most
-1/32 of the time. A receiver that has left all its parents begins again with the nearest one, until
-`limit_seconds` have passed.
+So a slow node keeps no children. A probe that finds nothing takes at most 1/32 of the time. A
+receiver that has left all its parents begins again with the nearest one, until `limit_seconds` have
+passed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Chooses the child that gets the next chunk.
 
-Pure: events in, decisions out, no clock, no I/O. Children take turns, chunk by chunk, so one that
-asks for more is not served faster. A request for a chunk that has not arrived is kept; the number
-of requests of a child is bounded.
+Pure: events in, decisions out, no clock, no I/O. Children take turns, chunk by chunk. A request for
+a chunk that has not arrived is kept; the number of requests of a child is bounded.
 """
 
 from __future__ import annotations

@@ -46,11 +46,8 @@ def check_address(address: str, keys: object) -> None:
 class ParentSocket:
     """The end that children connect to, with the keys of this node's hub.
 
-    Port 0 of TCP is any free one. Keys None: for this machine only.
-
-    Raises:
-        KeyUnusable: the address needs keys.
-        zmq.ZMQError: the address cannot be bound.
+    Port 0 of TCP is any free one. Keys None: for this machine only. Raises KeyUnusable if the
+    address needs keys, zmq.ZMQError if it cannot be bound.
     """
 
     def __init__(

@@ -137,16 +137,9 @@ _BURST = 1 << 20
 class ServingThread(Generic[V]):
     """Serves children until it is closed. The versions belong to the thread.
 
-    Args:
-        name: name of this node.
-        address: address to bind; port 0 of TCP: any free one.
-        keys: keys of this node's hub; None: only for children on this machine.
-        versions: the versions that it serves.
-        bytes_per_second: limit of what it sends; None: no limit.
-
-    Raises:
-        KeyUnusable: the address needs keys.
-        zmq.ZMQError: the address cannot be bound.
+    Port 0 of TCP in `address` is any free one. `keys` are those of this node's hub; None: only for
+    children on this machine. `bytes_per_second` limits what it sends. Raises KeyUnusable if the
+    address needs keys, zmq.ZMQError if it cannot be bound.
     """
 
     def __init__(
