@@ -26,10 +26,7 @@ engine's data types. Called once; the tensors must not change. Raises WeightsRea
 
 
 def weights_of_model(model_path: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Load all weights of a model directory on the CPU; tied weights appear once.
-
-    Raises WeightsReadError if transformers cannot load it.
-    """
+    """Load all weights of a model directory on the CPU, or raise WeightsReadError."""
     try:
         model = load_causal_lm(model_path, dtype)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -50,10 +47,7 @@ class Buffer(Protocol):
         """Replace the previous version. Raises WeightsReadError, WeightsSupersededError."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors by HF state dict name, valid until the next `read`.
-
-        Raises WeightsReadError.
-        """
+        """Yield tensors by name, valid until the next `read`. Raises WeightsReadError."""
 
 
 class MergingBuffer:

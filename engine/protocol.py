@@ -36,10 +36,7 @@ from asyncrl.rollout.trajectory import BoolArray, Provenance
 
 
 def turn_start(observed: BoolArray, count: int) -> int:
-    """Return the length of earlier turns, which end with the last observed token.
-
-    Only the first `count` tokens of `observed` `[L]` (as in `KeptTokens`) are considered.
-    """
+    """Return the length of earlier turns, up to the last of `count` tokens that was observed."""
     places = np.flatnonzero(observed[:count])
     return int(places[-1]) + 1 if len(places) else 0
 
@@ -210,10 +207,7 @@ class Engine(Protocol):
         """Load the model and become ready. Raises `EngineStartError` with what to change."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Stream a response: its first token at once, then chunks as the engine's settings say.
-
-        Closing the iterator aborts the request and frees its slot.
-        """
+        """Stream a response, its first token at once; closing the iterator aborts the request."""
 
     def interrupt(self, request_id: str) -> None:
         """End a request: its stream reports all finished steps and ends with `abort`.
@@ -228,10 +222,7 @@ class Engine(Protocol):
         """
 
     def end_session(self, session: str) -> None:
-        """Free what is kept for the next turn of this response; none follows.
-
-        Returns at once. Does nothing if nothing is kept or the engine has ended.
-        """
+        """Free what is kept for the next turn of this response; at once, and idempotent."""
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Score given tokens under one policy version; scores have the order of the requests."""

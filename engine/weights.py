@@ -65,10 +65,7 @@ class ModelShapes:
 
     @classmethod
     def of_path(cls, model_path: str) -> ModelShapes:
-        """Read the shapes that a model directory's configuration describes; loads no weights.
-
-        Raises EngineStartError if there is no such model, or transformers cannot build it.
-        """
+        """Read the shapes that a model's configuration describes, or raise EngineStartError."""
         from transformers import AutoConfig
 
         try:
@@ -152,10 +149,7 @@ class StagedWeights:
 
     @contextmanager
     def install(self, policy_version: int) -> Iterator[NamedTensors]:
-        """Yield the staged tensors, valid inside the block. A version can be installed once.
-
-        Raises WeightsError if this version is not staged.
-        """
+        """Yield the staged tensors once, valid inside the block, or raise WeightsError."""
         with self._lock:
             if self._version != policy_version:
                 raise not_staged(policy_version, self._version)

@@ -145,10 +145,7 @@ class Verification:
         return True
 
     def judged(self) -> tuple[int, int]:
-        """Return the numbers of accepted and rejected generated tokens in the present context.
-
-        Those of later contexts count as rejected with the first rejected one.
-        """
+        """Return the numbers of accepted and rejected generated tokens in the present context."""
         start, drawn = self.builder.context_start, ~self.kept.observed
         accepted = self.builder.count(Provenance.VERIFIED) - int(drawn[:start].sum())
         whole = accepted == int((~self._part_of(start).observed).sum())

@@ -133,10 +133,7 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished sample, with everything that training needs.
-
-    Arrays are read-only; L is its length.
-    """
+    """One finished sample of L tokens, with everything that training needs, read-only."""
 
     id: SampleId
     prompt_id: str
@@ -364,10 +361,7 @@ class TrajectoryBuilder:
         return sum(int((part == provenance).sum()) for part in self._provenance)
 
     def kept(self) -> KeptTokens:
-        """Return the tokens appended so far, to be verified.
-
-        Raises ValueError if there are none.
-        """
+        """Return the tokens appended so far, to be verified; ValueError if there are none."""
         return self.finish("abort").kept()
 
     def finish(self, reason: FinishReason) -> VerifiableTrajectory:

@@ -37,10 +37,7 @@ _ERROR = FrameRefused(
 
 
 class HandshakeWatch:
-    """Counts the failed handshakes of a socket, in a task that `start` begins.
-
-    The socket must not be bound yet.
-    """
+    """Counts the failed handshakes of a socket, from before it is bound."""
 
     def __init__(self, socket: zmq.asyncio.Socket, refusals: Refusals) -> None:
         self._socket = socket
@@ -278,10 +275,7 @@ class Hub(Generic[In]):
         self._ready.extendleft(reversed(messages))
 
     async def attend(self) -> None:
-        """Receive until cancelled, while no task calls `receive`; messages are queued for it.
-
-        Peers with sessions get acknowledgements.
-        """
+        """Receive until cancelled, while no task calls `receive`, and acknowledge."""
         while True:
             await self._receive_frame()
             await asyncio.sleep(0)

@@ -100,10 +100,7 @@ class Peers:
         return self._clock() >= self._next_look
 
     def look(self) -> bool:
-        """Find members that came, left or were replaced: a known name with a new inode.
-
-        Returns True if this member's ring is still in the directory.
-        """
+        """Find members that came, left or were replaced; False if the own ring is gone."""
         self._next_look = self._clock() + LOOK_EVERY
         try:
             found = self._members()
@@ -193,10 +190,7 @@ class Peers:
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that only this user can enter, or check that it is one.
-
-    Raises ExchangeRefused if it is a link, another user's, or open to others; or it cannot be made.
-    """
+    """Make a directory that only this user can enter, or raise ExchangeRefused."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()

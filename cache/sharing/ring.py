@@ -150,10 +150,7 @@ class RingReader:
         return int(capacity)
 
     def read(self, limit: int = _READ) -> list[bytes]:
-        """Return the next messages, about `limit` bytes; at least one if there is any.
-
-        Raises OSError if the file cannot be read.
-        """
+        """Return the next messages, about `limit` bytes, at least one. Raises OSError."""
         marks = self._read_marks()
         if marks is None:
             return []

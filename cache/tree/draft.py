@@ -210,10 +210,7 @@ def draft_tree(
     parents: IntArray,
     probabilities: FloatArray,
 ) -> int:
-    """Draft up to `budget` nodes after past[:max_match]; return their number.
-
-    `recent` `[max_match]` is working space.
-    """
+    """Draft up to `budget` nodes after past[:max_match]; return their number."""
     positions = guesses.candidates.positions
     lengths = guesses.candidates.lengths
     weights = guesses.candidates.weights

@@ -35,10 +35,7 @@ MEMORY = 16384.0
 
 
 class Experience(NamedTuple):
-    """The basis of estimates, and the guesses whose outcome is not known yet.
-
-    R rows, each with at most W guesses.
-    """
+    """The basis of estimates, and guesses without outcome yet: R rows of at most W guesses."""
 
     doubts: FloatArray
     """`[max_match + 2]` votes for a token never seen here, by the length of the match."""
@@ -122,10 +119,7 @@ def corrected(base: float, factor: float) -> float:
 
 @kernel
 def learn(experience: Experience, row: int, tokens: IntArray, start: int, stop: int) -> int:
-    """Count the outcomes of a row's guesses when it accepts tokens[start:stop]; forget them.
-
-    Returns the number of guesses tested.
-    """
+    """Count the outcomes of a row's guesses, tested by tokens[start:stop]; return their number."""
     tested = 0
     parent = -1
     item = 0

@@ -339,10 +339,7 @@ class Forest:
         return self.bytes < before
 
     def trim(self, tree: int, target: int) -> bool:
-        """Drop a tree's oldest finished rollouts until it has at most `target` blocks.
-
-        Returns False if none could be dropped.
-        """
+        """Drop oldest finished rollouts to at most `target` blocks; False if none was dropped."""
         dropped = sequences.trim_tree(
             self.arena, self.state, self.trees, tree, target,
             self._config.min_match, self._rules.max_match,
@@ -368,10 +365,7 @@ class Forest:
                 yield StoredRollouts(key, lengths, versions, tokens)
 
     def check(self) -> None:
-        """Verify all links, counters and budgets; reads everything.
-
-        Raises CacheCorrupt if an invariant does not hold; the message says which.
-        """
+        """Verify all links, counters and budgets, or raise CacheCorrupt; reads everything."""
         used = np.array(sorted(self._keys.values()), np.int32)
         problem = check(
             self.arena, self.state, self.trees, used,

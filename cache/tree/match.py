@@ -92,10 +92,7 @@ def version_weights(half_life: float) -> FloatArray:
 
 @kernel
 def agreement(arena: IntArray, position: int, tokens: IntArray, stop: int, longest: int) -> int:
-    """Return the number of tokens up to `position` that equal those before tokens[stop].
-
-    It is at most `longest`.
-    """
+    """Return how many tokens, up to `longest`, before `position` and tokens[stop] are equal."""
     for length in range(longest):
         if arena[position] != tokens[stop - 1 - length]:
             return length

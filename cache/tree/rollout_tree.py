@@ -89,10 +89,7 @@ class OpenRows:
         return row
 
     def remove(self, row: int) -> tuple[int, int]:
-        """Close a row; return its tree and the name of its sequence.
-
-        Raises ValueError if the row is not open.
-        """
+        """Close an open row (else ValueError); return its tree and the name of its sequence."""
         if not 0 <= row < len(self.cursors) or self.cursors[row, arena.TREE] == arena.CLOSED:
             raise ValueError(f"row {row} is not open: closed twice, or never opened")
         tree, own = int(self.cursors[row, arena.TREE]), int(self.cursors[row, arena.OWN])
@@ -201,10 +198,7 @@ class RolloutCache:
         return row
 
     def close(self, row: int) -> None:
-        """Close the row of a request that ended. Its tokens stay; its handle may be reused.
-
-        Raises ValueError if the row is not open.
-        """
+        """Close a row; its tokens stay, its handle may be reused. ValueError if it is not open."""
         tree, own = self._rows.remove(row)
         if tree < 0:
             return
@@ -269,10 +263,7 @@ class RolloutCache:
     def insert(
         self, key: str, context: IntArray, tokens: IntArray, policy_version: int | None = None
     ) -> None:
-        """Add a finished rollout (from a snapshot or another generator): open, extend, close.
-
-        `tokens` `[N]` are the response, of `policy_version`; None: the current one.
-        """
+        """Add a finished rollout of `policy_version` (None: the current one)."""
         values = int32_values("tokens", tokens, minimum=0)
         state = self._forest.state
         current = state[arena.POLICY_VERSION]
@@ -322,10 +313,7 @@ class RolloutCache:
         )
 
     def check(self) -> None:
-        """Verify the whole cache. For tests and idle moments: it reads everything.
-
-        Raises CacheCorrupt if an invariant does not hold; the message says which.
-        """
+        """Verify the whole cache, or raise CacheCorrupt; reads everything."""
         self._forest.check()
         words = self._forest.arena
         if any(not words[name + arena.SEQ_OPEN] for name in self._rows.sequences()):
@@ -387,10 +375,7 @@ def _is_int32_vector(array: object) -> bool:
 
 
 def warm_up() -> None:
-    """Load the compiled kernels, or compile them (some seconds, once per machine and version).
-
-    An engine calls this at its start, so that the first decode step does not wait for the compiler.
-    """
+    """Load the compiled kernels, or compile them, before the first decode step."""
     cache = RolloutCache(CacheConfig(max_bytes=1 << 14))
     for _ in range(2):
         cache.insert("warm up", np.arange(4, dtype=np.int32), np.arange(9, dtype=np.int32))

@@ -116,10 +116,7 @@ def trim_tree(
     min_match: int,
     max_match: int,
 ) -> int:
-    """Drop a tree's oldest finished sequences until it takes at most `target` blocks.
-
-    Returns the response tokens dropped; -1 when no sequence could be dropped.
-    """
+    """Drop oldest finished sequences to at most `target` blocks; return their tokens, -1: none."""
     dropped = 0
     count = 0
     kept_last = 0

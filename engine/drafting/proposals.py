@@ -1,7 +1,4 @@
-"""Proposes drafts for each row of a step: its earlier continuation, otherwise the cache's drafts.
-
-Wrong proposals cost time, never exactness.
-"""
+"""Proposes drafts for each row of a step: its earlier continuation, or the cache's drafts."""
 
 from __future__ import annotations
 
@@ -46,10 +43,7 @@ class DraftSource(Protocol):
         branching: bool = False,
         min_probability: float = 0.0,
     ) -> Drafts:
-        """Propose at most `budgets[i]` tokens for each response: chains, or trees if `branching`.
-
-        Nodes whose estimated path probability is below `min_probability` are left out.
-        """
+        """Propose at most `budgets[i]` tokens each: chains, or trees if `branching`."""
 
 
 kernel = kernels_of("engine")
@@ -152,10 +146,7 @@ def _before_stops(
     out_offsets: IntArray,
     out_paths: FloatArray,
 ) -> int:
-    """Copy the nodes without a stop token above them; return their number.
-
-    Parents come before their children.
-    """
+    """Copy the nodes without a stop token above them; return their number."""
     total = 0
     out_offsets[0] = 0
     place = np.empty(len(tokens), np.int32)  # place of each node in its row's part of the output

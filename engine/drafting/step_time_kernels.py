@@ -162,10 +162,7 @@ def learn_asking(cells: Any, common: Any) -> None:
 def read(
     cells: Any, common: Any, kind: int, rows: int, context: int, optimistic: bool, dense: Floats
 ) -> None:
-    """Set `dense` `[n]` to the seconds of steps of 0 .. n - 1 tokens of one kind.
-
-    Cells of the other kind fill the gaps.
-    """
+    """Set `dense` `[n]` to the seconds of steps of 0 .. n - 1 tokens of one kind, filling gaps."""
     own = common[0]
     at, value, weight = np.empty(CELLS + 1), np.empty(CELLS + 1), np.empty(CELLS)
     count = _cells_of(cells, own, kind, rows, context, optimistic, at, value, weight)

@@ -30,10 +30,7 @@ class RemoteWorker:
     """The calls. Every rank of the model executes each of them."""
 
     def asyncrl_begin_staging(self, manifest: dict[str, Any]) -> None:
-        """Begin to copy the weights of a manifest (as builtins) in a thread; generation continues.
-
-        That thread waits for a staging that has not ended, whose version is then replaced.
-        """
+        """Begin to copy the weights of a manifest in a thread, after a staging still running."""
         raise NotImplementedError
 
     def asyncrl_staging(self) -> dict[str, Any]:
@@ -53,10 +50,7 @@ class RemoteWorker:
         raise NotImplementedError
 
     def asyncrl_fingerprint(self) -> dict[str, Any] | None:
-        """Continue it for a few milliseconds: the `Fingerprint` (as builtins) once it is done.
-
-        The weights must not change until then.
-        """
+        """Continue it for a few milliseconds; return the `Fingerprint` once it is done."""
         raise NotImplementedError
 
     def asyncrl_save_cache(self) -> int:

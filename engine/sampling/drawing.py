@@ -72,10 +72,7 @@ def noise_seeds(seeds: SeedArray, policy_version: int) -> SeedArray:
 def draw(
     logprobs: torch.Tensor, k: int, streams: Streams, rows: NDArray[np.int64] | None = None
 ) -> Drawn:
-    """Draw a token from each of N distributions: `rows` `[N]` of `logprobs` `[R, V]` float32.
-
-    `rows` None: all rows in order.
-    """
+    """Draw a token from each of N distributions, `rows` (None: all) of `[R, V]` float32."""
     if logprobs.device.type == "cpu":
         return _draw_on_cpu(logprobs, k, streams, rows)
     if rows is not None:

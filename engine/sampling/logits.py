@@ -110,10 +110,7 @@ class ProcessedRows:
 
 
 class FusedRows:
-    """Distributions that the kernels for GPUs compute from `[R, V]` logits at each call.
-
-    Shorter lists are cut from lists of length `k`, for which kernels are compiled.
-    """
+    """Distributions computed from `[R, V]` logits at each call, by kernels for lists of `k`."""
 
     def __init__(self, logits: torch.Tensor, sampling: SamplingColumns, k: int = 1) -> None:
         self._logits = logits
@@ -264,10 +261,7 @@ def fused(logits: torch.Tensor, k: int) -> bool:
 def process_all(
     logits: torch.Tensor, sampling: SamplingColumns, max_bytes: int | None
 ) -> torch.Tensor:
-    """Return the log-probabilities `[N, V]` that are drawn from; overwrites float32 logits.
-
-    `max_bytes` may be held at once; None: all rows at once.
-    """
+    """Return `[N, V]` log-probabilities that are drawn from; overwrites float32 logits."""
     if max_bytes is None:
         return processed_logprobs(logits, sampling)
     at_once = rows_at_once(logits.shape[1], sampling, max_bytes)

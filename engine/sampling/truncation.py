@@ -48,10 +48,7 @@ class Purpose(IntEnum):
 
 
 def forked(seeds: SeedArray, purpose: Purpose, policy_version: int) -> SeedArray:
-    """Return `[N]` seeds of streams that are independent of the ordinary draws of `seeds`.
-
-    Two streams share numbers with a probability of about 2^-40, as those of any two seeds.
-    """
+    """Return `[N]` seeds of streams that are independent of the ordinary draws of `seeds`."""
     step = np.uint64(policy_version * int(_GAMMA) & 0xFFFFFFFFFFFFFFFF)
     return _mix(_mix(seeds ^ np.uint64(purpose)) + step)
 

@@ -237,10 +237,7 @@ class Verdict:
 
 
 def read(logprobs: torch.Tensor, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
-    """Look up what the verdict needs, at `rows` `[N]` of processed `logprobs` `[R, V]`.
-
-    At observed tokens, `logprobs` is not used.
-    """
+    """Look up what the verdict needs, at `rows` `[N]` of processed `logprobs` `[R, V]`."""
     tokens, ids = columns.tokens, columns.ids
     found = _at(logprobs, rows, np.concatenate([tokens[:, None], ids], axis=1))
     own, listed = found[:, 0].copy(), found[:, 1:]
@@ -256,10 +253,7 @@ def read(logprobs: torch.Tensor, rows: NDArray[np.int64], columns: KeptColumns) 
 
 
 def judge(batch: KeptBatch, reading: Reading, policy_version: int) -> Verdict:
-    """Accept a prefix of each row, and draw the symbol after it.
-
-    The reading must be finite; `policy_version` is that of the current weights.
-    """
+    """Accept a prefix of each row and draw the symbol after it. The reading must be finite."""
     rows = len(batch.kept)
     verdict = Verdict(
         accepted=np.zeros(rows, np.int32),

@@ -18,10 +18,7 @@ class SglangWorker(RemoteWorker):
     """The calls, by the names of these methods. All ranks execute them; rank 0 answers."""
 
     def asyncrl_pause(self) -> None:
-        """Run no step from now on; requests keep their state.
-
-        All that was generated has been sent before the answer.
-        """
+        """Run no step from now on, after sending all that was generated."""
         raise NotImplementedError
 
     def asyncrl_resume(self) -> None:
@@ -50,10 +47,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class EndRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End requests; ended ones are ignored.
-
-    A request ends before the next step begins. What was drawn before is sent, then its `End`.
-    """
+    """End requests before the next step; ended ones are ignored."""
 
     request_ids: list[str]
 

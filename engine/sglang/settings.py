@@ -43,8 +43,5 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """Read what `to_environment` made.
-
-        Raises KeyError if the process was not started by a generator of ours.
-        """
+        """Read what `to_environment` made, or raise KeyError."""
         return msgspec.json.decode(environment[VARIABLE], type=cls)

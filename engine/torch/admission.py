@@ -74,10 +74,7 @@ class ParkingLot:
         return size if fits else 0
 
     def claim(self, requests: Sequence[GenerateRequest]) -> dict[str, Parked]:
-        """Hand over, by request id, the KV that requests continue.
-
-        KV of another text of the session is dropped: its environment has gone back.
-        """
+        """Hand over the KV that requests continue, by request id; drop KV of another text."""
         out: dict[str, Parked] = {}
         for request in requests:
             known = self.known(request)

@@ -65,10 +65,7 @@ def attend(
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
-    """Attend causally within rows `[m, Q, heads, D]`.
-
-    Padding comes last, unseen by real queries.
-    """
+    """Attend causally within rows `[m, Q, heads, D]`, whose padding comes last."""
     query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     length = query.shape[2]
     has_window = rule.window is not None and rule.window < length

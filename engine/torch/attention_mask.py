@@ -16,10 +16,7 @@ Hidden = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The keys that each of T packed tokens attends to.
-
-    These are `first` to `last` of its slot, without the hidden ones.
-    """
+    """The keys of each of T packed tokens: `first` to `last` of its slot but the hidden ones."""
 
     slot: NDArray[np.int64]
     """`[T]`"""

@@ -1,7 +1,4 @@
-"""The attention of one forward pass in blocks of adjacent rows, each a padded batch.
-
-Shapes as in `asyncrl.engine.torch.slots`.
-"""
+"""The attention of one forward pass in blocks of adjacent rows, each a padded batch."""
 
 from __future__ import annotations
 
@@ -64,10 +61,7 @@ class Block:
     _grouped: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def grouped_mask(self, groups: int, window: int | None = None) -> torch.Tensor:
-        """Return the mask `[rows, 1, G * Q, L]` for G query heads per key head folded into Q.
-
-        `window` is the number of keys that a query sees, including its own; None: all before it.
-        """
+        """Return the mask `[rows, 1, G * Q, L]` for G query heads per key head folded into Q."""
         if self.mask is None:
             raise ValueError("a causal block has no mask")
         if (groups, window) not in self._grouped:
@@ -157,10 +151,7 @@ def resumed_blocks(
 def causal_blocks(
     lengths: IntArray, *, first_row: int, first_token: int, device: torch.device
 ) -> list[Block]:
-    """Make blocks of fresh contexts in order, cut where padding would double a row's work.
-
-    Contexts sorted by length give few blocks and little padding.
-    """
+    """Make blocks of fresh contexts in order, cut where padding would double a row's work."""
     blocks: list[Block] = []
     start = 0
     for end in range(1, len(lengths) + 1):

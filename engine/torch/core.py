@@ -74,19 +74,13 @@ class ModuleWeights:
         self._fingerprint: Fingerprint | None = None
 
     def stage(self, manifest: WeightManifest) -> None:
-        """Copy a published version into staging memory, in the module's data types.
-
-        Safe while the module computes. Raises as `StagedWeights.stage`.
-        """
+        """Copy a published version into staging memory, as `StagedWeights.stage`."""
         self._staged.clear()
         self._shapes.check(manifest)
         self._staged.stage(manifest)
 
     def install(self, policy_version: int) -> None:
-        """Overwrite the parameters with the staged version. Only copies.
-
-        Raises WeightsError if this version is not staged; nothing was changed.
-        """
+        """Overwrite the parameters with the staged version, or raise WeightsError."""
         with self._staged.install(policy_version) as tensors, torch.no_grad():
             self._fingerprint = None
             for name, tensor in tensors:
@@ -257,10 +251,7 @@ class DecodeCore:
         )
 
     def stage_weights(self, manifest: WeightManifest) -> None:
-        """Copy published weights into staging memory. May run in another thread during a step.
-
-        Raises as `StagedWeights.stage`.
-        """
+        """Copy published weights into staging memory, as `StagedWeights.stage`, during steps."""
         self._weights.stage(manifest)
 
     def install_weights(self, policy_version: int) -> list[TokenChunk]:
@@ -280,10 +271,7 @@ class DecodeCore:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Fingerprint of the parameters in use.
-
-        May run during a step, not during an installation.
-        """
+        """Fingerprint the parameters in use; may run during a step, not an installation."""
         return self._weights.fingerprint()
 
     def stats(self) -> EngineStats:

@@ -1,7 +1,4 @@
-"""Drafts of decoding rows in a step, and their acceptance.
-
-Wrong drafts cost time, never exactness.
-"""
+"""Drafts of decoding rows in a step, and their acceptance."""
 
 from __future__ import annotations
 
@@ -109,10 +106,7 @@ class Drafter:
         return plant(drafts, np.minimum(keep, room), left - 1, self._vocab_size)
 
     def judge(self, trees: TokenTrees, tokens: NDArray[np.int64]) -> AcceptedPaths:
-        """Follow draws through the trees, and report accepted nodes to the planner.
-
-        `tokens` are `[n + N]` draws after each root and node, in feeding order.
-        """
+        """Follow `[n + N]` draws through the trees, and report accepted nodes to the planner."""
         walks = accept_tree(tokens, trees.tokens, trees.parents, trees.offsets)
         accepted = np.zeros(len(trees.tokens), np.bool_)
         accepted[walks.nodes] = True
@@ -120,10 +114,7 @@ class Drafter:
         return walks
 
     def record(self, draws: Draws, paths: Paths) -> None:
-        """Let siblings draft from what rows have generated, and move on in earlier continuations.
-
-        Call it when `Rows.total` counts the new tokens.
-        """
+        """Record what rows have generated, once `Rows.total` counts it: siblings draft from it."""
         rows = self._rows
         n = rows.n
         self._feed_source(draws, paths)

@@ -333,10 +333,7 @@ class TorchEngine:
         thread.wake()
 
     async def stage_weights(self, manifest: WeightManifest) -> None:
-        """Copy published weights into staging memory, in a separate thread; steps continue.
-
-        Raises as `StagedWeights.stage`.
-        """
+        """Stage published weights in a separate thread. Raises as `StagedWeights.stage`."""
         core, _ = self._running()
         await asyncio.to_thread(core.stage_weights, manifest)
 

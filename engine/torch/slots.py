@@ -128,10 +128,7 @@ class SlotCache(Cache):
         *_args: object,
         **_kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[1, J, T, D]` to the places of the plan, and return it unchanged for attention.
-
-        Tokens after those of the plan are padding and are not written.
-        """
+        """Write `[1, J, T, D]` to the places of the plan, without padding, and return it."""
         if self.plan is None:
             raise EngineError(
                 "KV slots were written outside a step; run the model through SlotModel"

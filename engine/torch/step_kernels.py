@@ -23,10 +23,7 @@ _DRAFTED, _SAMPLED = int(Provenance.DRAFTED), int(Provenance.SAMPLED)
 
 
 class GeneratedTokens(NamedTuple):
-    """M tokens with everything that is reported about them.
-
-    As a buffer: B tokens for each of S rows.
-    """
+    """M tokens with everything that is reported about them; as a buffer B for each of S rows."""
 
     tokens: IntArray
     """`[M]`; in a buffer `[S, B]`."""

@@ -43,10 +43,7 @@ class KeptVerdicts:
 
 
 def judge_rows(rows: Rows, draws: Draws, policy_version: int) -> None:
-    """Verify the kept tokens of `draws.judged`; fill in their draws.
-
-    Raises EngineError if a distribution is not finite.
-    """
+    """Verify the kept tokens of `draws.judged`; fill in their draws. Raises EngineError."""
     judged, k = draws.judged, draws.ids.shape[1]
     requests = [rows.requests[row] for row in judged]
     kept = [request.kept for request in requests if request.kept is not None]

@@ -24,10 +24,7 @@ def to_extra_args(extra: RequestExtra) -> dict[str, Any]:
 
 
 def from_extra_args(extra_args: dict[str, Any] | None) -> RequestExtra:
-    """Read what `to_extra_args` made.
-
-    Raises KeyError if the request does not carry our section, so this engine did not send it.
-    """
+    """Read what `to_extra_args` made. Raises KeyError if this engine did not send it."""
     return RequestExtra.from_plain((extra_args or {})[SECTION])
 
 

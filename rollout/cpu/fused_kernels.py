@@ -1,7 +1,4 @@
-"""Compiled functions shared by the torch engine's and the trainer's fused layers.
-
-All numbers are float32.
-"""
+"""Compiled float32 functions shared by the torch engine's and the trainer's fused layers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Messages between relays about the files of a node's folder of the run.
-
-A relay answers one request after the other. A peer has one request outstanding.
-"""
+"""Messages between relays about files of a node's folder of the run, one request at a time."""
 
 from __future__ import annotations
 

@@ -37,10 +37,7 @@ def encode_tokens(tokens: IntArray) -> bytes:
 
 
 def decode_tokens(data: bytes | memoryview) -> IntArray:
-    """Decode token ids as a flat read-only view of the bytes.
-
-    Raises ValueError if the length is not a multiple of four bytes.
-    """
+    """Decode token ids as a flat read-only view of the bytes, or raise ValueError."""
     return np.frombuffer(data, _INT32)
 
 
@@ -60,10 +57,7 @@ def encode_seeds(seeds: SeedArray) -> bytes:
 
 
 def decode_seeds(data: bytes | memoryview) -> SeedArray:
-    """Decode seeds of noise as a flat read-only view of the bytes.
-
-    Raises ValueError if the length is not a multiple of eight bytes.
-    """
+    """Decode seeds of noise as a flat read-only view of the bytes, or raise ValueError."""
     return np.frombuffer(data, _UINT64)
 
 
@@ -80,10 +74,7 @@ def encode_trajectory(
     terms: tuple[float, ...] = (),
     lineage: int = 0,
 ) -> TrajectoryDelivery:
-    """Make the message that delivers a trajectory to the trainer of this lineage for this step.
-
-    It refers to the trajectory's arrays.
-    """
+    """Make the message that delivers a trajectory, whose arrays it refers to, to a trainer."""
     return TrajectoryDelivery(
         step=step,
         sample=trajectory.id,

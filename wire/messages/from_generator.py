@@ -49,10 +49,7 @@ class SampleFinished(Message, frozen=True):
 
 
 class SampleRewarded(Message, frozen=True):
-    """The reward of a held sample; sent with `scheduler.dynamic_sampling` only.
-
-    Follows each `SampleFinished`, as soon as the reward is computed.
-    """
+    """The reward of a held sample, with `scheduler.dynamic_sampling`; follows `SampleFinished`."""
 
     sample: SampleId
     reward: Finite

@@ -61,10 +61,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class Orders(Message, frozen=True):
-    """All orders for the agent.
-
-    Other processes of the agent have ended, and the controller knows it.
-    """
+    """All orders for the agent; its other processes have ended."""
 
     session: str
     processes: tuple[Wanted, ...] = ()

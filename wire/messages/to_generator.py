@@ -26,10 +26,7 @@ class PromptPayload(msgspec.Struct, frozen=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """Tokens of a sample from before the run was resumed, or drawn by another generator.
-
-    They are verified first.
-    """
+    """Tokens of a resumed run, or drawn by another generator; they are verified first."""
 
     file: str
     """Absolute path, readable by every generator; see `wire.messages.unfinished_samples`."""
@@ -53,10 +50,7 @@ class Generate(Message, frozen=True):
 
 
 class Verify(Message, frozen=True):
-    """Verify these samples under the installed weights and generate what is missing.
-
-    Samples whose tokens all come from `min_version` or a newer version are left alone.
-    """
+    """Verify these samples under the installed weights and generate what is missing."""
 
     samples: tuple[SampleId, ...]
     seeds: tuple[int, ...]

@@ -49,10 +49,7 @@ class Withdraw(Message, frozen=True):
 
 
 class Configure(Message, frozen=True):
-    """Settings that were changed while the run trains. Replaces those of earlier ones.
-
-    It precedes the plan of the step at which a setting changes.
-    """
+    """Settings that change while the run trains, replacing earlier ones, from the next plan on."""
 
     config_json: str
 

@@ -159,10 +159,7 @@ def write_unfinished(
 
 
 def read_index(path: Path) -> Index:
-    """Check a whole file, and return its index.
-
-    Raises UnfinishedRefused if it cannot be read, is damaged, or is not such a file.
-    """
+    """Check a whole file, and return its index. Raises UnfinishedRefused."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -197,10 +194,7 @@ def read_index(path: Path) -> Index:
 
 
 def read_sample(path: Path, place: Place, *, prompt_id: str) -> KeptTokens:
-    """Read the tokens of one sample, from a file that `read_index` has accepted.
-
-    Raises UnfinishedRefused if the record cannot be read, or is of another sample or prompt.
-    """
+    """Read one sample's tokens from a file that `read_index` accepted. Raises UnfinishedRefused."""
     try:
         with path.open("rb") as file:
             file.seek(place.offset)

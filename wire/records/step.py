@@ -126,10 +126,7 @@ class BatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StalenessMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Age of the trained tokens.
-
-    In optimizer steps, from the policy that a token follows to the policy trained on it.
-    """
+    """Optimizer steps from the policy that a token follows to the policy trained on it."""
 
     mean: float = 0.0
     """Mean over the step's response tokens."""
@@ -164,10 +161,7 @@ class MismatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnerMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """The learner's measurements of one optimizer step.
-
-    The defaults describe a step on which nothing was trained.
-    """
+    """The learner's measurements of one optimizer step; by default nothing was trained."""
 
     learning: LearningMetrics = LearningMetrics()
     batch: BatchMetrics = BatchMetrics()

@@ -104,10 +104,7 @@ class SessionEnd(Generic[In]):
         self._arm()
 
     def arrived(self, frame: bytes) -> list[In]:
-        """Return the new messages in a frame.
-
-        Raises FrameRefused if it is not of this session, or its content cannot be decoded.
-        """
+        """Return the new messages in a frame. Raises FrameRefused."""
         taken = self._session.take(frame, time.monotonic())
         for reply in taken.replies:
             self._transmit(reply)

@@ -26,10 +26,7 @@ _ASK_SECONDS = 0.2
 
 
 class SessionLine(Line[In]):
-    """A `Line` that neither loses nor doubles messages while relays come and go.
-
-    The address is known before there is a relay: ZeroMQ connects once one listens there.
-    """
+    """A `Line` that neither loses nor doubles messages while relays come and go."""
 
     def __init__(
         self, address: str, keys: LineKeys, incoming: Any, refusals: Refusals | None = None

@@ -134,10 +134,7 @@ class _Peer:
 
 
 class SessionPeers:
-    """All sessions of a hub.
-
-    `send` passes a bundle for a relay to the socket; a later tick resends what is dropped.
-    """
+    """All sessions of a hub; `send` passes a bundle for a relay to the socket, or drops it."""
 
     def __init__(
         self, keys: HubKeys, refusals: Refusals, send: Callable[[str, bytes], object]
@@ -172,10 +169,7 @@ class SessionPeers:
         return None if known is None else known.relay
 
     def take(self, relay: str, bundle: bytes, now: float) -> Iterator[tuple[str, bytes]]:
-        """Yield the new contents of a bundle, each with its sender, in order.
-
-        Raises FrameRefused if it is not a bundle.
-        """
+        """Yield the new contents of a bundle with their senders, in order. Raises FrameRefused."""
         since = self._relays.setdefault(relay, len(self._relays))
         for identity, frame in entries_of(bundle):
             peer = self._by_identity.get(identity)
@@ -212,10 +206,7 @@ class SessionPeers:
         return peer
 
     def send(self, peer: str, body: bytes, now: float) -> None:
-        """Send to a peer; it leaves with the next `flush`.
-
-        Raises asyncrl.wire.errors.SessionFull if the peer acknowledges nothing.
-        """
+        """Send to a peer with the next `flush`. Raises SessionFull if it acknowledges nothing."""
         known = self._peers[peer]
         self._leave(known, [known.session.send(body, now)])
         self._active[peer] = known

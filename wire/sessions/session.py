@@ -136,10 +136,7 @@ class Session:
         return len(self._unacknowledged)
 
     def send(self, body: bytes, now: float, *, urgent: bool = False) -> bytes:
-        """Return the frame for a body, which is kept until it is acknowledged.
-
-        Raises SessionFull if too much is not acknowledged; the session cannot continue.
-        """
+        """Return the frame for a body, kept until acknowledged. Raises SessionFull."""
         waiting = self._unacknowledged
         if waiting and (
             len(waiting) >= self._limits.frames or self._bytes + len(body) > self._limits.bytes
@@ -156,10 +153,7 @@ class Session:
         return self._frame(self._sent, body, flags)
 
     def take(self, frame: bytes, now: float) -> Taken:
-        """Process a frame of the other end.
-
-        Raises FrameRefused if it is not a frame of this session.
-        """
+        """Process a frame of the other end. Raises FrameRefused if it is not of this session."""
         header = header_of(frame)
         if header.session != self.name:
             raise FrameRefused(Reason.UNEXPECTED, "a frame of another session under this name")

@@ -25,10 +25,7 @@ _MAX_BYTES = 80
 
 
 class RuntimeDirectory:
-    """A private folder for the sockets of one run; removed by `close`.
-
-    Raises AddressTooLong if the folder's path is too long for Unix sockets.
-    """
+    """A private folder for a run's sockets, removed by `close`. Raises AddressTooLong."""
 
     def __init__(self) -> None:
         parent = _parent()

@@ -84,10 +84,7 @@ class FrameDecoder(Generic[In]):
         return self._decode(self._decoder, body)
 
     def decode_all(self, body: bytes) -> list[In]:
-        """Decode the messages in `body`, in the order in which they were sent; at least one.
-
-        Raises FrameRefused if one of them is not an accepted message.
-        """
+        """Decode the messages in `body`, in order; at least one. Raises FrameRefused."""
         if body[:1] != _ARRAY:
             return [self.decode(body)]
         messages = self._decode(self._several, body)

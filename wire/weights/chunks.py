@@ -21,10 +21,7 @@ n - 1 chunks; a chunk costs each node some 0.2 ms of Python."""
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Places of the chunks of a file.
-
-    Raises WeightsReadError if no file of published weights has this size.
-    """
+    """Places of the chunks of a file. Raises WeightsReadError for an impossible size."""
 
     nbytes: int
     """Size of the file; a multiple of 64."""

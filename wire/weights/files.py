@@ -21,10 +21,7 @@ _CALL_BYTES = 1 << 28
 
 
 def reserve(path: Path, nbytes: int, *, of: int) -> mmap.mmap:
-    """Create one of `of` files in place of an old one, with all its memory reserved.
-
-    Raises PublishError if there is not enough memory, or the file cannot be created.
-    """
+    """Create one of `of` files anew, with its memory reserved. Raises PublishError."""
     try:
         # A killed run of this id may have left a file. O_EXCL refuses to follow a planted link.
         path.unlink(missing_ok=True)
@@ -77,10 +74,7 @@ def held_version(manifest: WeightManifest) -> Iterator[int]:
 
 
 def open_published(manifest: WeightManifest) -> int:
-    """Return a descriptor of the file of a version, which the caller closes.
-
-    Raises as `held_version`.
-    """
+    """Return a descriptor of a version's file, to be closed. Raises as `held_version`."""
     try:
         descriptor = os.open(manifest.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as error:
@@ -115,10 +109,7 @@ def check_version(descriptor: int, manifest: WeightManifest) -> None:
 
 
 def fill(target: memoryview, descriptor: int, offset: int) -> None:
-    """Fill memory from a place in a file, releasing Python's lock.
-
-    Raises WeightsReadError if the file is shorter.
-    """
+    """Fill memory from a place in a file. Raises WeightsReadError if it is shorter."""
     done = 0
     while done < len(target):
         read = os.preadv(descriptor, [target[done : done + _CALL_BYTES]], offset + done)

@@ -127,10 +127,7 @@ class WeightBuffer:
                     self._convert(descriptor, manifest)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors by their names in the HF state dict, valid until the next `read`.
-
-        Raises WeightsReadError if the buffer holds no complete version.
-        """
+        """Yield tensors by name, valid until the next `read`. Raises WeightsReadError."""
         if self.policy_version is None:
             raise WeightsReadError("no whole version of the weights has been read")
         yield from self._tensors

@@ -1,7 +1,4 @@
-"""The client's view of an engine's core, the process in which the model runs.
-
-An engine implements `Core`; the rest of this package needs only that.
-"""
+"""The client's view of an engine's core, which an engine implements: `Core`."""
 
 from __future__ import annotations
 
@@ -120,10 +117,7 @@ class Core(Protocol):
         """End requests and drop their later results; ended ones are ignored."""
 
     async def interrupt(self, request_id: str) -> None:
-        """End a request, which reports all that it has drawn and then its end.
-
-        Does nothing if it has ended.
-        """
+        """End a request, which reports all that it has drawn and then its end. Idempotent."""
 
     async def pause(self) -> None:
         """Stop, and return when all steps have been received; requests keep their state."""
@@ -145,10 +139,7 @@ class Core(Protocol):
         """
 
     async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:
-        """Return the fingerprint of the weights in use, by names and shapes of the HF state dict.
-
-        Generation continues. The weights must not change.
-        """
+        """Return the fingerprint of the weights in use, which must not change; steps continue."""
 
     async def save_cache(self) -> int:
         """Write the snapshot of the rollout cache; return its bytes."""

@@ -122,10 +122,7 @@ class WeightSwap:
         self._said_why = False
 
     async def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the weights in use, computed once after each installation.
-
-        The weights do not change until it is done. Raises EngineError.
-        """
+        """Return the fingerprint of the weights in use, which do not change. Raises EngineError."""
         async with self._lock:
             if self._fingerprint is None:
                 self._fingerprint = await self._core.fingerprint(self._shapes.shapes)
@@ -381,24 +378,15 @@ class RemoteEngine:
         await self._running().pausing.resume()
 
     async def stage_weights(self, manifest: WeightManifest) -> None:
-        """Copy published weights into the worker's staging memory; generation continues.
-
-        Raises as `WeightSwap.stage`.
-        """
+        """Stage published weights while generation continues. Raises as `WeightSwap.stage`."""
         await self._running().weights.stage(manifest)
 
     async def install_weights(self, policy_version: int) -> None:
-        """Replace the weights between two steps; running requests continue with the KV they have.
-
-        Raises as `WeightSwap.install`.
-        """
+        """Replace the weights between two steps. Raises as `WeightSwap.install`."""
         await self._running().weights.install(policy_version)
 
     async def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the layers' weights; generation continues.
-
-        Raises EngineError.
-        """
+        """Return the fingerprint of the weights in use. Raises EngineError."""
         return await self._running().weights.fingerprint()
 
     async def save_cache(self) -> int:

@@ -20,10 +20,7 @@ from asyncrl.rollout.trajectory import FinishReason
 
 
 class Responses:
-    """The responses that the core is generating.
-
-    A chunk has at least `chunk_tokens` tokens, except the first of a response, which has one.
-    """
+    """The responses of the core, in chunks of at least `chunk_tokens` tokens; the first has one."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._unreported = Unreported(chunk_tokens)
@@ -152,9 +149,6 @@ class Response(Inbox[TokenChunk]):
         self.wake()
 
     def put(self, item: object) -> None:
-        """Close it; chunks already drawn are still delivered.
-
-        Also called by engines (`Inbox.put`).
-        """
+        """Close it; chunks already drawn are still delivered."""
         self._responses.cut(self)
         super().put(item)

@@ -36,10 +36,7 @@ class _Stream:
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """A reader of one request after the other: a verification, then the response.
-
-    `interrupt` ends the request being read, and every later one before it begins.
-    """
+    """Reads one request after the other, a verification, then the response, until `interrupt`."""
 
     stream: _Stream | None = None
     interrupted: bool = False

@@ -35,10 +35,7 @@ Index = NDArray[np.int64]
 
 
 class Tickets:
-    """The tickets in use. A ticket is a slot and a serial number; slots are reused.
-
-    Fewer than `1 << slot_bits` tickets (at least 4 bits) can be in use at a time.
-    """
+    """The tickets in use, fewer than `1 << slot_bits`: a reused slot and a serial number each."""
 
     def __init__(self, slot_bits: int = _SLOT_BITS) -> None:
         self._slot_bits = slot_bits
@@ -49,10 +46,7 @@ class Tickets:
         self._row: Index = np.full(1, NO_ROW, np.int64)
 
     def take(self) -> int:
-        """Return a new ticket.
-
-        Raises EngineError if every slot is in use: a further ticket would name two requests.
-        """
+        """Return a new ticket. Raises EngineError if every slot is in use."""
         if not self._free:
             have = len(self._ticket)
             if have > self._slots:
@@ -217,10 +211,7 @@ class Unreported:
         return np.where(place < kept[of], rows, NO_ROW), given[ended].tolist()
 
     def correct_last(self, row: int, accepted: int) -> None:
-        """Settle whether the last token of an ended response was an accepted draft.
-
-        `accepted` is the number of its accepted drafts in all steps, as the core counts them.
-        """
+        """Settle if the last token of an ended response was one of its `accepted` drafts."""
         if accepted > self._accepted[row] and self.count[row]:
             self._provenance[row, self.count[row] - 1] = _DRAFTED
 

@@ -20,10 +20,7 @@ from asyncrl.rollout.trajectory import SeedArray
 
 
 class Batch(ABC):
-    """Follows an engine's batch; a subclass reads the engine's state.
-
-    `listed` is the length of the lists that tokens are drawn with, reported or not.
-    """
+    """Follows an engine's batch, whose state a subclass reads; draws have lists of `listed` ids."""
 
     def __init__(self, listed: int = UNREPORTED_K) -> None:
         self.listed = listed

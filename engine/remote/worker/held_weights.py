@@ -102,10 +102,7 @@ def block_sums(block: Tensor, shard: Shard, shape: Shape) -> TensorSums:
 
 
 def probes_within(columns: int, column: int, width: int) -> tuple[list[int], int]:
-    """Return the probe's columns within a block, relative to it, and the index of the first.
-
-    The tensor has `columns` columns; the block has `width`, from `column` on.
-    """
+    """Return the probe's columns within a block, relative to it, and the index of the first."""
     probes = probe_columns(columns)
     inside = [at for at, one in enumerate(probes) if column <= one < column + width]
     return [probes[at] - column for at in inside], inside[0] if inside else 0
@@ -173,10 +170,7 @@ class HeldWeights:
         shard: Shard,  # noqa: ARG002
         shape: Shape,  # noqa: ARG002
     ) -> TensorSums | None:
-        """Return the sums of a tensor that only a product shows; None: its module holds it.
-
-        `shard` is the block that this rank holds, `shape` that of the whole tensor.
-        """
+        """Return the sums of a tensor that only a product shows; None: its module holds it."""
         return None
 
     def modules(self) -> dict[str, Any]:

@@ -104,10 +104,7 @@ class RowBook:
             self._free.append(slot)
 
     def judge(self, slots: Index, fed: Index, accepted: Index) -> None:
-        """Report to the planner which of a step's drafts were accepted.
-
-        Of `fed` `[n]` draft tokens of the rows in `slots` `[n]`, `accepted` `[n]` were kept.
-        """
+        """Report to the planner how many of the `fed` drafts of these rows were `accepted`."""
         mine = np.flatnonzero((slots != NO_SLOT) & (fed > 0))
         slots, fed, accepted = slots[mine], fed[mine], accepted[mine]
         counts = np.minimum(fed, self._guessed[slots])
@@ -141,10 +138,7 @@ class RowBook:
     def draft(
         self, slots: Index, rows: Index, lengths: Index, table: IntArray, *, other_tokens: int
     ) -> dict[int, list[int]]:
-        """Propose chains for the next step. Arguments as of `choose`.
-
-        Returns drafts by index into `slots`; rows without one are missing.
-        """
+        """Propose chains for the next step, by index into `slots`. Arguments as of `choose`."""
         choice = self.choose(slots, rows, lengths, table, other_tokens=other_tokens)
         if choice is None:
             return {}

@@ -85,10 +85,7 @@ class ScoredRequest:
         return ScoredPart(self, rows, low - first), begin + count >= total
 
     def keep_hidden(self, first: int, hidden: torch.Tensor) -> None:
-        """Keep hidden states `[n, H]` from scored position `first`, if the exact rule judges.
-
-        Those of an earlier attempt are dropped.
-        """
+        """Keep hidden states `[n, H]` from scored position `first`, replacing earlier ones."""
         if self.kept is None or self.reports_top_k:
             return
         while self._hidden and self._hidden[-1][0] >= first:
@@ -111,10 +108,7 @@ class ScoredRequest:
         return ids, values
 
     def verdict_table(self, verdict: Verdict, row: int) -> tuple[IntArray, FloatArray]:
-        """Return the kept tokens that stay and the one after them, laid out as `ScoreColumns`.
-
-        `verdict` has nothing unnamed; `row` is that of this request.
-        """
+        """Return row `row` of the complete `verdict` and its kept tokens, as `ScoreColumns`."""
         accepted, token = int(verdict.accepted[row]), verdict.token[row]
         count = accepted + int(token >= 0)
         ids, values = self.table()

@@ -50,10 +50,7 @@ class Scorer:
         self._listed = listed
 
     def read(self, hidden_states: torch.Tensor, parts: list[ScoredPart]) -> None:
-        """Read the scored positions of a step, a slab of bounded memory at a time.
-
-        `hidden_states` are `[T, H]` of the step's tokens, in the form that the output layer takes.
-        """
+        """Read the scored positions of a step, whose hidden states are `[T, H]`, in slabs."""
         sampling = SamplingColumns.of([part.request.entry.sampling for part in parts])
         limit = self._rows_at_once(sampling)
         batch: list[ScoredPart] = []

@@ -170,10 +170,7 @@ class Twin:
 
 
 def loaded_parts(model: nn.Module) -> dict[str, Any]:
-    """Return digests of each parameter and packed weight of a model, tied ones by every name.
-
-    Compare two of them by `unchanged` and `differing`.
-    """
+    """Return digests of each parameter and packed weight of a model, tied ones by every name."""
     parts: dict[str, Any] = {}
     notes: dict[int, _Note] = {}
     for name, one in model.named_parameters(remove_duplicate=False):
@@ -300,10 +297,7 @@ def _note_of(tensor: Tensor) -> _Note:
 
 
 def like(tensor: Tensor, data: Tensor, live: nn.Module, twin: nn.Module) -> Tensor:
-    """Return `data` with the class and attributes of a module's tensor, for the module's twin.
-
-    `tensor` is one of `live`, whose methods become those of the twin.
-    """
+    """Return `data` with the class and attributes of a module's tensor, for the module's twin."""
     data.__class__ = tensor.__class__
     for name, value in vars(tensor).items():
         while getattr(value, "__name__", "") == _WRAPPER:

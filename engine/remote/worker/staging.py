@@ -180,10 +180,7 @@ class WorkerWeights:
         self._staging = self._thread.submit(self._staged.stage, manifest)
 
     def report(self) -> StagingReport:
-        """Return the state of the staging begun last. Raises its unexpected errors.
-
-        Raises also if no staging was begun.
-        """
+        """Return the state of the staging begun last. Raises its unexpected errors."""
         if self._staging is None:
             raise WeightsError("no staging of weights was begun")
         if not self._staging.done():

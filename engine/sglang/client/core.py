@@ -56,10 +56,7 @@ class OutputProcessor:
         return self._inboxes.pop(request_id, None)
 
     def take(self, outputs: messages.Outputs) -> None:
-        """Process a message; outputs of forgotten requests are dropped.
-
-        Raises ValueError if the bytes of a table do not have its shape.
-        """
+        """Process a message, or raise ValueError; outputs of forgotten requests are dropped."""
         for step in outputs.steps:
             self.responses.record(step_table(step), step.policy_version)
         for scored in outputs.scored:
@@ -215,10 +212,7 @@ class SglangCore:
         )
 
     def _salt(self) -> str:
-        """Return a salt that is new for each installation, so that prefix KV is not shared across.
-
-        A version alone does not identify weights: another trainer may train it again.
-        """
+        """Return a new salt: a version may come twice, from two trainers."""
         return f"version {self.policy_version}, installation {self._installations}"
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -233,10 +227,7 @@ class SglangCore:
             self._process.send(EndRequests(ended))
 
     async def interrupt(self, request_id: str) -> None:
-        """End a request, which reports what it has drawn and then its end.
-
-        Does nothing if it has ended.
-        """
+        """End a request, which reports what it has drawn and then its end. Idempotent."""
         if _sent(request_id) in self._outputs:
             self._process.send(EndRequests([_sent(request_id)]))
 
@@ -261,10 +252,7 @@ class SglangCore:
         return msgspec.convert(report, StagingReport)
 
     async def install(self, policy_version: int, limit: float) -> str:
-        """Put the staged weights in place and stamp later tokens with them; only while paused.
-
-        Raises if it takes more than `limit` seconds. Returns as `RemoteWorker.asyncrl_install`.
-        """
+        """Put the staged weights in place, as `Core.install`."""
         install = SglangWorker.asyncrl_install
         what = "install new weights"
         reason = await self._call_within(limit, what, install, policy_version)
@@ -273,10 +261,7 @@ class SglangCore:
         return reason
 
     async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:
-        """Return the fingerprint of the weights in use, by names and shapes of the HF state dict.
-
-        Generation continues. The weights must not change.
-        """
+        """Return the fingerprint of the weights in use, which must not change; steps continue."""
         what = "compare its weights"
         await self._call(what, SglangWorker.asyncrl_begin_fingerprint, shapes)
         while True:
@@ -295,10 +280,7 @@ class SglangCore:
         *args: P.args,
         **none: P.kwargs,
     ) -> T:
-        """Return the result of rank 0.
-
-        Raises EngineError if it failed, SGLang died, or was too slow.
-        """
+        """Return the result of rank 0. Raises EngineError if it failed or did not come."""
         return await self._call_within(None, what, method, *args, **none)
 
     async def _call_within(

@@ -37,10 +37,7 @@ async def launch(
     seed: int,
     place: CachePlace,
 ) -> SglangCore:
-    """Start SGLang's processes and connect to its scheduler.
-
-    Raises EngineStartError if SGLang did not start; the end of its log is quoted.
-    """
+    """Start SGLang and connect to its scheduler. Raises EngineStartError with the log's end."""
     core = SglangCore(process, config.sglang.chunk_tokens)
     folder = process.open(core.take)
     worker = worker_settings(config, cache_config, place, folder)

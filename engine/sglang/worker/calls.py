@@ -71,10 +71,7 @@ class WorkerCalls(RemoteWorker):
         return self._weights.staging()
 
     def asyncrl_install(self, policy_version: int) -> str:
-        """Put the staged weights of this version in place, while steps are stopped.
-
-        Returns why SGLang had to load them in the pause, "" if it had not.
-        """
+        """Put the staged weights of this version in place, while steps are stopped."""
         why_reloaded = self._weights.install(policy_version)
         self._scheduler.advance(policy_version)
         return why_reloaded
@@ -93,10 +90,7 @@ class WorkerCalls(RemoteWorker):
 
 
 def answer(calls: object, call: Call, ranks: Ranks) -> Answer:
-    """Make a call in all ranks; errors of any rank are reported, results of rank 0.
-
-    Only methods of `calls` whose names begin with `asyncrl_` may be called.
-    """
+    """Make a call of `calls` in all ranks; report errors of any rank, or results of rank 0."""
     result, error = None, ""
     try:
         result = _method(calls, call.method)(*call.arguments)

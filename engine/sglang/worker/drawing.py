@@ -19,10 +19,7 @@ from asyncrl.engine.sglang.worker.steps import Places, Reporting, StepOutput
 
 
 class StepDrawing:
-    """Draws one token for each row of the batch; rank 0 draws, and `reporting` receives the tables.
-
-    Drawing holds at most `max_bytes` at once (`asyncrl.engine.sampling.logits`).
-    """
+    """Draws one token for each row of the batch, in rank 0, within `max_bytes`."""
 
     def __init__(
         self, batch: SchedulerBatch, ranks: Ranks, reporting: Reporting, max_bytes: int
@@ -33,9 +30,9 @@ class StepDrawing:
         self._max_bytes = max_bytes
 
     def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, StepOutput | None]:
-        """Return the tokens `[B]` int64 of the step and, in rank 0, its table.
+        """Return `[B]` int64 tokens and, in rank 0, the table.
 
-        The logits `[B, V]` may be overwritten.
+        May overwrite the logits `[B, V]`.
         """
         batch, rows = self._batch, len(logits)
         if not self._ranks.leads:

@@ -41,10 +41,7 @@ class Requests:
         self.entries[request_id] = entry
 
     def interrupt(self, request_id: str) -> bool:
-        """End a request before SGLang does; its later tokens are dropped.
-
-        Returns True if it was running, so that its end must be sent.
-        """
+        """End a request, whose later tokens are dropped; True if it was running."""
         if not self.serves(request_id):
             return False
         self._ended.add(request_id)
@@ -71,10 +68,7 @@ class Requests:
 
 
 class SchedulerBatch(Batch):
-    """The batch that SGLang runs next, or is running.
-
-    `listed` is the length of the lists that tokens are drawn with, reported or not.
-    """
+    """The batch that SGLang runs next, or is running; draws have lists of `listed` ids."""
 
     def __init__(self, requests: Requests, listed: int = UNREPORTED_K) -> None:
         super().__init__(listed)

@@ -68,10 +68,7 @@ from asyncrl.rollout.acceptance import warm_up_verification
 
 
 class OutputLayer:
-    """Takes the hidden states that go into a model's output layer, and computes logits of some.
-
-    Raises TypeError if the model has no `LogitsProcessor`.
-    """
+    """Takes hidden states that go into a model's `LogitsProcessor`; computes logits of some."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         processors = [one for one in model.modules() if isinstance(one, LogitsProcessor)]
@@ -95,10 +92,7 @@ class OutputLayer:
             self._taken = hidden, head, LogitsMetadata.from_forward_batch(step)
 
     def score(self) -> None:
-        """Score what the last step took in, if required.
-
-        Raises RuntimeError if its output layer was not called.
-        """
+        """Score what the last step took in, if required. Raises RuntimeError."""
         scoring = self._scoring
         if scoring is None or not scoring.wanted:
             return

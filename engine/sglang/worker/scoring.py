@@ -55,10 +55,7 @@ class PrefillScoring:
         self._prefill = prefill if scores else None
 
     def compute(self, hidden: torch.Tensor) -> None:
-        """Read the scored positions of the step, and report the requests that are complete.
-
-        `hidden` are `[T, H]` of all tokens that were fed, row after row.
-        """
+        """Read the scored positions of the step's `hidden` `[T, H]`; report complete requests."""
         prefill, self._prefill = self._prefill, None
         if prefill is None:
             return

@@ -33,10 +33,7 @@ _MAX_SECONDS = 0.1
 
 
 class Outbox:
-    """Collects outputs and sends them, several steps in one message.
-
-    `gauges` returns the state at the time of a message, `clock` seconds.
-    """
+    """Collects outputs and sends them, several steps in one message with current `gauges`."""
 
     def __init__(
         self,
@@ -141,10 +138,7 @@ class StepOutput:
         return replace(self, ids=copy_tensor(self.ids), logprobs=copy_tensor(self.logprobs))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:  # noqa: ARG002
-        """Report the tokens that requests keep.
-
-        `commits` are `[B]` SGLang's `CommittedTokens` of each row; None: none.
-        """
+        """Report the tokens that requests keep: `[B]` SGLang's `CommittedTokens`; None: none."""
         requests, outbox = self.reporting
         counts = np.fromiter(
             (0 if one is None else len(one.token_ids) for one in commits), np.int64, len(commits)

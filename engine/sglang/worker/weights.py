@@ -135,10 +135,7 @@ class SglangLoader:
         """Do nothing."""
 
     def check_unchanged(self, names: Collection[str]) -> None:
-        """Raise WeightsError for parameters that SGLang has not loaded.
-
-        It logs names that it does not know, and continues with the previous weights.
-        """
+        """Raise WeightsError for parameters that SGLang has not loaded; it only logs them."""
         modules = dict(self.model.named_modules())
         left = []
         for name, one in self.model.named_parameters():
@@ -191,10 +188,7 @@ class SglangWeights:
         return dict(msgspec.to_builtins(report))
 
     def install(self, policy_version: int) -> str:
-        """Put the staged weights of this version in place, while no step runs.
-
-        Returns why SGLang had to load them in the pause, in any rank; "" if it had not.
-        """
+        """Put the staged weights of this version in place, while no step runs."""
         if self._loader.device.type == "cuda":
             torch.cuda.synchronize(self._loader.device)  # SGLang's steps run on other streams
         reasons = in_all_ranks(self._ranks, partial(self._weights.install, policy_version))

@@ -41,10 +41,7 @@ def sgemm_address() -> int | None:
 def _sgemm(
     _typing: Any, _at: Any, _m: Any, _n: Any, _k: Any, _a: Any, _b: Any, _beta: Any, _c: Any
 ) -> tuple[Any, Any]:
-    """Compute C `[n, m]` = A `[m, k]` times B `[n, k]`, plus `beta` times C; all are row-major.
-
-    In Fortran's order these are C^T = A B^T with A transposed.
-    """
+    """Compute row-major C `[n, m]` = A `[m, k]` times B `[n, k]`, plus `beta` times C."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         where, m, n, k, a, b, beta, c = args

@@ -30,10 +30,7 @@ _MAX_TEMPLATES = 64
 
 
 class VllmCore:
-    """The calls to vLLM; satisfies `asyncrl.engine.remote.client.core.Core`.
-
-    `process` is a started vLLM.
-    """
+    """The calls to a started vLLM; satisfies `asyncrl.engine.remote.client.core.Core`."""
 
     name = "vLLM"
     min_temperature = 0.01
@@ -121,10 +118,7 @@ class VllmCore:
         )
 
     def _params_of(self, request: CoreRequest) -> Any:
-        """Return vLLM's parameters of a request: a copy of those of an earlier one of its kind.
-
-        vLLM checks what it constructs, `extra_args` above all: a fifth of the cost of a response.
-        """
+        """Return a copy of vLLM's parameters of this kind of request: checking them is slow."""
         listed = request.extra.top_k_logprobs if request.extra.scored else None
         kind = request.temperature, request.top_p, request.stop_tokens, listed
         if kind not in self._templates:
@@ -137,10 +131,7 @@ class VllmCore:
         return params
 
     def _salt(self) -> str:
-        """Return a salt that is new for each installation, so that prefix KV is not shared across.
-
-        A version alone does not identify weights: another trainer may train it again.
-        """
+        """Return a new salt: a version may come twice, from two trainers."""
         return f"version {self.policy_version}, installation {self._installations}"
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -153,10 +144,7 @@ class VllmCore:
             await self.process.ask(self.process.vllm.llm.abort(running), "abort requests")
 
     async def interrupt(self, request_id: str) -> None:
-        """End a request, which reports what it has drawn and then its end.
-
-        Does nothing if it has ended.
-        """
+        """End a request, which reports what it has drawn and then its end. Idempotent."""
         vllm = self.process.vllm
         running = list(vllm.processor.external_req_ids.get(request_id, ()))
         if running:
@@ -189,10 +177,7 @@ class VllmCore:
         return StagingReport.of_all([msgspec.convert(one, StagingReport) for one in found])
 
     async def install(self, policy_version: int, limit: float) -> str:
-        """Put the staged weights in place and stamp later tokens with them; only while paused.
-
-        Raises if it takes more than `limit` seconds. Returns as `RemoteWorker.asyncrl_install`.
-        """
+        """Put the staged weights in place, as `Core.install`."""
         install = VllmWorker.asyncrl_install
         what = "install new weights"
         reasons = await self._call_within(limit, what, install, policy_version)
@@ -203,10 +188,7 @@ class VllmCore:
         return next((reason for reason in reasons if reason), "")
 
     async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:
-        """Return the fingerprint of the weights in use, by names and shapes of the HF state dict.
-
-        Generation continues. The weights must not change.
-        """
+        """Return the fingerprint of the weights in use, which must not change; steps continue."""
         what = "compare its weights"
         await self._call(what, VllmWorker.asyncrl_begin_fingerprint, shapes)
         while True:

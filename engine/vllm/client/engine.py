@@ -46,10 +46,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class VllmEngine(RemoteEngine):
-    """The generator on vLLM; see `RemoteEngine`.
-
-    `cache_config` is that of the rollout cache inside vLLM; `place` has its snapshot and exchange.
-    """
+    """The generator on vLLM; see `RemoteEngine`."""
 
     def __init__(
         self,

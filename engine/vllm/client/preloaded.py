@@ -1,7 +1,4 @@
-"""Imports what an engine core needs, for the server that cores and ranks are forked from.
-
-Settings made here hold in all forks (`fork_server`).
-"""
+"""Imports what an engine core needs, for the server that cores and ranks are forked from."""
 
 from __future__ import annotations
 

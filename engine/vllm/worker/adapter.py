@@ -36,10 +36,7 @@ class _Place(NamedTuple):
 
 
 class ServedAdapter:
-    """Writes A and B into vLLM's layers, and reads what they hold. Starts with none: B is 0.
-
-    `runner` is vLLM's, started with `enable_lora`.
-    """
+    """Writes A and B into vLLM's layers, and reads what they hold. At first B is 0."""
 
     def __init__(self, runner: Any) -> None:
         from asyncrl.engine.vllm.worker.api import LogitsProcessorWithLoRA, LoRARequest
@@ -61,10 +58,7 @@ class ServedAdapter:
         _leave_the_head(runner.get_model())
 
     def write(self, tensors: NamedTensors) -> None:
-        """Overwrite the adapter with A and scaling * B of a version.
-
-        Raises WeightsError if vLLM has no place for a layer's adapter; nothing was changed.
-        """
+        """Overwrite the adapter with A and scaling * B; WeightsError: nothing was changed."""
         pairs = {name.removesuffix(".weight"): one for name, one in pairs_of(tensors).items()}
         places = {layer: self._place(layer) for layer in pairs}
         by_module: dict[str, dict[int, Pair]] = {}

@@ -58,10 +58,7 @@ class FollowingDrafter:
 
 
 class CacheDrafter:
-    """Drafts from the cache of this engine's earlier rollouts.
-
-    `vllm_config` has our `DrafterSettings` in `additional_config`.
-    """
+    """Drafts from the cache of this engine's earlier rollouts."""
 
     def __init__(self, vllm_config: Any) -> None:
         settings = drafter_from_config(vllm_config.additional_config)

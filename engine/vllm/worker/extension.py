@@ -1,7 +1,4 @@
-"""Our code in vLLM's engine-core process, called by `collective_rpc`.
-
-vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`).
-"""
+"""Our code in vLLM's engine-core process, mixed into its worker class (`worker_extension_cls`)."""
 
 from __future__ import annotations
 
@@ -87,10 +84,7 @@ class WorkerExtension(VllmWorker):
         return report
 
     def asyncrl_install(self, policy_version: int) -> str:
-        """Put the staged weights of this version in place, while generation is paused.
-
-        Returns why vLLM had to load them in the pause, "" if it had not.
-        """
+        """Put the staged weights of this version in place, while generation is paused."""
         why_reloaded = self._weights.install(policy_version)
         self._batch.advance(policy_version)
         drafter = _drafter_of(self.model_runner)

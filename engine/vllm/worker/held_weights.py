@@ -25,10 +25,7 @@ _AS_LOADED = ("TRITON", "BATCHED_TRITON")
 
 
 class VllmHeldWeights(HeldWeights):
-    """Finds the tensors of an HF state dict in a loaded vLLM model; see `HeldWeights`.
-
-    `adapter` is kept apart from the model; None: there is none.
-    """
+    """Finds the tensors of an HF state dict in a loaded vLLM model; see `HeldWeights`."""
 
     def __init__(
         self,

@@ -29,10 +29,7 @@ from asyncrl.rollout.acceptance import accept_chain
 
 
 class RunnerBatch(Batch):
-    """Follows the batch of vLLM's `GPUModelRunner`.
-
-    `listed` is the length of the lists that tokens are drawn with, reported or not.
-    """
+    """Follows the batch of vLLM's `GPUModelRunner`; draws have lists of `listed` ids."""
 
     def __init__(self, runner: Any, listed: int = UNREPORTED_K) -> None:
         super().__init__(listed)
@@ -61,10 +58,7 @@ class RunnerBatch(Batch):
 
 
 def entry_of(request: Any) -> Entry:
-    """Read an entry from the runner's state of a request.
-
-    Raises KeyError if the request does not carry our section, so this engine did not send it.
-    """
+    """Read an entry from the runner's state of a request, or raise KeyError."""
     params = request.sampling_params
     return Entry.of(
         from_extra_args(params.extra_args),
@@ -81,10 +75,7 @@ _NO_TOKEN = -1
 
 
 class CoreSampler:
-    """Draws for a model runner, in place of `runner._sample`; rank 0 draws.
-
-    Drawing holds at most `max_bytes` at once (`asyncrl.engine.sampling.logits`).
-    """
+    """Draws for a model runner, in place of `runner._sample`, in rank 0, within `max_bytes`."""
 
     def __init__(self, runner: Any, batch: RunnerBatch, ranks: Ranks, max_bytes: int) -> None:
         self._runner = runner

@@ -36,10 +36,7 @@ _MAX_SECONDS = 0.1
 
 
 class Outbox:
-    """The outputs of steps that were not sent yet.
-
-    A message is sent after `steps_per_message` steps; `clock` gives seconds.
-    """
+    """The outputs of steps not sent yet; a message has at most `steps_per_message` steps."""
 
     def __init__(self, steps_per_message: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._steps_per_message = steps_per_message

@@ -44,10 +44,7 @@ class CoreScorer:
 
     @torch.inference_mode()
     def compute(self, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
-        """Return vLLM's tables of the requests whose prompts are complete after this step.
-
-        Empty in ranks other than 0.
-        """
+        """Return vLLM's tables of requests whose prompts are complete; empty in other ranks."""
         pending: dict[str, int] = self._runner.num_prompt_logprobs
         if not pending:
             self._requests.clear()  # their prompts were aborted

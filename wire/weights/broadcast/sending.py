@@ -116,10 +116,7 @@ class WeightSender:
         self._thread.start()
 
     def publish(self, manifest: WeightManifest) -> WeightManifest:
-        """Offer a published version in place of the previous one. Does not wait.
-
-        Returns the manifest for processes that may receive it.
-        """
+        """Offer a published version in place of the previous one; return the manifest to send."""
         self._newest = manifest
         return msgspec.structs.replace(manifest, broadcast=self._desk.place)
 
@@ -206,10 +203,7 @@ class WeightSender:
         )
 
     def _group_of(self, members: list[CheckIn]) -> Group:
-        """Return the group of these members: the present one if exactly they are in it.
-
-        Raises GroupBroken if not all could be connected.
-        """
+        """Return the group of these members, the present one if possible. Raises GroupBroken."""
         stays = {one.member for one in members} == self._ranks.keys() and all(
             one.generation == self._generation for one in members
         )

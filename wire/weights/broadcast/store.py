@@ -192,10 +192,7 @@ class Desk:
 
 
 class Visitor:
-    """A member's side; `place` is that of the sender.
-
-    Raises GroupBroken if nothing answers there.
-    """
+    """A member's side; `place` is the sender's. Raises GroupBroken if nothing answers."""
 
     def __init__(self, place: BroadcastPlace) -> None:
         self.place = place

@@ -47,10 +47,7 @@ class Held:
     def encoded(
         self, index: int, base: Held | None, *, more: bool = False
     ) -> tuple[Chunk, list[Part]]:
-        """Return the message and the bytes of a chunk: a delta to the base if that is shorter.
-
-        Raises WeightsSupersededError if the memory holds another version.
-        """
+        """Return the message and bytes of a chunk, or its delta. Raises WeightsSupersededError."""
         body, used = None, None
         if base is not None and not base.missing:
             body = delta.encode(self.chunk(index), base.chunk(index), self.word_bytes)
@@ -65,10 +62,7 @@ class Held:
         return Chunk(self.name, index, self.checksums[index], used, more), split(body)
 
     def receive(self, chunk: Chunk, parts: Sequence[Part], base: Held | None) -> None:
-        """Put a chunk in its place.
-
-        Raises FrameRefused if these bytes are not the chunk; the place holds nothing.
-        """
+        """Put a chunk in its place, or raise FrameRefused: the place holds nothing."""
         place = self.chunk(chunk.index)
         if chunk.base is None:
             _fill(place, parts)

@@ -170,10 +170,7 @@ _MESSAGES = 8
 
 
 class Inlet:
-    """One arriving version, with a socket for each parent that is asked, the nearest first.
-
-    `held` receives the chunks; deltas may refer to `base`.
-    """
+    """One arriving version, with a socket for each parent that is asked, the nearest first."""
 
     def __init__(
         self,

@@ -95,10 +95,7 @@ class _Probe:
 
 
 class Receiving:
-    """One version on its way to this node, in `count` chunks from `parents`, the nearest first.
-
-    `now` is in seconds of any clock that does not jump.
-    """
+    """One version on its way here, in `count` chunks from `parents`, the nearest first."""
 
     def __init__(self, count: int, parents: Sequence[str], timing: Timing, now: float) -> None:
         if not parents:
@@ -150,10 +147,7 @@ class Receiving:
     def arrived(
         self, parent: str, index: int, now: float, *, more: bool = False
     ) -> list[Order | Leave]:
-        """Note that a chunk came, which is in place if it was wanted.
-
-        `more`: its parent has others to send.
-        """
+        """Note a chunk, in place if it was wanted; `more`: its parent has others to send."""
         one = self._by_name[parent]
         one.heard, one.behind = now, more
         if one.owed.pop(index, None) is not None:

@@ -44,10 +44,7 @@ class _Child:
 
 
 class Serving:
-    """The children of a node and the chunks that they are owed.
-
-    `state` returns the present state of a chunk (version, index) at this node.
-    """
+    """The children of a node and the chunks that they are owed."""
 
     def __init__(self, state: Callable[[str, int], State]) -> None:
         self._state = state
@@ -55,10 +52,7 @@ class Serving:
         """Children in order of their turns."""
 
     def ask(self, child: str, ask: Ask, now: float) -> bool:
-        """Note a child's request; False if it asks for too much.
-
-        Requests for other versions are forgotten: a child receives one at a time.
-        """
+        """Note a child's request, for one version at a time; False if it asks for too much."""
         one = self._children.setdefault(child, _Child(now))
         if not one.asks:
             one.told = now

@@ -32,10 +32,7 @@ Socket = zmq.Socket[Any]
 
 
 def check_address(address: str, keys: object) -> None:
-    """Refuse an address that other machines reach unless there are keys.
-
-    Raises KeyUnusable if there are none.
-    """
+    """Raise KeyUnusable for an address that other machines reach, unless there are keys."""
     if keys is None and not address.startswith(_LOCAL):
         raise KeyUnusable(
             f"{address} can be reached from other machines, so it needs the run's keys; only ipc "
@@ -76,10 +73,7 @@ class ParentSocket:
         self.address = endpoint.rstrip(b"\0").decode() if isinstance(endpoint, bytes) else address
 
     def receive(self) -> tuple[str, ToParent] | None:
-        """Return the next accepted message and its sender; None if it was refused.
-
-        Raises zmq.Again if there was none.
-        """
+        """Return the next accepted message and its sender; None: refused. Raises zmq.Again."""
         parts = self.socket.recv_multipart(zmq.NOBLOCK)
         child = self._name_in(parts[0])
         if child is None:
@@ -148,10 +142,7 @@ class ChildSocket:
         self.socket.connect(parent.address)
 
     def receive(self) -> tuple[FromParent, list[Part]] | None:
-        """Return the next accepted message and the bytes after it; None if it was refused.
-
-        Raises zmq.Again if there was none.
-        """
+        """Return the next accepted message and its bytes; None: refused. Raises zmq.Again."""
         frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         try:
             if len(frames) > self._most_parts:

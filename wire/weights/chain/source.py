@@ -22,10 +22,7 @@ _FILES = 2
 
 
 class PublishedVersions:
-    """The versions of the source, which the trainer may overwrite at any time.
-
-    `chunk_bytes` is the same in every node of the chain.
-    """
+    """The versions of the source, which the trainer may overwrite at any time."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
@@ -80,10 +77,7 @@ class PublishedVersions:
 
 
 class WeightSource(ServingThread[PublishedVersions]):
-    """A thread on the trainer's node. The trainer never waits for it.
-
-    See `ServingThread` for the arguments.
-    """
+    """A thread on the trainer's node, see `ServingThread`. The trainer never waits for it."""
 
     def __init__(
         self,

@@ -189,10 +189,7 @@ class ServingThread(Generic[V]):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving, and wait until the thread has ended. Idempotent.
-
-        Raises NoReply if the thread is stuck.
-        """
+        """Stop serving and wait for the thread. Idempotent. Raises NoReply if it is stuck."""
         if self._closing:
             return
         self._closing = True

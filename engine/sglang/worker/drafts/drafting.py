@@ -62,10 +62,7 @@ class Drafter:
         self._slots: Index = np.empty(0, np.int64)
 
     def take_in(self, request_id: str, row: int, tokens: Callable[[], Sequence[int]]) -> None:
-        """Give a request a row of the table, if it does not have this one.
-
-        `tokens` returns its prompt and what it has generated.
-        """
+        """Give a request a row of the table, if it does not have this one."""
         if self._owner[row] == request_id:
             return
         before = self._owner[row]
@@ -86,10 +83,7 @@ class Drafter:
         self._ended.update(request_ids)
 
     def settle(self) -> None:
-        """Add to the cache what ended requests have generated; then forget them.
-
-        Call it before rows are given to other requests, and when all tokens are in the table.
-        """
+        """Cache what ended requests have generated, before their rows are given to others."""
         ended = [name for name in self._ended if name in self._row_of]
         self._ended.clear()
         if ended:
@@ -136,10 +130,7 @@ class Drafter:
         self._planner.judge(trees.path_probabilities, accepted)
 
     def append(self, rows: Index, lengths: Index, tokens: IntArray, counts: Index) -> None:
-        """Append `counts` `[n]` new tokens to rows of the table with `lengths` `[n]` tokens.
-
-        `tokens` `[sum(counts)]` are row after row.
-        """
+        """Append `counts` `[n]` new tokens, row after row, to rows of `lengths` `[n]` tokens."""
         total = int(counts.sum())
         place = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         self._table[np.repeat(rows, counts), np.repeat(lengths, counts) + place] = tokens

@@ -102,10 +102,7 @@ class _Step:
 
 
 class SpecWorker(BaseSpecWorker):
-    """Runs SGLang's steps with drafts. `attach` must be called before the first one.
-
-    SGLang fixes the constructor's arguments; `target_worker` runs the model.
-    """
+    """Runs SGLang's steps with drafts. `attach` must be called before the first one."""
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:  # noqa: ARG002
         super().__init__()

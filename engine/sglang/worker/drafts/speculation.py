@@ -90,10 +90,7 @@ class Algorithm(CustomSpecAlgo):
 
 
 def register() -> None:
-    """Register the algorithm and the attention for CPUs, once in each of SGLang's processes.
-
-    `SpeculativeAlgorithm.register` is its plug-in point; called before SGLang reads its arguments.
-    """
+    """Register the algorithm and the attention for CPUs, before SGLang reads its arguments."""
 
     def worker(_server_args: Any) -> type:
         from asyncrl.engine.sglang.worker.drafts.spec_worker import SpecWorker

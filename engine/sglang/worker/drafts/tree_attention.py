@@ -23,10 +23,7 @@ from asyncrl.engine.sglang.worker.segments import Segments, segments_of
 
 
 class TreeAttention(TorchNativeAttnBackend):
-    """Attends with rows of any number of tokens.
-
-    Encoders and sliding windows are left to SGLang.
-    """
+    """Attends with rows of any number of tokens; SGLang does encoders and sliding windows."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)

@@ -47,10 +47,7 @@ class Accepted(NamedTuple):
 
 
 class TreeDrawing:
-    """Draws at every place that a step feeds; rank 0 draws, and `reporting` receives the tables.
-
-    Drawing holds at most `max_bytes` at once (`asyncrl.engine.sampling.logits`).
-    """
+    """Draws at every place that a step feeds, in rank 0, within `max_bytes`."""
 
     def __init__(
         self, batch: SchedulerBatch, ranks: Ranks, reporting: Reporting, max_bytes: int

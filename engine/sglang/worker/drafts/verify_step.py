@@ -49,10 +49,7 @@ class Feed:
 
 
 def lay_out(trees: TokenTrees, last: IntArray, contexts: Index, *, ragged: bool) -> Feed:
-    """Lay out the tokens of a step, `last` `[n]` and trees after `contexts` `[n]` tokens.
-
-    If `ragged`, rows may have different numbers of places.
-    """
+    """Lay out `last` `[n]` and trees after `contexts` `[n]` tokens, uniform or `ragged`."""
     counts = trees.counts.astype(np.int64)
     tokens = trees.fed(last, trees.tokens)
     row, place = _places(counts)
