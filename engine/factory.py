@@ -27,8 +27,7 @@ def create_engine(
 
     `seed` is that of the random stream for requests without a seed. `place` has the cache's
     snapshot, and the peers it exchanges rollouts with. Only the torch engine can be
-    `batch_invariant`; the run's configuration refuses the others. Raises EngineStartError if the
-    backend is not installed.
+    `batch_invariant`. Raises EngineStartError if the backend is not installed.
     """
     if place is not None:
         place = dataclasses.replace(place, vocabulary=_vocabulary(model_path, place.vocabulary))

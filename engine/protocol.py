@@ -212,9 +212,8 @@ class Engine(Protocol):
     def interrupt(self, request_id: str) -> None:
         """End a request: its stream reports all finished steps and ends with `abort`.
 
-        Returns at once. The request ends before the next step begins. If the engine is another
-        process, it ends before the step after the message arrives, and the running step is lost
-        whatever it draws. Unknown and ended requests are ignored.
+        Returns at once. The request ends before the next step; in another process before the step
+        after the message arrives. Unknown and ended requests are ignored.
 
         Unlike closing the stream, this loses no token of a finished step. So the place of the cut
         does not depend on the tokens after it. A cut at the last *report* would: it reveals that

@@ -44,8 +44,7 @@ class CachePlace:
 def open_at(config: CacheConfig, place: CachePlace) -> RolloutCache | SharedCache:
     """Open the cache of a generator, with the rollouts of its snapshot.
 
-    If the snapshot or the exchange cannot be used, a warning is logged and the cache starts empty,
-    or is not shared.
+    If the snapshot or the exchange cannot be used, a warning is logged and the cache does without.
     """
     cache: RolloutCache | SharedCache
     try:

@@ -56,8 +56,7 @@ class _Peer:
 class Peers:
     """Reads the rings of all members of a directory but `own`, this member's file name.
 
-    While `own_inode` is -1, a file of that name is the ring of a former process, and is read like
-    any other. `receive` is called with each message; `clock` gives rising seconds.
+    While `own_inode` is -1, a file of that name is the ring of a former process, and is read too.
     """
 
     def __init__(
@@ -433,10 +432,9 @@ def open_cache(
     name: str,
     vocabulary: int = INT32_MAX + 1,
 ) -> RolloutCache | SharedCache:
-    """Open the cache of an engine, shared with other generators or not.
+    """Open the cache of an engine, shared through the directory `exchange` or not (None).
 
-    A disabled cache shares nothing. `exchange` is the directory through which the generators of one
-    machine share; None: not shared. Raises as `SharedCache`.
+    A disabled cache shares nothing. Raises as `SharedCache`.
     """
     cache = RolloutCache(config)
     if exchange is None or not config.enabled:

@@ -83,10 +83,9 @@ class RingWriter:
             raise
 
     def write(self, content: bytes) -> int:
-        """Append a message; return the bytes it takes, or 0 if it was not written.
+        """Append a message; return its bytes, or 0 if it exceeds a quarter of the ring.
 
-        A message longer than a quarter of the ring is not written. Raises OSError if the file
-        cannot be written.
+        Raises OSError if the file cannot be written.
         """
         size = _padded(len(content))
         if size > self._capacity // 4:
@@ -111,11 +110,7 @@ class RingWriter:
 
 
 class RingReader:
-    """Reads one file from its oldest message onwards.
-
-    Raises ExchangeRefused if it is not a ring or belongs to another user, OSError if it cannot be
-    opened.
-    """
+    """Reads one file from its oldest message onwards. Raises ExchangeRefused or OSError."""
 
     def __init__(self, path: Path) -> None:
         self.position = 0

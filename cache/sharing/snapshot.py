@@ -91,14 +91,10 @@ def restore(
     the saved one; token ids from `vocabulary` on are refused. Returns the response tokens read,
     which count as inserted in the cache's stats.
 
-    Raises:
-        SnapshotRefused: another format or fingerprint, or the file is damaged. The cache is
-            unchanged,
-            except if a file with a correct digest is inconsistent: then it contains the prompts
-                before
-            the inconsistency.
-        ValueError: the cache is not empty, or the fingerprint is empty or too long.
-        OSError: the file is missing or cannot be read.
+    Raises SnapshotRefused for another format or fingerprint, or a damaged file; the cache is
+    unchanged, except if a file with a correct digest is inconsistent: then it contains the prompts
+    before the inconsistency. Raises ValueError if the cache is not empty, or the fingerprint is
+    empty or too long; OSError if the file is missing or cannot be read.
     """
     mark = _fingerprint_bytes(fingerprint)
     if cache.stats().sequences:

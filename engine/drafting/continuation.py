@@ -91,8 +91,7 @@ class Continuations:
     ) -> None:
         """Move cursors past the `grown` new tokens of responses, all `[n]`.
 
-        `table` `[R, M]` has the tokens of all contexts; response i is table[rows[i], starts[i] :
-        ends[i]], the new tokens last.
+        Response i is table[rows[i], starts[i] : ends[i]], the new tokens last.
         """
         if not self._active:
             return

@@ -110,16 +110,12 @@ class DraftPlanner:
         return not exploring and self._scale_of(rows).gain <= _MIN_GAIN
 
     def ask(self, left: IntArray, *, other_tokens: int = 0) -> tuple[IntArray, float]:
-        """Decide what to ask the cache for. If all budgets are 0, it need not be asked.
+        """Decide what to ask the cache for; each row may generate `left` `[n]` more tokens.
 
-        Args:
-            left: `[n]` tokens that each row may still generate; 1 or less if it has nothing to
-                draft from.
-            other_tokens: tokens of the same step that belong to no decoding row (prompts).
-
-        Returns:
-            `[n]` most draft tokens of each row, and the smallest path probability worth drafting.
-            A row does not draft its last token: the draw after its last draft generates it anyway.
+        Returns `[n]` most draft tokens of each row (all 0: do not ask), and the smallest path
+        probability worth drafting. A row does not draft its last token: the draw after its last
+        draft generates it anyway. `other_tokens` of the same step belong to no decoding row
+        (prompts).
         """
         rows = len(left)
         self._asked = 0
@@ -143,8 +139,7 @@ class DraftPlanner:
     ) -> IntArray:
         """Decide how many of each row's proposed nodes to feed: the first `keep[i]` of row i.
 
-        `path_probabilities` `[N]` and `offsets` `[n+1]` are those of
-        `cache.tree.rollout_tree.Drafts`. Each of the `rows` feeds one ordinary token besides its
+        Arguments are those of `Drafts`. Each of the `rows` feeds one ordinary token besides its
         drafts.
         """
         base = rows + other_tokens
@@ -159,13 +154,10 @@ class DraftPlanner:
         return _prefixes(keys, ranked, best, offsets, self._max_draft_tokens)
 
     def observe(self, *, tokens: int, rows: int, context: int, seconds: float) -> None:
-        """Learn the cost of a step.
+        """Learn the cost of a step that fed `tokens`, including drafts and prompts.
 
-        Args:
-            tokens: tokens fed through the model, including drafts and prompts.
-            rows: decoding rows.
-            context: keys that these rows attended to, summed over the rows.
-            seconds: from the start of this step to the start of the next, without idle time.
+        `context` are the keys that its decoding rows attended to, summed; `seconds` last from the
+        start of this step to the start of the next, without idle time.
         """
         self._unlearned.append(_Step(tokens, rows, context, self._asked > 0, seconds))
         if len(self._unlearned) >= _UNLEARNED:
@@ -287,11 +279,7 @@ class DraftPlanner:
         )
 
     def _scale_of(self, rows: int) -> _Scale:
-        """Return what was learned at about this many rows; at first, a copy of the nearest size.
-
-        Without the copy, the end of each batch would learn anew that drafting does not pay. If it
-        does pay, one exploration shows it.
-        """
+        """Return what was learned at about this many rows; at first, a copy of the nearest size."""
         index = rows if rows < 8 else 8 + cell_of(rows) // 2
         scale = self._scales.get(index)
         if scale is None:

@@ -52,10 +52,9 @@ Index = NDArray[np.integer[Any]]
 
 
 class Proposer:
-    """Proposes drafts for the rows of a step.
+    """Proposes drafts for the rows of a step, trees if `branching`, else chains.
 
-    Rows that follow no earlier continuation draft from `source` (None: nothing), in trees if
-    `branching`, else chains.
+    Rows that follow no earlier continuation draft from `source` (None: nothing).
     """
 
     def __init__(
@@ -75,16 +74,12 @@ class Proposer:
         stops: NDArray[np.integer[Any]],
         min_probability: float,
     ) -> Drafts:
-        """Propose drafts for n rows.
+        """Propose drafts for n rows: `budgets[i]` tokens in paths of `max_depths[i]` at most.
 
-        Args:
-            slots: `[n]` slots of the rows in the continuations; -1: none.
-            handles: `[n]` handles of the rows in the source; `NO_HANDLE`: none.
-            budgets: `[n]` most draft tokens of each row.
-            max_depths: `[n]` most tokens of a path; only continuations are cut to it here.
-            stops: `[n, W]` tokens after which nothing is proposed, padded with -1. The cache's text
-                continues there if the response of another row had several turns.
-            min_probability: least estimated path probability that is worth proposing.
+        `slots` are in the continuations (-1: none), `handles` in the source (`NO_HANDLE`: none).
+        Nothing is proposed after the tokens `stops` `[n, W]`, padded with -1, where the cache's
+        text continues if the response of another row had several turns. Only continuations are cut
+        to `max_depths`.
         """
         estimates = path_probabilities(int(budgets.max(initial=0)))
         lengths = np.minimum(np.minimum(self._continuations.left(slots), budgets), max_depths)

@@ -67,8 +67,8 @@ _FAR = 64.0
 def cell_of(tokens: int) -> int:
     """Return the table's cell for a step of this many tokens.
 
-    Bounds lie just above multiples of 4, 8, .. because kernels work in tiles: 64 tokens cost as
-    much as 57, and 65 as much as 72.
+    Bounds lie just above multiples of 4, 8, .. because kernels work in tiles: 57 cost as much as
+    64.
     """
     value = tokens - 1
     if value < _EXACT:
@@ -300,11 +300,7 @@ def _fit(own: Any, context: float, rows: float) -> None:
 
 @kernel
 def _clear(slope: float, variance: float) -> float:
-    """Shrink the slope by its standard error; 0 below two of them.
-
-    The square of a slope below 1e-162 is 0. Evidence fades to that when a feature has been constant
-    for 200,000 steps.
-    """
+    """Shrink the slope by its standard error; 0 below two of them."""
     square = slope * slope
     if square <= 4.0 * variance:
         return 0.0

@@ -80,8 +80,7 @@ class StepTimes:
     ) -> Floats:
         """Return the seconds of steps of first .. first + count tokens, `[count + 1]`, rising.
 
-        `asked`: the cache is asked about the rows. `optimistic`: ignore stale cells, and assume
-        that more tokens than seen cost little.
+        If `optimistic`, stale cells are ignored and more tokens than seen cost little.
         """
         if not self._curves:
             learn_asking(self._cells, self._common)

@@ -63,10 +63,9 @@ class TokenTrees:
         return out
 
     def hidden(self) -> tuple[LongArray, LongArray, LongArray]:
-        """Return pairs on different paths that a causal mask over places would let through.
+        """Return row, query and key of pairs on different paths that a causal mask lets through.
 
-        Returns row, query and key of each pair; queries and keys count a row's fed tokens from its
-        root, 0. Empty when nothing is forked.
+        Queries and keys count a row's fed tokens from its root, 0. Empty when nothing is forked.
         """
         pairs = 0
         if self.forked:
@@ -80,9 +79,8 @@ class TokenTrees:
 def plant(drafts: Drafts, keep: IntArray, deepest: IntArray, vocab_size: int) -> TokenTrees:
     """Lay out the first `keep[i]` nodes of each row, down to a depth of `deepest[i]`, as trees.
 
-    Invalid nodes are dropped with their descendants: tokens outside the vocabulary, parents that do
-    not come before their node, second children with the same token. So a corrupt cache costs only
-    time.
+    Tokens outside the vocabulary, parents that do not come before their node and second children
+    with the same token are dropped with their descendants: a corrupt cache costs only time.
     """
     size = len(drafts.tokens)
     tokens, parents, depths = (np.empty(size, np.int32) for _ in range(3))

@@ -40,8 +40,7 @@ class RemoteWorker:
     def asyncrl_install(self, policy_version: int) -> str:
         """Put the staged weights of this version in place, while generation is paused.
 
-        Returns why the engine had to load them in the pause, and will for all versions; "" if they
-        were copied.
+        Returns why the engine had to load them, and will for all versions; "" if they were copied.
         """
         raise NotImplementedError
 

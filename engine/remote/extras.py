@@ -141,9 +141,9 @@ class ScoreColumns:
 
         token | outcome | K listed tokens
 
-    It has a row for each scored token. If they were verified, it has rows for the tokens that stay
-    and for the one after them, if one was drawn. Their lists are those of the kept tokens; in all
-    other cases they are the K most probable tokens. The outcome column has no log-probability.
+    It has a row for each scored token; after verification, for the tokens that stay and the one
+    after them, if one was drawn, with the lists of the kept tokens. Otherwise lists are the K most
+    probable tokens. The outcome column has no log-probability.
     """
 
     k: int

@@ -46,8 +46,8 @@ def draw_rows(
 
     A row of `logprobs` `[R, V]` is changed and restored; `rows`, `seeds`, `positions` and
     `noise_seeds` are `[N]`. Filled are `tokens` `[N]` and `own`, their log-probabilities (-1 and
-    nan if the row is not finite), and the lists `ids` and `values` `[N, K]`, most probable first,
-    padded with -1 and -inf (not finite if the row is not).
+    nan if the row is not finite), and the lists `ids` and `values` `[N, K]`, padded with -1 and
+    -inf.
     """
     k = ids.shape[1]
     order = np.empty(k, np.int64)
@@ -132,8 +132,7 @@ def _symbol(
 ) -> int:
     """Return the place of the listed token at `number` of the cumulative mass; -1: tail.
 
-    The mass is summed in the order of ids. In the order of probability, two tokens of nearly the
-    same one would change places by rounding.
+    The mass is summed in the order of ids, which rounding cannot change.
     """
     for at in range(found):
         place = at

@@ -171,8 +171,7 @@ def distributions_of(
 ) -> Distributions:
     """Return the distributions of rows of logits `[R, V]`, which may be overwritten.
 
-    `k` is that of the engine, at least the length of the lists that will be asked for; processing
-    may hold `max_bytes` at once (None: all rows).
+    `k` is that of the engine, at least that of the lists; `max_bytes` may be held (None: all rows).
     """
     if fused(logits, k):
         return FusedRows(logits, sampling, k)
@@ -224,8 +223,8 @@ def read_from_logits(
 ) -> LogitReading:
     """Look up given tokens, and list the `k` most probable ones if `k` > 0, in one piece.
 
-    `logits` `[N, V]` may be overwritten; the caller takes at most `rows_at_once` rows. `listed` is
-    K of the engine, at least `k`.
+    `logits` `[N, V]` of at most `rows_at_once` rows may be overwritten; `listed` is K of the
+    engine.
     """
     distributions = distributions_of(logits, sampling, max(k, listed))
     reading = distributions.read(np.arange(len(logits)), columns)
@@ -235,9 +234,8 @@ def read_from_logits(
 def warm_up(logits: torch.Tensor, k: int) -> None:
     """Compile or load the code that draws and reads; called before the first step.
 
-    Takes seconds once per machine on a CPU; on a GPU half a minute, and again for other types of
-    logits, vocabulary sizes and K. Of `logits` `[n, V]` only type, device and V count; `k` is the K
-    of the engine's draws.
+    Takes seconds once per machine on a CPU; on a GPU half a minute, for each type of logits,
+    vocabulary size and K. Of `logits` `[n, V]` only type, device and V count.
     """
     if not fused(logits, k):
         warm_up_drawing()

@@ -84,8 +84,7 @@ def draw_rows(
 ) -> Tables:
     """Do `logits.draw_from_logits` for all rows at once. The logits are not changed.
 
-    `k` is 1 to 64. `rows` `[N]` are those of the logits `[R, V]` that each draw is from; None: all
-    in order.
+    `k` is 1 to 64. Draws are from `rows` `[N]` of the logits `[R, V]`; None: all in order.
     """
     n, device = len(streams.seeds), logits.device
     table_rows = n if table_rows is None else table_rows
@@ -116,7 +115,7 @@ def look_up_rows(
 ) -> Found:
     """Look up log-probabilities of given tokens and lists, and name tokens outside the lists.
 
-    `columns` are `[N]`, `tail` `[N]`: whether a token outside the list is to be named. `rows` `[N]`
+    `columns` are `[N]`; where `tail` `[N]` is set, a token outside the list is named. `rows` `[N]`
     are those of the logits `[R, V]`; None: all in order.
     """
     n, device = len(columns.tokens), logits.device

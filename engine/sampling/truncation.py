@@ -131,8 +131,7 @@ class SamplingColumns:
 def processed_logprobs(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
     """Return `[N, V]` float32 log-probabilities after temperature and truncation; -inf outside.
 
-    `asyncrl.rollout.truncation` defines the operations and their order. `logits` `[N, V]` are
-    float32 and may be overwritten.
+    `logits` `[N, V]` are float32 and may be overwritten. See `asyncrl.rollout.truncation`.
     """
     if bool((columns.temperature != 1).any()):
         logits = logits.div_(torch.from_numpy(columns.temperature).to(logits.device)[:, None])

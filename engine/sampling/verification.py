@@ -317,11 +317,10 @@ def name_tokens(
     logprobs: torch.Tensor,
     rows: NDArray[np.int64],
 ) -> None:
-    """Name tokens that the verdict leaves unnamed, by fresh noise.
+    """Name tokens of the `unnamed` rows of the verdict, by fresh noise.
 
     A token stays -1 if nothing is outside its list after all: the residual was rounding (about
-    1e-7), and the current policy draws freely there. `unnamed` are such rows of the verdict, and
-    `rows` the rows of processed `logprobs` `[R, V]` at `Verdict.place` of each.
+    1e-7). `rows` are those of processed `logprobs` `[R, V]` at `Verdict.place` of each.
     """
     if not len(unnamed):
         return

@@ -62,8 +62,7 @@ def path_of(config: SglangConfig) -> str:
 def check_interpreter(config: SglangConfig) -> Versions:
     """Return the versions of SGLang's interpreter.
 
-    Raises EngineStartError if there is no such interpreter, or it lacks something, or has another
-    version of it; the message says what to do.
+    Raises EngineStartError if it does not exist or fit; the message says what to do.
     """
     python = path_of(config)
     where = f"engine.sglang.python: {python}"

@@ -52,8 +52,7 @@ from asyncrl.wire.weights.reader import WeightBuffer
 class ModuleWeights:
     """Replaces the parameters of a loaded module in place.
 
-    Whatever shares memory with a parameter, such as a fused product of which it is a view, has the
-    new weights too. `staging` is the location of a staged version, for a module on a GPU.
+    `staging` is the location of a staged version, for a module on a GPU.
     """
 
     def __init__(self, module: torch.nn.Module, staging: WeightStaging = "host") -> None:
@@ -257,8 +256,7 @@ class DecodeCore:
     def install_weights(self, policy_version: int) -> list[TokenChunk]:
         """Replace the weights under the running requests, which keep their KV.
 
-        Returns tokens drawn under the old version and not reported yet. Raises WeightsError if this
-        version is not staged; nothing was changed.
+        Returns unreported tokens of the old version. Raises WeightsError if this one is not staged.
         """
         self._weights.install(policy_version)
         chunks = self.flush()

@@ -19,10 +19,9 @@ from asyncrl.rollout.acceptance import AcceptedPaths, accept_tree
 
 
 class Drafter:
-    """Drafts for the decoding rows of a core.
+    """Drafts for the decoding rows of a core, trees if `branching`, else chains.
 
-    Rows draft from `source` and feed it (None: only earlier continuations), in trees if
-    `branching`, else chains. Drafts of tokens outside the vocabulary are dropped.
+    Rows draft from `source` and feed it (None: only earlier continuations).
     """
 
     def __init__(
@@ -74,9 +73,8 @@ class Drafter:
     def draft(self, n: int, other_tokens: int) -> TokenTrees:
         """Draft for rows `[0, n)`, as much as the planner allows.
 
-        A path is no longer than what its row may generate before the draw after it. A tree may hold
-        more nodes than that, as many as its row's slot has places left. `other_tokens` are those of
-        new contexts in the same step.
+        A path is no longer than what its row may generate before the draw after it. A tree may have
+        as many nodes as its row's slot has places left. `other_tokens` are those of new contexts.
         """
         if not n or self.planner.declines(n):
             return no_trees(n)

@@ -91,8 +91,7 @@ class DecodeThread:
     ) -> None:
         """Call `work` in the thread between two steps, without waiting for it.
 
-        `done` gets its result in the event loop, before anything that later steps report; `failed`
-        gets its error.
+        `done` gets its result in the event loop, before reports of later steps; `failed` its error.
         """
         self._add(_Job(work, done, failed))
 

@@ -61,8 +61,7 @@ class _Tokens:
 class SlotModel:
     """A loaded transformers model with its KV slots.
 
-    If `batch_invariant`, a row's logits do not depend on the rest of the batch, see
-    `asyncrl.engine.torch.cpu.invariant_attention`.
+    If `batch_invariant`, a row's logits do not depend on the rest of the batch.
     """
 
     def __init__(
@@ -115,8 +114,7 @@ class SlotModel:
     ) -> torch.Tensor:
         """Return logits `[len(wanted), V]` of packed whole contexts, without slots.
 
-        The contexts of `[r]` lengths are best sorted by length; `wanted` are indices into `tokens`
-        `[T]`.
+        Contexts are best sorted by length; `wanted` are indices into `tokens` `[T]`.
         """
         none = np.empty(0, np.int32)
         feed = Feed(none, none, none, tokens, lengths)
@@ -225,9 +223,8 @@ def load_model(
     """Load a model from a directory or hub id, and check that it runs with KV slots.
 
     If `fused`, it may compute in `asyncrl.engine.torch.cpu.fused_model`. If `wide_logits`, logits
-    of a 16-bit model are float32 (`engine.logits_dtype`). Raises EngineStartError if it cannot be
-    loaded, its attention or state does not fit KV slots, or it cannot be batch-invariant on this
-    machine.
+    of a 16-bit model are float32. Raises EngineStartError if it cannot be loaded, its attention or
+    state does not fit KV slots, or it cannot be batch-invariant on this machine.
     """
     if batch_invariant and (device.type, dtype) != ("cpu", torch.float32):
         raise EngineStartError(

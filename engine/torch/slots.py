@@ -106,9 +106,8 @@ class StepLayout:
 class SlotCache(Cache):
     """Keys and values of every running row: per layer `[S, J, max_len, D]`.
 
-    Rows `[0, n)` are the running ones, so a step reads a view and never a copy. Slots are allocated
-    on the first forward pass, when the shapes are known, and zeroed: an uninitialised NaN would
-    survive a mask.
+    Rows `[0, n)` are the running ones. Slots are allocated on the first forward pass, when the
+    shapes are known, and zeroed: an uninitialised NaN would survive a mask.
     """
 
     def __init__(self, slots: int, max_len: int) -> None:
@@ -151,8 +150,7 @@ class SlotCache(Cache):
     def join_layers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Join keys and values of all layers in `[layers, S, J, max_len, D]`; slots become views.
 
-        The slots must be allocated. Their content is lost: their memory is freed before that of all
-        layers is allocated, so a start never needs twice the memory of the slots.
+        The slots must be allocated. Their content is lost: they are freed first, to save memory.
         """
         joined = []
         for stored in (self.keys, self.values):

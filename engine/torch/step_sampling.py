@@ -59,8 +59,8 @@ def draw_step(
 ) -> Draws:
     """Draw a token after every token that was fed, except in rows with kept tokens.
 
-    `logits` `[sum(trees.counts) + sum(new.wanted), V]` may be overwritten; processing holds at most
-    `max_bytes` at once. Raises EngineError if a distribution is not finite.
+    `logits` `[sum(trees.counts) + sum(new.wanted), V]` may be overwritten. Raises EngineError if a
+    distribution is not finite.
     """
     decoding = trees.rows
     sizes = trees.counts

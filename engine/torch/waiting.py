@@ -76,9 +76,9 @@ class Waiting:
     ) -> list[GenerateRequest]:
         """Remove and return up to `free` requests with at most `budget` tokens of context.
 
-        The first is taken whatever its length. A context that several share counts once; contexts
-        with kept tokens are not shared. `positions` limits those whose logits are needed; `known`
-        returns the tokens of a request's context that need not be fed.
+        The first is taken in any case. A context that several share counts once, unless it has kept
+        tokens. `positions` limits those whose logits are needed; `known` returns the tokens that
+        need not be fed.
         """
         contexts: set[bytes] = set()
         out: list[GenerateRequest] = []

@@ -47,8 +47,8 @@ def apply_if_affected() -> None:
 def _tolerate_foreign_handles() -> None:
     """Keep vLLM's start from failing if numba is imported in its core process.
 
-    vLLM searches the attributes of all modules for kernels to replace and takes `vars(value)` for a
-    dictionary. For llvmlite's library handle it is something else.
+    vLLM searches all modules for kernels to replace, and takes `vars` of llvmlite's handle for a
+    dict.
     """
     from vllm.triton_utils import dispatcher
 
@@ -85,8 +85,7 @@ def expand(
 ) -> None:
     """Fill `output [sum n_i]` with `input_val [B]`, value i repeated n_i times.
 
-    `cu_num_tokens` `[B]` is the running sum of n_i, the drafted tokens of each request. Values
-    equal to `replace_from` become `replace_to`.
+    `cu_num_tokens` `[B]` is the running sum of n_i. `replace_from` becomes `replace_to`.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     values = torch.where(input_val == replace_from, replace_to, input_val)

@@ -212,11 +212,7 @@ class SessionPeers:
         self._active[peer] = known
 
     def tick(self, now: float) -> None:
-        """Acknowledge, ask and send again if it is time.
-
-        If it is for one peer of a relay, all of its peers get their acknowledgements: in one
-        bundle.
-        """
+        """Acknowledge, ask and send again if it is time; acknowledge all of a relay at once."""
         relays: set[str] = set()
         for name, peer in list(self._active.items()):
             due = peer.session.next_due

@@ -13,8 +13,7 @@ from typing import BinaryIO
 def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Yield a file for the new contents of `path`, renamed at the end of the block.
 
-    Readers see either the old or the new contents. The new ones are on the disk before the file
-    takes its name, so that a machine that loses power never leaves an empty file. `mode` has the
+    Readers see either the old or the new contents, even after a loss of power. `mode` has the
     permissions, less those that the umask takes away. Raises OSError if it could not be written;
     the old contents are still there.
     """

@@ -37,8 +37,7 @@ def split(body: bytes) -> list[bytes | memoryview]:
 def join(parts: Sequence[bytes], *, max_bytes: int) -> bytes:
     """Join the parts of one ZeroMQ message, without its routing id.
 
-    A single part may be of any length; its receiver's decoder limits it. Raises FrameRefused if
-    `split` does not make such parts, or they are longer than `max_bytes`.
+    Raises FrameRefused if `split` does not make such parts, or they exceed `max_bytes`.
     """
     if len(parts) == 1:
         return parts[0]
@@ -67,8 +66,8 @@ costs the receiver more than a few frames."""
 class Outbox:
     """Gathers messages by peer until the event loop has had its turn. Used from one event loop.
 
-    `send` sends a body to a peer; it is called in the order of the peers' first messages. A body of
-    several messages has at most `max_bytes`; a longer message goes alone.
+    `send` is called in the order of the peers' first messages, with bodies of at most `max_bytes`
+    or one message.
     """
 
     def __init__(self, send: Callable[[str, bytes], None], *, max_bytes: int = MAX_BYTES) -> None:

@@ -39,10 +39,9 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 def expand(path: str) -> str:
     """Expand a leading `~` or `~user` and each `${NAME}` of the environment in a path.
 
-    The result holds no dollar sign, so that a configuration that a run has saved means the same
-    when it is read again. Raises ValueError if a variable or a user does not exist, a dollar sign
-    is not part of `${NAME}`, or the path has a NUL character or a name that is too long for any
-    file system.
+    The result holds no dollar sign: a saved configuration means the same when it is read again.
+    Raises ValueError if a variable or a user does not exist, a dollar sign is not part of
+    `${NAME}`, or the path has a NUL character or a name too long for any file system.
     """
     if "\0" in path:
         raise ValueError("a path cannot contain a NUL character")

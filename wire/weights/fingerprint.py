@@ -123,8 +123,7 @@ def fingerprint(
 ) -> Fingerprint:
     """Return the digests of all tensors, computed on their devices.
 
-    A tensor of several names is read once. Floating-point tensors are converted to `dtype` first,
-    for comparison with an engine that does so; None: as they are.
+    Floating-point tensors are converted to `dtype` first, as an engine does; None: as they are.
     """
     given = list(tensors)  # keeps all of them alive, so that an id belongs to one tensor
     known: dict[int, TensorSums] = {}

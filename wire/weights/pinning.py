@@ -18,8 +18,7 @@ logger = logging.getLogger(__name__)
 class Pin:
     """Keeps the pages of a tensor in host memory locked, until `release`.
 
-    If the driver refuses, which costs only speed, a warning is logged. The memory must outlive the
-    pin.
+    A driver that refuses costs only speed: it is logged. The memory must outlive the pin.
     """
 
     def __init__(self, memory: Tensor) -> None:

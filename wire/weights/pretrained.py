@@ -22,8 +22,7 @@ _lock = threading.Lock()
 def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load the model of a directory or hub id, on the CPU.
 
-    Raises OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError if transformers
-    cannot load it.
+    Raises OSError, ValueError, KeyError, RuntimeError, ImportError or SafetensorError.
     """
     from transformers import AutoModelForCausalLM
 

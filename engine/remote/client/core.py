@@ -109,8 +109,8 @@ class Core(Protocol):
     async def submit(self, request_id: str, inbox: Inbox[Any], request: CoreRequest) -> None:
         """Send a request that is answered to `inbox`, using prefix KV of these weights only.
 
-        `request_id` was never used before. `inbox` is a `Response` of `responses`, or one for a
-        `Scored`; its ticket goes along.
+        `request_id` was never used before. `inbox` is a `Response` of `responses` or for a
+        `Scored`.
         """
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -134,8 +134,7 @@ class Core(Protocol):
     async def install(self, policy_version: int, limit: float) -> str:
         """Put the staged weights in place and stamp later tokens with them; only while paused.
 
-        Raises if it takes more than `limit` seconds. Returns why the engine had to load them in the
-        pause (`RemoteWorker.asyncrl_install`), or "".
+        Raises after `limit` seconds. Returns as `RemoteWorker.asyncrl_install`.
         """
 
     async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:

@@ -97,8 +97,7 @@ _FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.05
 class WeightSwap:
     """Stages published weights in the worker while it generates, then installs them.
 
-    Requests without a token begin again under the new weights. `longest` returns the time limit, in
-    seconds, for staging or installing this many bytes.
+    `longest` returns the time limit, in seconds, for staging or installing this many bytes.
     """
 
     def __init__(

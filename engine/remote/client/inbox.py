@@ -34,8 +34,8 @@ class Inbox(Generic[T]):
     def push(self, item: T, *, last: bool = False) -> None:
         """Add an item, and close the inbox after the last one. Does nothing if it is closed.
 
-        Items after an interruption or an error must not be read: a verification would be judged by
-        scores that its interruption was to drop.
+        Items after an interruption or an error must not be read: they may be scores that were to
+        drop.
         """
         if self.closed:
             return
@@ -45,11 +45,7 @@ class Inbox(Generic[T]):
         self._ready.set()
 
     def put(self, item: object) -> None:
-        """Close it; items already received are still delivered.
-
-        Engines call it with an exception when the core died, otherwise when the request was
-        aborted.
-        """
+        """Close it, on an abort or, with an exception, at the core's end; items remain readable."""
         self.fail(item if isinstance(item, BaseException) else AbortedError("aborted"))
 
     def interrupt(self) -> None:
@@ -76,8 +72,7 @@ class Inbox(Generic[T]):
     async def take(self) -> list[T]:
         """Wait for items, or `wake`, and take all of them.
 
-        Raises AbortedError if the request was aborted and EngineError if it failed, once nothing is
-        left.
+        Raises AbortedError or EngineError once nothing is left of an aborted or failed request.
         """
         await self._ready.wait()
         if not self.closed:

@@ -76,10 +76,9 @@ class Responses:
             self._report(self._responses[row], None)
 
     def end(self, response: Response, reason: FinishReason, accepted: int | None = None) -> None:
-        """End a response. Does nothing if it was closed before.
+        """End a response that is not closed, with the drafts `accepted` in all steps.
 
-        `accepted` is the number of drafts accepted in all steps, including those cut off at the
-        end; None: the core does not count them, or does not know the end.
+        These include those cut off at the end; None: the core does not count them or know the end.
         """
         if response.closed:
             return

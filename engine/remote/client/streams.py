@@ -64,8 +64,7 @@ class Streams:
     ) -> AsyncGenerator[list[TokenChunk], None]:
         """Yield chunks of a response until its end, an interruption or `close`.
 
-        `submitted` is the request in the core's form. Raises EngineError if the core failed, or
-        lost the request.
+        Raises EngineError if the core failed, or lost the request.
         """
         responses = self._core.responses
         return self._items(
@@ -75,8 +74,7 @@ class Streams:
     async def scored(self, name: str, submitted: CoreRequest, reader: Reader) -> Scored | None:
         """Return the table of a scoring request; None if it was interrupted or closed.
 
-        `name` names the request in errors. Raises EngineError if the core failed, or lost the
-        request.
+        Raises EngineError if the core failed, or lost the request.
         """
         async with aclosing(self._items(name, submitted, reader, Inbox[Scored])) as parts:
             async for (scored,) in parts:

@@ -118,8 +118,8 @@ class Tokens(NamedTuple):
 class Unreported:
     """The rows of requests that generate: R rows of C tokens with the top K; all three grow.
 
-    Provenance: a step of n tokens accepted n - 1 drafts and drew one token. If the response ended
-    inside the accepted drafts, all its tokens are drafts (`correct_last`). A row is due once it has
+    A step of n tokens accepted n - 1 drafts and drew one token. If the response ended inside the
+    accepted drafts, all its tokens are drafts (`correct_last`). A row is due once it has
     `chunk_tokens` tokens; at first, once it has any.
     """
 
@@ -164,8 +164,7 @@ class Unreported:
     def record(self, rows: Index, table: StepTable, longest: int) -> list[int]:
         """Append a step's tokens to `rows` `[N]` (NO_ROW: not wanted), at most `longest` a row.
 
-        Returns the rows whose response was ended by a stop string. Later tokens of the step are
-        dropped. The table's arrays are read-only, as when they are received.
+        Returns the rows whose response was ended by a stop string; later tokens are dropped.
         """
         kept: Index = rows
         ended: list[int] = []

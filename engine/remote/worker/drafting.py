@@ -21,11 +21,7 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
 class FixedBudget:
-    """Fills every step with drafts up to a fixed number of tokens; learns nothing.
-
-    Drafts then never depend on how long steps take. It satisfies
-    `asyncrl.engine.drafting.planner.Planner`.
-    """
+    """A `Planner` that fills every step up to a fixed number of tokens; learns nothing."""
 
     def __init__(self, *, max_step_tokens: int, max_draft_tokens: int) -> None:
         self._max_step_tokens = max_step_tokens
@@ -36,11 +32,7 @@ class FixedBudget:
         return min(self._max_step_tokens - rows, self._max_draft_tokens) <= 0
 
     def ask(self, left: IntArray, *, other_tokens: int = 0) -> tuple[IntArray, float]:
-        """Give each row an equal share of the step's tokens, however improbable its drafts are.
-
-        `left` `[n]` is at least 1; see `Planner.ask`. A row does not draft its last token: the draw
-        after its last draft generates it anyway.
-        """
+        """Give each row an equal share of the step's tokens, except for its last; see `Planner`."""
         n = len(left)
         spare = self._max_step_tokens - other_tokens - n
         if n == 0 or spare <= 0 or self._max_draft_tokens <= 0:

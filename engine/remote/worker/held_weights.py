@@ -135,9 +135,8 @@ class HeldWeights:
     """Finds the tensors of an HF state dict in a loaded model, on one device or several.
 
     An engine overrides `tensor_of` and `sums_by_product` where its layers differ. `shapes` include
-    tied names. All `ranks` must take the fingerprint. `packed` names modules that stack others,
-    with the checkpoint's names; `renamed` maps a checkpoint's name to the engine's, or to None if
-    it has none.
+    tied names. All `ranks` must take the fingerprint. `packed` maps modules that stack others to
+    the checkpoint's names; `renamed` maps a checkpoint's name to the engine's, None if it has none.
     """
 
     def __init__(

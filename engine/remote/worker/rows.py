@@ -159,8 +159,7 @@ class RowBook:
         """Ask the source for drafts of the next step, and the planner how many to feed.
 
         The rows are recorded only if the planner wants drafts: the cache takes tokens of several
-        steps more cheaply together. A row that ended by a stop token in this step may still count
-        when the planner is asked. Arguments are as of `record`; `other_tokens` of the next step
+        steps more cheaply together. Arguments are as of `record`; `other_tokens` of the next step
         belong to none of these rows. Returns None if the planner wants no drafts.
         """
         mine = slots != NO_SLOT
@@ -234,9 +233,9 @@ def _new_tokens(
 ) -> int:
     """Collect the new tokens of rows up to their end; update `known` and `over` of their slots.
 
-    `slots`, `rows`, `lengths` and `grown` (set to the new tokens of each row) are `[n]`, `table`
-    `[R, M]`. `limit`, `known` and `over` are `[S]`, by slot, and `stops` `[S, W]`: tokens that end
-    the response, in the engine too. Returns the number of new tokens, flat in `tokens`.
+    `slots`, `rows`, `lengths` and `grown` (set to the new tokens of each row) are `[n]`, `table` is
+    `[R, M]`; `limit`, `known`, `over` and `stops` `[S, W]` are by slot. Returns the number of
+    `tokens`.
     """
     total = 0
     for i in range(len(slots)):

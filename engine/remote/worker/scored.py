@@ -46,8 +46,7 @@ class ScoredPart:
 class ScoredRequest:
     """The n scored tokens of one request, with lists of K ids.
 
-    `top_k` is the K of the current most probable tokens, which are reported unless the lists of
-    kept tokens are.
+    `top_k` is K of the most probable tokens, reported unless the lists of kept tokens are.
     """
 
     def __init__(self, entry: Entry, top_k: int) -> None:
@@ -72,10 +71,9 @@ class ScoredRequest:
         self._hidden: list[tuple[int, torch.Tensor]] = []
 
     def part(self, begin: int, count: int, offset: int) -> tuple[ScoredPart, bool]:
-        """Return a step's part of it, and whether its prompt is then complete.
+        """Return a step's part of it, and True if its prompt is then complete.
 
-        The step takes in `count` tokens of the prompt after the first `begin`; `offset` is their
-        first row among the step's hidden states.
+        The step takes in `count` tokens after the first `begin`, in its rows from `offset` on.
         """
         total = len(self.entry.context)
         # The state at position i predicts token i + 1.

@@ -30,9 +30,9 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray
 class Scorer:
     """Reads and judges scored positions. All ranks make the same calls, with the same requests.
 
-    `compute_logits` is the output layer, `[n, H]` hidden states to `[n, >= V]` logits, in which all
-    ranks take part. Scoring holds at most `max_bytes` at once (`asyncrl.engine.sampling.logits`).
-    `listed` is K of the engine, at least the length of the reported lists.
+    `compute_logits` is the output layer, `[n, H]` to `[n, >= V]`, in which all ranks take part.
+    Scoring holds at most `max_bytes` at once. `listed` is K of the engine, at least that of
+    reported lists.
     """
 
     def __init__(
@@ -127,11 +127,7 @@ class Scorer:
         batch: KeptBatch | None,
         verdict: Verdict | None,
     ) -> None:
-        """Name all unnamed tokens of rank 0's verdict. All ranks compute the logits.
-
-        `judged` names the verdict's rows; the verdict is None in other ranks, and if nothing is
-        judged.
-        """
+        """Name all unnamed tokens of rank 0's verdict (None in other ranks), in rows `judged`."""
         rows = np.empty(0, np.int64) if verdict is None else np.flatnonzero(verdict.unnamed)
         places = [] if verdict is None else verdict.accepted[rows].tolist()
         unnamed = [(judged[row], place) for row, place in zip(rows.tolist(), places, strict=True)]

@@ -50,10 +50,10 @@ _ROWS = 4
 class Twin:
     """A model's second tree, which can be installed into the model.
 
-    Its parameters lie in one piece on `device`: that of the model, or the CPU, in page-locked
-    memory if the model is on a GPU. `untouched` are keys of `loaded_parts` that no loading changes,
-    such as the rows of a vocabulary of which a rank has only padding. Raises ValueError if a
-    parameter is not contiguous in memory.
+    Its parameters lie in one piece on `device`, page-locked in host memory if the model is on a
+    GPU. `untouched` are keys of `loaded_parts` that no loading changes, such as rows of a
+    vocabulary of which a rank has only padding. Raises ValueError if a parameter is not contiguous
+    in memory.
     """
 
     def __init__(
@@ -120,11 +120,9 @@ class Twin:
             torch.cuda.synchronize(device)  # the twin may be loaded again from here on
 
     def differences(self, wanted: dict[str, Any]) -> list[str]:
-        """Compare the twin with the model's earlier state, by digests. No step may run.
+        """Return the names of what differs from the model's earlier `loaded_parts`, `wanted`.
 
-        `wanted` are the `loaded_parts` of the model when it held the numbers that the twin was
-        loaded with. Buffers are compared with the model's current ones. Returns the names of what
-        differs.
+        Buffers are compared with the model's current ones. No step may run.
         """
         names = {id(module): name for name, module in self.pairs[0][0].named_modules()}
         found: list[str] = []
@@ -203,11 +201,10 @@ def _part(path: str, name: str) -> str:
 
 
 class Attributes:
-    """What a model holds besides parameters and packed weights, to see what a loading changes.
+    """Digests of a model besides parameters and packed weights, to see what a loading changes.
 
     Buffers, other tensors and plain values, in modules, in containers and in objects of the engine
-    that belong to modules. Tensors are noted by digests, so a change in place is seen, and nothing
-    big is kept. No step may run.
+    that belong to modules. A change in place is seen. No step may run.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -381,8 +378,7 @@ def _product(module: Any, function: Any, weight: Tensor) -> Tensor | None:
 def _is_packed_anew(twin: Any, before: _Packed) -> bool:
     """Return True if a twin's product gives what the model's gave, and reads no other memory.
 
-    A product may read the weight that it is called with, or a copy of it, but no other tensor:
-    after swapping, the model's would read the twin's.
+    A product may read only the weight that it is called with, or a copy: products are swapped.
     """
     function, given = getattr(twin, PACKED), twin.weight.detach().clone()
     found = _product(twin, function, given)

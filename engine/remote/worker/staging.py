@@ -146,8 +146,7 @@ class WorkerWeights:
     ) -> tuple[Twin | None, list[str]]:
         """Return a twin and no names, or None and what speaks against copying from it.
 
-        With a twin, the model is as it was at the start, with the weights `own` and the
-        `loaded_parts` `started`; otherwise it may hold anything.
+        With a twin, the model is as at the start, with `own` weights and `loaded_parts` `started`.
         """
         attributes = Attributes(model)
         self._loader.load(model, other_numbers(own))
@@ -196,8 +195,8 @@ class WorkerWeights:
     def install(self, policy_version: int) -> str:
         """Put the staged version into the model's layers; only while generation is paused.
 
-        Returns why this and all later versions are loaded by the engine in the pause; "" if copied.
-        Raises WeightsError if this version is not staged; nothing was changed.
+        Returns as `RemoteWorker.asyncrl_install`. Raises WeightsError if this version is not
+        staged.
         """
         with self._staged.install(policy_version) as tensors, torch.inference_mode():
             if self._twin is not None:
@@ -251,9 +250,9 @@ def other_numbers(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors of the same shapes with other finite values in every place, one by one.
 
     First the mantissa's highest bit is flipped, which changes all but zeros and subnormal numbers
-    by a quarter or more; `_SHIFT` changes those. The copy is on the tensor's device, because
-    loaders may keep all tensors of a layer. Numbers are finite and have 2 or 4 bytes; tensors that
-    are not floating-point stay.
+    by a quarter or more; `_SHIFT` changes those. Each is a copy, because loaders may keep all
+    tensors of a layer. Numbers are finite and have 2 or 4 bytes; tensors that are not
+    floating-point stay.
     """
     for name, tensor in tensors:
         if tensor.is_floating_point():

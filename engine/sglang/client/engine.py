@@ -125,11 +125,7 @@ def worker_settings(
 
 
 class SglangEngine(RemoteEngine):
-    """The generator on SGLang; see `RemoteEngine`.
-
-    `cache_config` is that of the rollout cache inside SGLang; `place` has its snapshot and
-    exchange.
-    """
+    """The generator on SGLang; see `RemoteEngine`."""
 
     def __init__(
         self,

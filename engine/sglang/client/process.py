@@ -37,8 +37,7 @@ AnySocket = TypeVar("AnySocket", bound=zmq.Socket[Any])
 class Link:
     """Sends `ToWorker` messages and passes on `ToClient` messages in order.
 
-    Only this user may enter `folder`, which has the sockets. `fail` gets the error when receiving
-    has failed.
+    Its sockets are in the private `folder`. `fail` gets the error when receiving has failed.
     """
 
     def __init__(
@@ -66,10 +65,9 @@ class Link:
         return socket
 
     def send(self, message: ToWorker) -> None:
-        """Queue a message, without waiting for the worker or yielding to other tasks.
+        """Queue a message, without yielding to other tasks, which could change the order.
 
-        If it yielded, another task could send the end of a request before the request. Raises
-        EngineError if the worker has not connected yet, or is gone.
+        Raises EngineError if the worker has not connected yet, or is gone.
         """
         try:
             self._push.send(self._encode(message), zmq.NOBLOCK)
@@ -152,8 +150,7 @@ class SglangProcess:
     def start(self, python: str, environment: dict[str, str], settings: msgspec.Struct) -> None:
         """Start `python -m MODULE` in a new session, with `settings` on its command line.
 
-        Its stderr goes to the log, its stdout to this process's stderr. Raises EngineStartError if
-        it cannot be executed.
+        Its stderr goes to the log, its stdout to this stderr. Raises EngineStartError.
         """
         arguments = [msgspec.json.encode(settings).decode(), str(os.getpid())]
         try:

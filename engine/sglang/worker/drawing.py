@@ -56,11 +56,7 @@ def output_of(
     reporting: Reporting,
     at: torch.Tensor | None = None,
 ) -> StepOutput:
-    """Return the table of a step.
-
-    `starts` `[B]` are the indices of each row's first token in it; `at` selects its draws, in
-    order; None: all.
-    """
+    """Return the table of a step, whose rows begin at `starts` `[B]`; `at` selects draws."""
     reported = slice(1 + batch.top_k_logprobs)
     ids, logprobs = drawn.ids[:, reported], drawn.logprobs[:, reported]
     return StepOutput(

@@ -141,8 +141,7 @@ def _prepare_device(settings: ServerSettings) -> bool:
 def server_arguments(settings: ServerSettings, *, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments of SGLang's `ServerArgs`.
 
-    Raises ValueError if kv_cache_gib is too little for one request of max_model_len tokens, or
-    batch_invariant is asked for on a CPU.
+    Raises ValueError if kv_cache_gib is too little, or batch_invariant is asked for on a CPU.
     """
     if settings.batch_invariant and on_cpu:
         raise ValueError(

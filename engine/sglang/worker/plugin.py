@@ -28,11 +28,7 @@ def cpu_platform() -> str | None:
 
 
 def register() -> None:
-    """Register our scheduler and our drafting.
-
-    SGLang logs exceptions of a plug-in and runs on without it. It would then serve no requests, so
-    a process that cannot load ours ends.
-    """
+    """Register our scheduler and our drafting, or end: SGLang would run on without them."""
     if MARK_VARIABLE not in os.environ:
         return
     try:

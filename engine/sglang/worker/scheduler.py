@@ -247,8 +247,7 @@ class ClientScheduler(Scheduler):
     def end(self, message: EndRequests) -> None:
         """End requests before the next step.
 
-        SGLang ends a running request after one more step, whose token `StepOutput` drops. It
-        compares the beginnings of ids; ours are all of the same length.
+        SGLang ends a running request after one more step, whose token `StepOutput` drops.
         """
         for name in message.request_ids:
             if self.requests.interrupt(name):

@@ -35,8 +35,8 @@ def start_schedulers(
     """Start a scheduler process for each rank, with arguments of `ServerArgs`.
 
     `folder` holds this SGLang's files; removed at its end. Returns the processes by rank, and a
-    function that waits until all of them are ready, which raises RuntimeError if one fails. Raises
-    ValueError if SGLang does not take these arguments, or not this model.
+    function that waits until all are ready or raises RuntimeError. Raises ValueError if SGLang does
+    not take these arguments, or not this model.
     """
     load_plugins()  # ours registers what the arguments name
     server_args = ServerArgs(**arguments)

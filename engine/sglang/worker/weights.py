@@ -159,8 +159,8 @@ class SglangWeights:
     """The calls about weights, made in all ranks between two steps. All ranks return the same.
 
     The constructor proves how new weights are installed: minutes, for large models. It raises
-    WeightsError if SGLang cannot replace the weights of this model. Weights are staged on the
-    model's device if `on_device`, else in host memory.
+    WeightsError if SGLang cannot replace them. They are staged on the model's device if
+    `on_device`.
     """
 
     def __init__(self, scheduler: Any, ranks: Ranks, *, on_device: bool) -> None:

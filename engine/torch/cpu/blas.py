@@ -81,8 +81,7 @@ def multiply(
 ) -> None:
     """Apply a linear layer: `x` `[T, C]` times the transposed `weight` `[N, C]`, to `out` `[T, N]`.
 
-    All arrays have rows without gaps. `sgemm` is the `sgemm_address`; `bias` is `[N]`, or `[0]` for
-    none.
+    All arrays have rows without gaps. `bias` is `[N]`, or `[0]` for none.
     """
     rows, width = out.shape
     beta = 0.0

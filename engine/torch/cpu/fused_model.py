@@ -164,9 +164,8 @@ class FusedDecoder:
     """The forward pass of one model of `asyncrl.rollout.cpu.fused_models`, float32, on a CPU.
 
     The model's weights become views. The slots of `cache` must be allocated; their content is lost.
-    If `batch_invariant`, a row's logits do not depend on the rest of the batch
-    (`engine.torch.cpu.invariant_attention`): products see whole blocks of rows. Raises EngineError
-    if torch's BLAS has no `sgemm_`.
+    If `batch_invariant`, products see whole blocks of rows
+    (`engine.torch.cpu.invariant_attention`). Raises EngineError if torch's BLAS has no `sgemm_`.
     """
 
     def __init__(self, model: Any, cache: SlotCache, *, batch_invariant: bool = False) -> None:
@@ -188,8 +187,7 @@ class FusedDecoder:
     ) -> torch.Tensor:
         """Return logits `[len(wanted), V]` after some of `[T]` tokens; all KV goes to the slots.
 
-        `wanted` are ascending indices. If `reach` is `packed`, no slot is used. Raises EngineError
-        if a position is beyond the slots.
+        If `reach` is `packed`, no slot is used. Raises EngineError for a position beyond the slots.
         """
         weights = self._weights
         if len(ids) and positions.max() >= len(weights.cosines):
@@ -283,11 +281,7 @@ def _norms(modules: list[Any]) -> FloatArray:
 
 
 def _joined(layers: Sequence[Sequence[torch.Tensor]]) -> FloatArray:
-    """Stack the parameters of each layer: `[N, sum of rows, ...]`.
-
-    Each of them becomes a view as soon as it is copied, so that no more than one layer's weights
-    are in memory twice.
-    """
+    """Stack the parameters of each layer, `[N, sum of rows, ...]`; each becomes a view at once."""
     if not layers[0]:
         return np.empty((len(layers), 0), np.float32)
     rows = sum(len(one) for one in layers[0])

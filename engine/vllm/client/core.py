@@ -80,11 +80,7 @@ class VllmCore:
         self.process.fail(error)
 
     async def attach(self, config: EngineConfig, limit: float) -> None:
-        """Put our drawing, scoring and drafting into vLLM's worker.
-
-        The worker compiles what draws, and proves how it installs weights. `limit` is what is left
-        of the start, in seconds.
-        """
+        """Put our drawing, scoring and drafting into vLLM's worker, within `limit` seconds."""
         if config.vllm.lora_rank:
             from asyncrl.engine.vllm.client.api import LoRARequest
 

@@ -27,9 +27,8 @@ _WORTH = 0.02
 def advice_on_drafting(stats: EngineStats) -> str:
     """Return a warning if hardly any draft was worth feeding in many steps; "" otherwise.
 
-    A drafter of ours costs vLLM its asynchronous scheduling, which prepares a step while the
-    previous one runs (decision 0033). vLLM fixes that when it starts. `stats` are those of an
-    engine on a GPU, with a drafter.
+    A drafter of ours costs vLLM its asynchronous scheduling (decision 0033), from its start on.
+    `stats` are those of an engine on a GPU, with a drafter.
     """
     tokens = stats.tokens
     share = tokens.accepted / tokens.generated if tokens.generated else 0.0

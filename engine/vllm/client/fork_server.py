@@ -48,8 +48,7 @@ def start_server() -> None:
 def without_compilers() -> Iterator[None]:
     """Keep vLLM from compiling with `enforce_eager` on a CPU.
 
-    It would still compile a few helpers of its sampler, which takes longer than the whole start and
-    makes them slower. Processes that are started in this context inherit the environment variable.
+    It would compile a few helpers of its sampler, which takes longer than the whole start.
     """
     before = os.environ.get(_NO_COMPILERS)
     os.environ[_NO_COMPILERS] = "1"

@@ -189,8 +189,7 @@ def launch(
 ) -> Launched:
     """Start the engine core and wait until it is ready. Blocks; call it off the event loop.
 
-    Raises EngineStartError if the device is not there. Other errors of vLLM's pass through; the
-    caller quotes its log.
+    Raises EngineStartError if the device is not there, or vLLM's own errors.
     """
     _check_device(config)
     meter = VllmMeter()
@@ -306,8 +305,7 @@ def core_processes(config: EngineConfig) -> Iterator[None]:
 def own_preload() -> Iterator[None]:
     """Keep what vLLM puts into LD_PRELOAD on a CPU to its core.
 
-    Later children of this process, such as a user's programs, would load it too. The loader splits
-    it at spaces, so from a folder with one it only prints errors.
+    Later children of this process would load it too, and print errors if the path has a space.
     """
     before = os.environ.get("LD_PRELOAD")
     try:

@@ -67,8 +67,7 @@ class VllmLog:
 def process_log(level: str) -> VllmLog:
     """Return the log of all engines of this process, removed when the process ends.
 
-    vLLM reads the path of its logging configuration once per process and passes it to the core of
-    every later engine, so the log must outlive the engine that it was made for.
+    vLLM reads its path once per process and passes it to the core of every later engine.
     """
     log = VllmLog(level)
     atexit.register(log.remove)

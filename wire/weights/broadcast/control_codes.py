@@ -11,10 +11,9 @@ or a member was lost or too slow, and all of them read the file."""
 
 
 class Word(IntEnum):
-    """Announces what follows.
+    """Announces what follows, before each chunk, as `[4]` int64.
 
-    It is broadcast before each chunk as `[4]` int64, with the policy version, the chunk's index and
-    its checksum. The first three reveal a member that is out of step.
+    The policy version and the chunk's index reveal a member that is out of step.
     """
 
     CHUNK = 1

@@ -39,8 +39,7 @@ _POLL_SECONDS = 0.0005
 class Limits:
     """Longest waits, in seconds.
 
-    A version must be staged within `engine.vllm.call_timeout_seconds`, or SGLang's (120 s by
-    default). All of these together, 107 s, leave time to read the file in the end.
+    All of these together, 107 s, leave time to read the file within a call's limit (120 s).
     """
 
     window: float = 2.0
@@ -103,8 +102,7 @@ def name_of_device(device: torch.device) -> str:
 class GlooGroup:
     """A group of `size` members over TCP, in host memory; rank 0 sends.
 
-    The members find each other in `store`, the group's; this one listens at `host`. Raises
-    GroupBroken if not all came in time.
+    They meet in `store`; this one listens at `host`. Raises GroupBroken if not all came in time.
     """
 
     device = _CPU

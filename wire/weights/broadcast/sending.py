@@ -42,8 +42,7 @@ _BLOCK = 1 << 15
 def checksum(part: Tensor) -> Tensor:
     """Return the checksum, `[1]` int64, of `[n]` bytes, n a multiple of 8.
 
-    The sum of all words times odd pseudo-random numbers, modulo 2**64, block by block. One changed
-    word is always found; of other damage, all but about 2**-64.
+    The sum of all words times odd pseudo-random numbers, modulo 2**64: one changed word is found.
     """
     words = part.view(torch.int64)
     numbers = pseudo_random(0, _BLOCK, part.device) | 1

@@ -42,9 +42,8 @@ class CheckIn(msgspec.Struct, frozen=True):
 class Meeting:
     """Gathers the members that ask for one version. No sockets, no clock.
 
-    A broadcast begins when all expected members are there, or `window` seconds after the first
-    came. Expected are the members that received the previous version, or at first `expected` of
-    them.
+    A broadcast begins when all members that received the previous version are there (at first
+    `expected` members), or `window` seconds after the first came.
     """
 
     def __init__(self, window: float, expected: int) -> None:
@@ -129,11 +128,7 @@ Answer = Invitation | Refusal
 
 
 class Desk:
-    """The sender's side. It listens only at `host`, at any free port.
-
-    After `patience` seconds answers are not waited for any more. Raises OSError if the address
-    cannot be bound.
-    """
+    """The sender's side, at any free port of `host`. Raises OSError if it cannot be bound."""
 
     def __init__(self, host: str, patience: float) -> None:
         self._patience = patience

@@ -47,10 +47,9 @@ class _File:
 class NodeFiles:
     """Versions of one run in this node's memory, in the trainer's layout.
 
-    The header of a file names a version only while the complete version is in it. It names no
-    trainer, and one that replaces another may publish a number again, so each trainer has separate
-    files. `directory` is in memory, usually /dev/shm; `files_id` is unique on this machine;
-    `chunk_bytes` is the same in every node of the chain.
+    The header of a file names a version only while the complete version is in it. A trainer that
+    replaces another may publish a number again, so each has separate files. `directory` is in
+    memory, usually /dev/shm; `files_id` is unique here; `chunk_bytes` is the same in every node.
     """
 
     def __init__(self, directory: Path, files_id: str, chunk_bytes: int = CHUNK_BYTES) -> None:

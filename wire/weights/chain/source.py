@@ -33,8 +33,7 @@ class PublishedVersions:
     def add(self, manifest: WeightManifest) -> None:
         """Serve a version that the trainer has just published, and the previous one.
 
-        Raises WeightsReadError if the manifest does not describe its file, WeightsSupersededError
-        if the file no longer holds the version.
+        Raises WeightsReadError or WeightsSupersededError if the file does not hold this version.
         """
         grid = Grid(manifest.nbytes, self._chunk_bytes)
         descriptor = open_published(manifest)

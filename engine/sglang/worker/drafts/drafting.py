@@ -29,11 +29,10 @@ Index = NDArray[np.int64]
 
 
 class Drafter:
-    """Follows what requests generate, and drafts for them.
+    """Follows what requests generate, and drafts for them, trees if `branching`, else chains.
 
-    The table has a row for each place in SGLang's pool of requests, of `width` tokens, drafts
-    included. Drafts are trees if `branching`, else chains; those of tokens outside the vocabulary
-    are dropped.
+    The table has a row of `width` tokens, drafts included, for each place in SGLang's pool of
+    requests. Drafts of tokens outside the vocabulary are dropped.
     """
 
     def __init__(

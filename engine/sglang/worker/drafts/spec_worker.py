@@ -49,8 +49,7 @@ Index = NDArray[np.int64]
 class DraftInput(NgramVerifyInput):
     """The input of a verification, and what one step passes to the next (one class in SGLang).
 
-    Attention reads `counts` and `masks` on a CPU, `custom_mask` on a GPU. Without overlap nothing
-    is passed on: the table of `Drafter` has all tokens.
+    Attention reads `counts` and `masks` on a CPU, `custom_mask` on a GPU.
     """
 
     counts: Index
@@ -187,8 +186,7 @@ class SpecWorker(BaseSpecWorker):
     ) -> Any:
         """Run a step, of prompts or of decoding rows.
 
-        SGLang restores what is set in its `ScheduleBatch`. `on_publish` gets the rows' new lengths
-        as soon as they are known, if steps overlap.
+        If steps overlap, `on_publish` gets the rows' new lengths as soon as they are known.
         """
         self._settle()
         began = self.now()  # if steps overlap, the previous one is over: its tokens have come

@@ -70,8 +70,8 @@ class Algorithm(CustomSpecAlgo):
     def handle_server_args(self, server_args: Any) -> None:
         """Reserve KV for the places of a step only, not for chains of a draft model.
 
-        Raises ValueError if the most draft tokens are not set, or another attention backend than
-        Triton's was asked for on a GPU.
+        Raises ValueError if the most draft tokens are not set, or for another attention than
+        Triton's.
         """
         if not server_args.speculative_num_draft_tokens:
             raise ValueError(f"speculative_algorithm={NAME} needs speculative_num_draft_tokens")

@@ -117,8 +117,7 @@ def accepted_nodes(trees: TokenTrees, path: Index, counts: Index) -> NDArray[np.
 def moves(feed: Feed, path: Index, counts: Index) -> Moves:
     """Return the moves after a step with forked trees; `path` and `counts` as of `paths_of`.
 
-    All sources must be read before a target is written: a path that lies further back is moved onto
-    places of other paths.
+    All sources must be read before a target is written: targets are sources of other paths.
     """
     row, step = np.nonzero(np.arange(path.shape[1]) < counts[:, None])
     place = path[row, step]
