@@ -260,8 +260,7 @@ def vote(
 ) -> tuple[int, int, float, float]:
     """Move all candidates one token ahead and keep those that vote for the winning token.
 
-    Returns the number kept (0: all are at the end of their sequences), the token, its weight, and
-    the weight of all votes.
+    Returns the number kept (0: all have ended), the token, its weight, and that of all votes.
     """
     alive, total, united = move_on(arena, positions, weights, 0, count)
     if united:

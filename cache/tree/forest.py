@@ -254,9 +254,8 @@ TREE_BYTES = 512
 class Forest:
     """The arena, the tree of each prompt in it, and eviction.
 
-    A tree is named by its line in `trees`. Prompts without open rows are dropped first, the least
-    recently used one before the others; then the oldest rollouts of the prompts in use. With
-    `config.enabled` False there is no room for anything.
+    A tree is named by its line in `trees`. The least recently used prompts without open rows are
+    dropped first, then the oldest rollouts of prompts in use.
     """
 
     def __init__(self, config: CacheConfig, rules: TreeRules) -> None:

@@ -134,11 +134,10 @@ def extend(
     """Append rows' tokens; return a code.
 
     Without room it stops at state[AT_ROW], state[AT_TOKEN], with the blocks it needs in
-    state[NEEDED]. Called again with the same arguments, it resumes from there.
-
-    Row i of `[B]` rows appends tokens[offsets[i] : offsets[i+1]]. A tree has at most
-    `prompt_blocks` blocks. If `grow`, an index is enlarged when its chains become long. If
-    `learning`, the estimates learn how good the last drafts were.
+    state[NEEDED]. Called again with the same arguments, it resumes from there. Row i of `[B]` rows
+    appends tokens[offsets[i] : offsets[i+1]]. A tree has at most `prompt_blocks` blocks. If `grow`,
+    an index is enlarged when its chains become long. If `learning`, the last drafts' outcomes are
+    counted.
     """
     tested = 0
     max_match = rings.shape[1]

@@ -138,8 +138,7 @@ def walk(
 ) -> tuple[int, int, int]:
     """Add positions of a chain whose match is at least `shortest` and below `below` tokens long.
 
-    Returns the new number of candidates, the longest match among those added, and the newest
-    position in the row's own sequence (0: none).
+    Returns the number of candidates, the longest new match, and the newest own position (0: none).
     """
     # Looked up once: each access to an array of a tuple counts its references.
     arena = search.arena
@@ -223,8 +222,7 @@ def move_on(
 ) -> tuple[int, float, bool]:
     """Move positions[start:stop] one token ahead and drop those at the end of their sequence.
 
-    Returns the new stop, the weight of all votes, and True if there are votes and all are for one
-    token.
+    Returns the new stop, the weight of all votes, and True if all votes are for one token.
     """
     alive = start
     total = 0.0

@@ -252,11 +252,7 @@ class RolloutCache:
         return Drafts(tokens[:total], parents[:total], offsets, probabilities[:total])
 
     def advance(self, policy_version: int) -> None:
-        """Set the current policy version; votes of distant ones count less.
-
-        The version may also fall (a run that returns to a checkpoint): the distance counts. Raises
-        ValueError if it is negative or above 2 ** 31 - 1.
-        """
+        """Set the current policy version, which may fall; votes of distant ones count less."""
         version = int32_values("policy_version", [policy_version], minimum=0)[0]
         self._forest.state[arena.POLICY_VERSION] = version
 
@@ -277,11 +273,7 @@ class RolloutCache:
             state[arena.POLICY_VERSION] = current
 
     def stored_rollout(self, row: int) -> StoredRollouts | None:
-        """Return what an open row has stored: its head and its response so far.
-
-        Returns None if it has stored nothing yet, or stopped storing for lack of room. Raises
-        ValueError if the row is not open.
-        """
+        """Return the head and response that an open row has stored; None if it stores nothing."""
         row = int(self._rows.require_open(np.array([row]))[0])
         cursor = self._rows.cursors[row]
         tree, own = int(cursor[arena.TREE]), int(cursor[arena.OWN])

@@ -40,8 +40,7 @@ class StoredRollouts:
 def are_valid_tokens(heads: IntArray, tokens: IntArray, vocabulary: int) -> bool:
     """Return True if rollouts hold only token ids, and -1 only to pad their heads.
 
-    `heads` `[S, H]` are the first H of the tokens of each rollout, and `tokens` `[N]` all of them,
-    not empty. Token ids are below `vocabulary`.
+    `heads` `[S, H]` are the first H of the tokens of each rollout, and `tokens` `[N]` all of them.
     """
     padding = heads < 0
     at_front = bool((padding[:, :-1] | ~padding[:, 1:]).all())

@@ -65,7 +65,6 @@ class Answer(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     number: int
     result: Any = None
-    """Result of rank 0."""
     error: str = ""
     """The exception, as text; "" if none."""
 
@@ -137,7 +136,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     vocab_size: int
     pid: int
-    """Process id of rank 0's scheduler."""
 
 
 ToWorker = AddRequest | EndRequests | Call

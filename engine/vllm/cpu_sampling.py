@@ -47,8 +47,7 @@ def apply_if_affected() -> None:
 def _tolerate_foreign_handles() -> None:
     """Keep vLLM's start from failing if numba is imported in its core process.
 
-    vLLM searches all modules for kernels to replace, and takes `vars` of llvmlite's handle for a
-    dict.
+    vLLM searches all modules for kernels to replace; `vars` of llvmlite's handle is not a dict.
     """
     from vllm.triton_utils import dispatcher
 

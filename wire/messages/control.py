@@ -74,7 +74,6 @@ class Accepted(Message, frozen=True):
     """The request will be carried out."""
 
     message: str
-    """The effect, for the user."""
     step: int | None = None
     """Steps trained when a recorded order took effect (`records.command_record.OrderRecord`)."""
 

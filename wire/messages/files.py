@@ -73,7 +73,6 @@ class FilePart(Message, frozen=True):
 
     data: bytes
     size: Count
-    """Present size of the whole file."""
     changed: Count
 
 

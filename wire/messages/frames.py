@@ -107,10 +107,9 @@ def digest_of(delivery: TrajectoryDelivery) -> bytes:
 
 
 def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
-    """Return the trajectory inside a delivery; its arrays are read-only views of the message.
+    """Return the trajectory inside a delivery, as read-only views of the message.
 
-    The views need not be aligned: NumPy reads them all the same, a little more slowly. Raises
-    ValueError if the lengths of the arrays disagree, or there are no segments.
+    Raises ValueError if the lengths of the arrays disagree, or there are no segments.
     """
     if not delivery.segments:
         raise ValueError(f"trajectory {delivery.sample} has no segments")

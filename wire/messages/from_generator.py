@@ -34,7 +34,6 @@ class GeneratorReady(Message, frozen=True):
     generated before others are installed."""
     fingerprint: Fingerprint
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
-    """None: it serves no metrics."""
 
 
 class SampleFinished(Message, frozen=True):
@@ -114,7 +113,6 @@ class Rescored(Message, frozen=True):
 
     number: Count
     policy_version: int
-    """Version that scored the tokens."""
     logprobs: tuple[bytes, ...] = ()
     """`[L]` float32 for each sample; empty if they could not be scored."""
     reason: str = ""
@@ -144,7 +142,6 @@ class GeneratorReport(Message, frozen=True):
     held: Count
     """Number of finished samples that it holds."""
     rewards_waiting: Count
-    """Number of samples whose reward is not computed yet."""
     rewards: RewardCounts = RewardCounts()
     """Counts of its reward workers, since its start."""
     noise_floor: NoiseFloor = NoiseFloor()

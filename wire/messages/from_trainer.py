@@ -28,7 +28,6 @@ class TrainerReady(Message, frozen=True):
     manifest: WeightManifest | None
     """None: another rank of the trainer publishes them."""
     metrics_port: int | None = None
-    """None: it serves no metrics."""
     initial_weights: str = ""
     """Digest of the run's initial weights; empty if the checkpoint that it was resumed from does
     not have it."""

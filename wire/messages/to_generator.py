@@ -115,8 +115,7 @@ class InstallWeights(Message, frozen=True):
 class Rewind(Message, frozen=True):
     """Another trainer continues from an older version: the policies of later versions are gone.
 
-    Relabel their tokens, forget unacknowledged deliveries, generate nothing with weights that are
-    gone, and answer with `Rewound`.
+    Relabel their tokens, forget unacknowledged deliveries, and answer with `Rewound`.
     """
 
     policy_version: int

@@ -29,7 +29,6 @@ class FetchWeights(Message, frozen=True):
     """Bring these weights to this relay's node; answer with `WeightsHere` or `WeightsFailed`."""
 
     manifest: WeightManifest
-    """The trainer's manifest."""
     parents: tuple[Parent, ...]
     """Nodes to ask, the nearest first."""
     attempt: int

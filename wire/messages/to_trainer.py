@@ -57,8 +57,7 @@ class Configure(Message, frozen=True):
 class WriteCheckpoint(Message, frozen=True):
     """Write a checkpoint of the present version, after the last step whose plan was sent.
 
-    All ranks of a trainer receive it between the same two plans. Answer with CheckpointWritten or
-    CheckpointFailed, also if it is on the disk already.
+    Answer with CheckpointWritten or CheckpointFailed, also if it is on the disk already.
     """
 
 

@@ -67,8 +67,7 @@ class Index(msgspec.Struct, frozen=True):
 class UnfinishedSample(msgspec.Struct, frozen=True):
     """The L tokens of one sample, with the distributions that they were drawn from.
 
-    Arrays are those of `asyncrl.rollout.trajectory.KeptTokens`. Versions are left out: a policy of
-    a later version than the checkpoint's no longer exists, and all tokens are verified in any case.
+    Arrays are those of `asyncrl.rollout.trajectory.KeptTokens`; all tokens are verified.
     """
 
     sample: SampleId

@@ -19,7 +19,6 @@ class OrderRecord(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     """Unix time, in seconds."""
     effect: str
-    """The reply to the user."""
     before: Value | msgspec.UnsetType = msgspec.UNSET
     """The configured value without this `set` or `scale`. A resume that names this value again
     repeats an old command, and does not take the order back."""

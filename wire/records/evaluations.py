@@ -27,8 +27,7 @@ Z95 = 1.96
 class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     """The estimates of one held-out set.
 
-    Standard errors are over prompts: samples of one prompt are alike, and more of them do not stand
-    for more prompts. None with fewer than two prompts.
+    Standard errors are over prompts: samples of one prompt are alike. None below two prompts.
     """
 
     prompts: Count

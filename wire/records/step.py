@@ -85,15 +85,12 @@ class LearningMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Rewards of the samples trained on, and the update made from them."""
 
     reward_mean: float = 0.0
-    """Mean reward of the samples."""
     reward_std: float = 0.0
-    """Standard deviation of these rewards."""
     loss: float = 0.0
     """Loss before the optimizer's step, penalties included."""
     grad_norm: float = 0.0
     """Global norm of the gradient before clipping."""
     learning_rate: float = 0.0
-    """Learning rate of the step."""
     entropy: Measured = None
     """Mean entropy of the policy per token, in nats."""
     optimizer_steps: int = 1
@@ -105,7 +102,6 @@ class BatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the step."""
 
     groups: int = 0
-    """Groups of the step."""
     zero_variance_groups: int = 0
     """Groups whose advantages are all 0."""
     samples: int = 0
@@ -155,7 +151,6 @@ class MismatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
     ratio_mean: Measured = None
     """Mean importance ratio, current over behaviour probability."""
     ratio_max: Measured = None
-    """Largest importance ratio."""
     outside_nucleus: Measured = None
     """Share of tokens outside the trainer's top-p set, 0 to 1."""
 
@@ -210,8 +205,7 @@ class TrainerTimes(msgspec.Struct, frozen=True, kw_only=True):
 class TrainedStep(msgspec.Struct, frozen=True, kw_only=True):
     """A trainer's record of an optimizer step.
 
-    A checkpoint holds those since the previous checkpoint, so that a resumed run can record steps
-    whose record a killed controller had not written.
+    A checkpoint holds those since the previous one, which a killed controller had not written.
     """
 
     step: int
@@ -254,11 +248,7 @@ class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepMetrics(LearnerMetrics, frozen=True):
-    """One optimizer step: a line of metrics.jsonl.
-
-    The trainer sends its part (`LearnerMetrics`, `TrainerTimes`) in `StepFinished`; the controller
-    adds the rest.
-    """
+    """One optimizer step, as the trainer and the controller know it: a line of metrics.jsonl."""
 
     step: int
     """Index of the step, from 0."""
@@ -316,7 +306,6 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run: the contents of result.json."""
 
     run: str
-    """Name of the run."""
     engine: str
     """Kind of the engine: "torch" or "vllm"."""
     steps: int
@@ -343,7 +332,6 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """The step after 0 with the best held-out accuracy (`evaluation.best_of`); None: none was
     evaluated."""
     best_accuracy: float | None = None
-    """Its accuracy, 0 to 1."""
     reward_failures: dict[str, dict[str, int]] = {}
     """See `StepMetrics`."""
     wrong_policy: tuple[str, ...] = ()

@@ -44,8 +44,7 @@ In = TypeVar("In")
 class SessionEnd(Generic[In]):
     """Turns messages into frames of one session, and back. Used from one event loop.
 
-    `incoming` is the union of the controller's messages, of at most `max_bytes`. `transmit` passes
-    a frame to the relay, or drops it; dropped frames are sent again.
+    `transmit` passes a frame to the relay, or drops it; dropped frames are sent again.
     """
 
     def __init__(self, incoming: Any, *, max_bytes: int, transmit: Callable[[bytes], None]) -> None:
@@ -74,8 +73,7 @@ class SessionEnd(Generic[In]):
     def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:
         """Queue a message for the controller until the end of this turn of the event loop.
 
-        If `urgent`, the relay passes it on at once; None: depends on its type. Raises Unreachable
-        if too many frames are unacknowledged for more to be kept.
+        `urgent` None depends on its type. Raises Unreachable if too many are unacknowledged.
         """
         if self._full is not None:
             raise self._full

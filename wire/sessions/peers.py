@@ -46,7 +46,6 @@ _FRAME_BYTES = 64
 """Bytes counted for a frame's overhead."""
 
 Entry = tuple[bytes, bytes]
-"""A routing id and a frame."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[Entry]).decode
 

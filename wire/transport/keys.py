@@ -39,7 +39,6 @@ class HubKeys(msgspec.Struct, frozen=True):
     secret: bytes
     """Z85."""
     passes: bytes
-    """The key that passes are made with."""
 
     @property
     def public(self) -> bytes:

@@ -72,7 +72,6 @@ class WeightBuffer:
         self._memory: Tensor | None = None
         self._pin: Pin | None = None
         self._specs: tuple[TensorSpec, ...] = ()
-        """Specs of the copy."""
         self._tensors: list[tuple[str, Tensor]] = []
         self._steps: list[Tensor] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -32,9 +32,7 @@ class SglangFolder:
         self.log = self.path / "sglang.log"
         self.log.touch()
         self.requests = f"ipc://{self.path / 'requests'}"
-        """Address from which the worker receives messages."""
         self.outputs = f"ipc://{self.path / 'outputs'}"
-        """Address to which it sends."""
         self.logging = self.path / "logging.json"
         self.logging.write_text(json.dumps(_logging(level)))
 

@@ -224,8 +224,7 @@ def _params(
 ) -> Any:
     """Return vLLM's parameters for a kind of requests, without the token limit.
 
-    `listed` is K of the lists of scored tokens; None: it generates. Our scorer fills them, and our
-    sampler those of drawn tokens, for which vLLM would slice the step's table.
+    `listed` is K of the lists of scored tokens; None: it generates. We fill all lists ourselves.
     """
     from asyncrl.engine.vllm.client.api import SamplingParams
 

@@ -78,8 +78,8 @@ class StepProcessor(OutputProcessor):
     ) -> OutputProcessorOutput:
         """Process a message of the core's; outputs of requests already aborted are dropped.
 
-        vLLM splits long messages. Raises EngineError, which vLLM passes to every inbox, if there
-        are tokens without their table.
+        Raises EngineError, which vLLM passes to every inbox, if there are tokens without their
+        table.
         """
         version = int(weight_version or 0)
         for output in engine_core_outputs:

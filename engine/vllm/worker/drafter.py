@@ -172,11 +172,7 @@ class CacheDrafter:
     def _choose(
         self, got: NDArray[np.int64], lengths: NDArray[np.int64], table: IntArray
     ) -> dict[int, list[int]]:
-        """Return drafts by row of the batch; rows without one are missing.
-
-        Each row just `got` `[B]` tokens and has `lengths` `[B]` tokens of `table` `[>= B,
-        max_model_len]`.
-        """
+        """Return drafts by row of the batch; rows without one are missing."""
         if not ((self._slots != NO_SLOT) & (got > 0)).any():
             return {}
         decode = np.flatnonzero(got)

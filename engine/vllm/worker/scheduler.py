@@ -112,8 +112,7 @@ class _WholeTables:
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         """End requests from outside, as vLLM does; their ends are sent after what they have drawn.
 
-        vLLM calls it between two steps, or after a step before its tokens are looked at: these are
-        discarded.
+        vLLM may call it before a step's tokens are looked at: these are discarded.
         """
         parent: Any = super()
         ended = parent.finish_requests(request_ids, finished_status)

@@ -20,11 +20,7 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
 class CoreScorer:
-    """Computes prompt log-probabilities for a model runner.
-
-    Rank 0 scores; the others take part in the output layer. Scoring holds at most `max_bytes` at
-    once (`asyncrl.engine.sampling.logits`).
-    """
+    """Computes prompt log-probabilities for a model runner, in rank 0, within `max_bytes`."""
 
     def __init__(self, runner: Any, batch: RunnerBatch, ranks: Ranks, max_bytes: int) -> None:
         self._runner = runner

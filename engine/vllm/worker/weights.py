@@ -91,8 +91,7 @@ def _no_numbers(tensor: torch.Tensor) -> torch.Tensor:
 def check_reloadable(model: torch.nn.Module) -> None:
     """Raise WeightsError if vLLM cannot load new weights into this model.
 
-    On a CPU it packs the experts of a mixture after the first loading only (0.32.0). New ones are
-    copied unpacked in the place of the packed ones, and the model then computes something else.
+    On a CPU it packs the experts of a mixture after the first loading only (0.32.0).
     """
     for name, layer in model.named_modules():
         backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
@@ -104,11 +103,10 @@ def check_reloadable(model: torch.nn.Module) -> None:
 
 
 def _repack_tied(model: torch.nn.Module) -> None:
-    """Repack output layers that share the embedding's weight.
+    """Repack output layers that share the embedding's weight, on a CPU.
 
-    On a CPU vLLM multiplies by a packed copy and packs again only those layers whose own weights
-    are loaded. A tied weight comes once, under the embedding's name, so the output layer would keep
-    its old copy (0.32.0). On a GPU there is no packed copy, and this does nothing.
+    vLLM packs again only those layers whose own weights are loaded (0.32.0). A tied weight comes
+    once, under the embedding's name, so the output layer would keep its old copy.
     """
     from asyncrl.engine.vllm.worker.api import ParallelLMHead, UnquantizedEmbeddingMethod
 

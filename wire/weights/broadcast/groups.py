@@ -74,7 +74,6 @@ class Group(Protocol):
     """The connected members. All of them make the same calls in the same order."""
 
     device: torch.device
-    """Device of tensors that are sent or received."""
 
     def begin(self, part: Tensor) -> None:
         """Begin to send, as rank 0, or to receive. The tensor must stay until that has ended."""

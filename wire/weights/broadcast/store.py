@@ -53,7 +53,6 @@ class Meeting:
         self._regulars: frozenset[str] | None = None
         """Members that received the previous version; None: not known."""
         self._served: set[str] = set()
-        """Members that have received this version."""
         self._version = -1
         self._waiting: dict[str, CheckIn] = {}
         self._since = 0.0

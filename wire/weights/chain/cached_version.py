@@ -30,9 +30,7 @@ class Held:
     """Returns True while the memory holds this version."""
     grid: Grid
     missing: set[int] = field(default_factory=set)
-    """Chunks that have not arrived."""
     checksums: dict[int, int] = field(default_factory=dict)
-    """Known checksums of chunks."""
     name: str = ""
     word_bytes: int = 2
 

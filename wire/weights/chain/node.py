@@ -260,7 +260,6 @@ class Received:
     """A version that has arrived in this node's memory."""
 
     manifest: WeightManifest
-    """Manifest of the file on this node."""
     seconds: float
     nbytes: int
     """Bytes that came over the network."""

@@ -89,7 +89,6 @@ class _Probe:
     parent: _Parent
     began: float
     chunks: set[int]
-    """Chunks that have not arrived."""
     sent: int = 0
     """Chunks that the own parent has sent during the probe."""
 
@@ -105,7 +104,6 @@ class Receiving:
         self._timing = timing
         self._own = self._parents[0]
         self._missing = dict.fromkeys(range(count))
-        """Missing chunks, ascending."""
         self._unasked = dict.fromkeys(range(count))
         """Missing chunks that no parent owes, ascending: children ask for them in this order."""
         self._began = self._got = now
