@@ -31,7 +31,7 @@ StopString = Annotated[str, Field(min_length=1)]
 
 
 class SamplingConfig(BaseModel):
-    """How rollouts are sampled. The distribution after these settings is the policy."""
+    """Sampling of rollouts. The distribution after these settings is the policy."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -131,10 +131,10 @@ class EngineConfig(BaseModel):
     device: Device = "auto"
     """Device of the engine. `auto`: a GPU if torch sees one, otherwise the CPU."""
     weight_staging: WeightStaging = "host"
-    """Where new weights wait for their installation, as one more copy in `dtype`, if the engine is
-    on a GPU. `host`: in page-locked host memory; the pause is a copy over PCIe. `device`: in the
-    GPU's memory; the pause is a copy within it (docs/gpus.md has the sizes). vLLM and SGLang need
-    further host memory for the tensors as they were published."""
+    """Place where new weights wait for their installation, as one more copy in `dtype`, if the
+    engine is on a GPU. `host`: page-locked host memory; the pause is a copy over PCIe. `device`:
+    the GPU's memory; the pause is a copy within it (docs/gpus.md has the sizes). vLLM and SGLang
+    need further host memory for the tensors as they were published."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
     """Number of CPU threads of the engine's process. The ranks of a tensor-parallel engine, each of
     which is a process, divide them. null: torch's choice."""

@@ -55,7 +55,7 @@ def provenance_of(kept: KeptTokens, accepted: int) -> ByteArray:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. The distribution after temperature and truncation is *the* policy."""
+    """Settings of draws. The distribution after temperature and truncation is *the* policy."""
 
     max_tokens: int
     """Largest number of response tokens, a resumed prefix included."""

@@ -56,4 +56,3 @@ class Truncation:
 
 
 EVERYTHING = Truncation()
-"""Leaves every token in."""

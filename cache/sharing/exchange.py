@@ -253,14 +253,12 @@ class ExchangeStats:
     peers: int
     """Gauge: members whose rings are read."""
     published_tokens: int
-    """Response tokens of the published rollouts."""
     published_bytes: int
     """Includes all framing; divided by the tokens it is the cost of a token."""
     unpublished_rollouts: int
     """Not published: longer than a quarter of the ring, or the ring could not be written."""
     received_rollouts: int
     received_tokens: int
-    """Response tokens of the received rollouts."""
     overtaken_bytes: int
     """Bytes that their writers had overwritten before they were read here."""
     refused: int

@@ -201,7 +201,6 @@ class RingReader:
         return data
 
     def _skip_unreadable(self, end: int) -> None:
-        """Skip bytes that were overwritten or damaged."""
         marks = self._read_marks()
         if marks is None or marks[0] > self.position:
             self._catch_up(marks[0] if marks else self.position)

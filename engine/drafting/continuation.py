@@ -22,7 +22,6 @@ Index = NDArray[np.integer[Any]]
 _ANCHOR = 3
 """Tokens that must agree before a text is followed again."""
 _REACH = 8
-"""Search distance from the cursor, in tokens."""
 _AGREEMENT = 0.95
 """Estimated probability that a followed text's next token is generated again."""
 _BACK = np.arange(-_ANCHOR, 0)

@@ -52,7 +52,6 @@ class RequestExtra:
     top_k_logprobs: int = 0
     """K of the reported lists: of each drawn token, or of each scored one."""
     ticket: int = NO_TICKET
-    """Returned with each generated token."""
     scored: int = 0
     """Last tokens of the prompt to score, in a scoring request."""
     kept: KeptTokens | None = None
@@ -128,7 +127,6 @@ class Outcome(IntEnum):
     """Result of verifying a token."""
 
     KEPT = 0
-    """It stays."""
     DRAWN = 1
     """Another one was drawn in its place, with fresh noise."""
     RENAMED = 2

@@ -224,13 +224,11 @@ def _noise_bits(
 
 @kernel.released
 def _uniform(seed: np.uint64, position: int) -> float:
-    """Same as `asyncrl.engine.sampling.truncation.uniforms`."""
     return (float(_stream_bits(seed, position) >> _14) + 0.5) * 2.0**-50
 
 
 @kernel.released
 def _stream_bits(seed: np.uint64, position: int) -> np.uint64:
-    """Same as `asyncrl.engine.sampling.truncation.stream_bits`."""
     return _mix(_mix(seed + _GAMMA) + np.uint64(position + 1) * _GAMMA)
 
 

@@ -272,7 +272,6 @@ def _exponential(token, key, low, high):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _stream_bits(seed, position):  # type: ignore[no-untyped-def]
-    """Same as `asyncrl.engine.sampling.truncation.stream_bits`."""
     start = _mix(seed + 0x9E3779B97F4A7C15)
     return _mix(start + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
 

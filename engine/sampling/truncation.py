@@ -147,7 +147,6 @@ def processed_logprobs(logits: torch.Tensor, columns: SamplingColumns) -> torch.
 
 
 def _truncated(logprobs: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
-    """Truncate and rescale; overwrites `logprobs`."""
     top_k, top_p, min_p = (
         torch.from_numpy(column).to(logprobs.device)
         for column in (columns.top_k, columns.top_p, columns.min_p)

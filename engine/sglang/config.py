@@ -11,7 +11,7 @@ _SHARE_OF_GPU = 0.85
 
 
 class SglangConfig(ProcessConfig):
-    """How SGLang is started, and how many tokens its steps take.
+    """Settings of SGLang's start and of the number of tokens in its steps.
 
     The length of drafts is a setting of the cache (`cache.max_draft_tokens`). With the cache
     disabled SGLang runs without speculation.

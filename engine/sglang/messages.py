@@ -66,7 +66,6 @@ class Answer(msgspec.Struct, frozen=True, tag=True, array_like=True):
     number: int
     result: Any = None
     error: str = ""
-    """The exception, as text; "" if none."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):

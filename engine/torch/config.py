@@ -8,7 +8,7 @@ from asyncrl.wire.transport.paths import MAX_TOKENS
 
 
 class TorchConfig(BaseModel):
-    """How the embedded torch engine shapes its steps."""
+    """Settings of the embedded torch engine's steps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -27,7 +27,7 @@ class TorchConfig(BaseModel):
     once, and everything is reported at the request's end, before a pause and before new weights. 1
     streams every step, at a cost."""
     fused: bool = True
-    """On a CPU in float32, run models of the Llama, Mistral, Qwen2 and Qwen3 families in compiled
-    loops between few matrix products, instead of transformers' forward pass. Models too large for
+    """Run models of the Llama, Mistral, Qwen2 and Qwen3 families, on a CPU in float32, in compiled
+    loops between few matrix products instead of transformers' forward pass. Models too large for
     that, with several threads, and all other models use transformers' in any case; the engine's log
     says which."""

@@ -43,7 +43,6 @@ class Rows:
         self._policy_version = 0
         self.sampling = SamplingColumns.unset(slots)
         self.stops = np.full((slots, 1), -1, np.int64)
-        """Padded with -1."""
         self.stop_state = np.zeros(slots, np.int32)
         """`[S]` state of the request's stop rule, after the context."""
         self.with_stop_rule = 0

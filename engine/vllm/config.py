@@ -15,7 +15,7 @@ _GIB = 1 << 30
 
 
 class VllmConfig(ProcessConfig):
-    """How vLLM is started, and how many tokens its steps take.
+    """Settings of vLLM's start and of the number of tokens in its steps.
 
     The length of drafts is a setting of the cache (`cache.max_draft_tokens`). With the cache
     disabled vLLM runs without speculation.

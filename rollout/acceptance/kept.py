@@ -206,7 +206,6 @@ def _residual(q: Doubles, p: Doubles, at: int, w: float) -> float:
 
 @kernel
 def _draw_residual(q: Doubles, p: Doubles, at: int, w: float, u: float) -> int:
-    """Draw a symbol from the residual."""
     total = _residual(q, p, at, w)
     vanished = total <= 0.0
     if vanished:

@@ -39,7 +39,6 @@ class TrajectoryDelivery(Message, frozen=True):
     lineage: int = 0
     """Lineage of the trainer that it is for; another one must not train on it."""
     contexts: tuple[Count, ...] = ()
-    """`asyncrl.rollout.trajectory.Trajectory.contexts`"""
 
 
 class Received(Message, frozen=True):

@@ -140,7 +140,6 @@ class GeneratorReport(Message, frozen=True):
     engine: EngineStats
     """The generator's token counts are added."""
     held: Count
-    """Number of finished samples that it holds."""
     rewards_waiting: Count
     rewards: RewardCounts = RewardCounts()
     """Counts of its reward workers, since its start."""
@@ -149,7 +148,6 @@ class GeneratorReport(Message, frozen=True):
     in_environments: Count = 0
     """Samples that wait for their environment, without a slot."""
     environment: EnvironmentCounts = EnvironmentCounts()
-    """Counts of its environments, since its start."""
 
 
 class Failure(Message, frozen=True):

@@ -18,7 +18,6 @@ class FilesReady(msgspec.Struct, frozen=True):
 
     address: str = ""
     folder: str = ""
-    """Id of the folder."""
     shares_run_directory: bool = True
     """True if it is the run's folder itself."""
 
@@ -39,7 +38,6 @@ class WeightsHere(Message, frozen=True):
 
     attempt: int
     manifest: WeightManifest
-    """Manifest of the file on this node."""
     seconds: float
     nbytes: int
     left: dict[str, str]

@@ -43,7 +43,6 @@ class Start(msgspec.Struct, frozen=True):
     """`ChildKeys`, for its standard input."""
 
     def __repr__(self) -> str:
-        """Omit the keys."""
         return "Start()"
 
 

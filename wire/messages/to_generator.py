@@ -151,7 +151,6 @@ class Release(Message, frozen=True):
     file: str
     """Absolute path; see `asyncrl.wire.messages.unfinished_samples`."""
     policy_version: int
-    """Written to the file's index."""
     settings: str
     samples: tuple[SampleId, ...]
     """None of them was ordered for delivery."""

@@ -65,7 +65,6 @@ class Shutdown(Message, frozen=True):
     """End the process; answer with `Goodbye`."""
 
     checkpoint: bool
-    """Write a checkpoint first."""
 
 
 ToTrainer = StepPlan | Expect | Withdraw | Configure | WriteCheckpoint | Shutdown

@@ -33,7 +33,6 @@ from asyncrl.wire.transport.decoding import Count, FrameDecoder
 _MAGIC = b"asyncrl unfinished 2\n"
 """The number rises with the format: 2 has the seeds of the noise."""
 _ANY_MAGIC = b"asyncrl unfinished "
-"""Common prefix of all formats."""
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 16
 _TAIL_BYTES = _LENGTH_BYTES + _DIGEST_BYTES
@@ -86,7 +85,6 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
     observed: bytes = b""
     """Each 0 or 1; empty: no token was observed."""
     contexts: tuple[Count, ...] = ()
-    """`asyncrl.rollout.trajectory.Trajectory.contexts`"""
 
     @classmethod
     def of(cls, sample: SampleId, prompt_id: str, kept: KeptTokens) -> UnfinishedSample:

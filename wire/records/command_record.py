@@ -13,7 +13,6 @@ class OrderRecord(msgspec.Struct, frozen=True, kw_only=True):
     order: str
     """Its name on the command line: `scale`."""
     arguments: dict[str, bool | int | float | str]
-    """Such as `{"generators": 3}`."""
     step: int
     """Steps trained when it took effect: the step of this number is the first one with it."""
     time: float

@@ -24,7 +24,6 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
     samples: Count = 0
     """Responses that were verified again."""
     cut_samples: Count = 0
-    """Responses with a rejected token."""
     judged: Count = 0
     """Tokens of these responses, without those that an earlier verification had accepted."""
     rejected: Count = 0

@@ -105,7 +105,6 @@ class BatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
     zero_variance_groups: int = 0
     """Groups whose advantages are all 0."""
     samples: int = 0
-    """Samples of all groups."""
     tokens: int = 0
     """Their response tokens, without observed ones, here and below."""
     tokens_observed: int = 0
@@ -127,7 +126,6 @@ class StalenessMetrics(msgspec.Struct, frozen=True, kw_only=True):
     mean: float = 0.0
     """Mean over the step's response tokens."""
     max: int = 0
-    """Largest of all tokens."""
 
 
 class MismatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,7 +233,6 @@ class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     trained: tuple[int, ...] = ()
-    """Trained groups."""
     failed: tuple[int, ...] = ()
     """Left out because a sample failed."""
     without_signal: tuple[int, ...] = ()

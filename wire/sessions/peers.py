@@ -43,7 +43,6 @@ EXTRA_BYTES = 4096
 
 _MARK = b"\xc1"
 _FRAME_BYTES = 64
-"""Bytes counted for a frame's overhead."""
 
 Entry = tuple[bytes, bytes]
 _encode = msgspec.msgpack.Encoder().encode

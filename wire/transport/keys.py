@@ -59,7 +59,6 @@ class HubKeys(msgspec.Struct, frozen=True):
         return name if hmac.compare_digest(identity, self.identity_of(name)) else None
 
     def __repr__(self) -> str:
-        """Omit the secrets."""
         return "HubKeys()"
 
 
@@ -73,7 +72,6 @@ class LineKeys(msgspec.Struct, frozen=True):
     """The peer's routing id: its name and its pass."""
 
     def __repr__(self) -> str:
-        """Omit the secrets."""
         return f"LineKeys({self.name!r})"
 
 

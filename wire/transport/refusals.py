@@ -23,7 +23,6 @@ class Limit(NamedTuple):
 
 
 LIMIT = Limit(100, 10.0)
-"""Default limit of a socket."""
 MAX_SENDERS = 1024
 """Number of senders that are remembered. Beyond it, the one whose last frame is the oldest is
 forgotten, so the memory for names is bounded however many an attacker invents."""

@@ -191,7 +191,6 @@ def pseudo_random(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift to the right, filling with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

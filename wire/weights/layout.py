@@ -14,7 +14,6 @@ from typing import Literal
 import msgspec
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and files there have mode 0600
-"""Folder of published weights."""
 HEADER_BYTES = 64
 """Tensors begin here, so that the first one is aligned. The version is in the first 8 bytes."""
 ALIGNMENT = 64
@@ -27,7 +26,6 @@ class TensorSpec(msgspec.Struct, frozen=True):
     """One tensor: contiguous, row-major."""
 
     name: str
-    """The name in the HF state dict."""
     dtype: str
     """torch's name without prefix: "float32", "bfloat16"."""
     shape: tuple[int, ...]

@@ -114,7 +114,6 @@ class WeightSwap:
         self._shapes = shapes
         self._longest = longest
         self._limit = 0.0
-        """Seconds allowed for the staged version."""
         self._lock = asyncio.Lock()
         self._staged: int | None = None
         self._fingerprint: Fingerprint | None = None

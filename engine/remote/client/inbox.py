@@ -28,7 +28,6 @@ class Inbox(Generic[T]):
         self.started = False
         """True once an item or the end has arrived."""
         self.closed = False
-        """True once no more items are accepted."""
         self.ticket = NO_TICKET
 
     def push(self, item: T, *, last: bool = False) -> None:

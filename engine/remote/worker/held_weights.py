@@ -122,8 +122,6 @@ def _factor(replica: int, replicas: int) -> int:
 
 
 class _Place(NamedTuple):
-    """Location of a tensor in the engine."""
-
     path: str
     part: int = 0
     """Index among the tensors that the module stacks."""

@@ -17,7 +17,6 @@ _QUOTED_LINES = 15
 _LONGEST_FOLDER = 80
 """Bytes. A socket's path may have 107."""
 _PACKAGES = Path(asyncrl.__file__).resolve().parents[1]
-"""The directory that asyncrl was imported from."""
 
 
 class SglangFolder:

@@ -32,7 +32,6 @@ class Requests:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        """Keys are request ids."""
         self._ended: set[str] = set()
         """Requests whose end was sent before SGLang got to it."""
 

@@ -1,4 +1,4 @@
-"""On a CPU the engine core is forked from a process that has imported vLLM already.
+"""Forks the engine core on a CPU from a process that has imported vLLM already.
 
 vLLM would spawn its core, which imports vLLM again: 10 s of CPU. Here a fork server of
 `multiprocessing` imports it while the generator does, and forks the core and its tensor-parallel

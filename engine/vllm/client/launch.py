@@ -93,7 +93,6 @@ class StepProcessor(OutputProcessor):
         return OutputProcessorOutput(request_outputs=[], reqs_to_abort=[])
 
     def _end(self, output: EngineCoreOutput, policy_version: int) -> None:
-        """Process the last output of a request."""
         state = self.request_states.get(output.request_id)
         if state is None:
             return

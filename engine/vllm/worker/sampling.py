@@ -71,7 +71,6 @@ def entry_of(request: Any) -> Entry:
 
 
 _NO_TOKEN = -1
-"""vLLM's mark for no token."""
 
 
 class CoreSampler:

@@ -29,7 +29,6 @@ class CheckIn(msgspec.Struct, frozen=True):
     """A member asks for a version."""
 
     member: str
-    """The same each time."""
     number: int
     """Number of its check-in, from 1; the answer has it too."""
     policy_version: int

@@ -39,7 +39,6 @@ _PAST = 64
 class _File:
     path: Path
     trainer: str = ""
-    """Trainer of its versions, see `trainer_of`."""
     memory: mmap.mmap | None = None
     held: Held | None = None
 
@@ -384,7 +383,6 @@ class WeightNode(ServingThread[NodeFiles]):
         self._poll_parents()
 
     def _poll_parents(self) -> None:
-        """Poll the parents that are asked now."""
         wanted = set() if self._fetch is None else set(self._fetch.inlet.sockets)
         for socket in self._polled - wanted:
             self._poller.unregister(socket)
@@ -393,7 +391,6 @@ class WeightNode(ServingThread[NodeFiles]):
         self._polled = wanted
 
     def _stop(self, error: WireError) -> None:
-        """Give up the arriving version."""
         fetch, self._fetch = self._fetch, None
         self._versions.give_up()
         if fetch is not None:

@@ -304,7 +304,6 @@ class SpecWorker(BaseSpecWorker):
         )
 
     def _settle(self) -> None:
-        """Take over what the previous step generated."""
         step, self._pending = self._pending, None
         drafter = self._drafter
         if drafter is None:

@@ -24,7 +24,6 @@ from asyncrl.engine.sglang.worker.api import HookRegistry, HookType
 from asyncrl.engine.sglang.worker.drafts import tree_attention
 
 NAME = "ASYNCRL"
-"""Name of the algorithm in SGLang's `speculative_algorithm`."""
 _ASSIGN = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 
 
