@@ -252,7 +252,10 @@ class RolloutCache:
         return Drafts(tokens[:total], parents[:total], offsets, probabilities[:total])
 
     def advance(self, policy_version: int) -> None:
-        """Set the current policy version, which may fall; votes of distant ones count less."""
+        """Set the current policy version, which may fall; votes of distant ones count less.
+
+        Raises ValueError if it is negative or above 2 ** 31 - 1.
+        """
         version = int32_values("policy_version", [policy_version], minimum=0)[0]
         self._forest.state[arena.POLICY_VERSION] = version
 
@@ -273,7 +276,10 @@ class RolloutCache:
             state[arena.POLICY_VERSION] = current
 
     def stored_rollout(self, row: int) -> StoredRollouts | None:
-        """Return the head and response that an open row has stored; None if it stores nothing."""
+        """Return the head and response that an open row has stored; None if it stores nothing.
+
+        Raises ValueError if the row is not open.
+        """
         row = int(self._rows.require_open(np.array([row]))[0])
         cursor = self._rows.cursors[row]
         tree, own = int(cursor[arena.TREE]), int(cursor[arena.OWN])

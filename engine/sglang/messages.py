@@ -47,7 +47,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class EndRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End requests before the next step; ended ones are ignored."""
+    """End requests before the next step, after reporting what was drawn; ended ones are ignored."""
 
     request_ids: list[str]
 

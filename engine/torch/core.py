@@ -50,7 +50,7 @@ from asyncrl.wire.weights.reader import WeightBuffer
 
 
 class ModuleWeights:
-    """Replaces the parameters of a loaded module in place.
+    """Replaces the parameters of a loaded module in place, and so all views of them.
 
     `staging` is the location of a staged version, for a module on a GPU.
     """

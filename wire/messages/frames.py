@@ -107,7 +107,7 @@ def digest_of(delivery: TrajectoryDelivery) -> bytes:
 
 
 def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
-    """Return the trajectory inside a delivery, as read-only views of the message.
+    """Return the trajectory inside a delivery, as read-only views that may be unaligned.
 
     Raises ValueError if the lengths of the arrays disagree, or there are no segments.
     """

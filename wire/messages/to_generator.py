@@ -50,7 +50,10 @@ class Generate(Message, frozen=True):
 
 
 class Verify(Message, frozen=True):
-    """Verify these samples under the installed weights and generate what is missing."""
+    """Verify these samples under the installed weights and generate what is missing.
+
+    Samples whose tokens all come from `min_version` or a newer version are left alone.
+    """
 
     samples: tuple[SampleId, ...]
     seeds: tuple[int, ...]
@@ -115,7 +118,8 @@ class InstallWeights(Message, frozen=True):
 class Rewind(Message, frozen=True):
     """Another trainer continues from an older version: the policies of later versions are gone.
 
-    Relabel their tokens, forget unacknowledged deliveries, and answer with `Rewound`.
+    Relabel their tokens, forget unacknowledged deliveries, generate nothing with weights that are
+    gone, and answer with `Rewound`.
     """
 
     policy_version: int

@@ -57,7 +57,8 @@ class Configure(Message, frozen=True):
 class WriteCheckpoint(Message, frozen=True):
     """Write a checkpoint of the present version, after the last step whose plan was sent.
 
-    Answer with CheckpointWritten or CheckpointFailed, also if it is on the disk already.
+    All ranks of a trainer receive it between the same two plans. Answer with CheckpointWritten or
+    CheckpointFailed, also if it is on the disk already.
     """
 
 

@@ -44,7 +44,7 @@ class Inbox(Generic[T]):
         self._ready.set()
 
     def put(self, item: object) -> None:
-        """Close it, on an abort or, with an exception, at the core's end; items remain readable."""
+        """Close it after an abort, or with an exception if the core died; items stay readable."""
         self.fail(item if isinstance(item, BaseException) else AbortedError("aborted"))
 
     def interrupt(self) -> None:

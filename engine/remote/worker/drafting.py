@@ -32,7 +32,7 @@ class FixedBudget:
         return min(self._max_step_tokens - rows, self._max_draft_tokens) <= 0
 
     def ask(self, left: IntArray, *, other_tokens: int = 0) -> tuple[IntArray, float]:
-        """Give each row an equal share of the step's tokens, except for its last; see `Planner`."""
+        """Give each row an equal share of the step's tokens, but never draft its last token."""
         n = len(left)
         spare = self._max_step_tokens - other_tokens - n
         if n == 0 or spare <= 0 or self._max_draft_tokens <= 0:

@@ -182,7 +182,7 @@ class SglangCore:
             self._ready.set_result(message)
 
     async def ready(self, limit: float) -> None:
-        """Wait until the worker accepts requests. Raises TimeoutError after `limit` seconds."""
+        """Wait until the worker accepts requests, or raise TimeoutError or EngineError (death)."""
         ready = await self._process.ask(self._ready, "start", limit=limit)
         self.vocab_size, self.pid = ready.vocab_size, ready.pid
 

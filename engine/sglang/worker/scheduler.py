@@ -68,7 +68,7 @@ from asyncrl.rollout.acceptance import warm_up_verification
 
 
 class OutputLayer:
-    """Takes hidden states that go into a model's `LogitsProcessor`; computes logits of some."""
+    """Computes logits of some hidden states that go into a `LogitsProcessor` (else TypeError)."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         processors = [one for one in model.modules() if isinstance(one, LogitsProcessor)]
