@@ -167,10 +167,10 @@ class Deliver(Message, frozen=True):
     samples: tuple[SampleId, ...]
     lineage: int = 0
     data_address: str = ""
-    """Address of that trainer's data plane; empty: the initial one. A restarted trainer may be on
+    """Address of the trainer's data plane; empty: the initial one. A restarted trainer may be on
     another node."""
     rank: int = 0
-    """Rank of that trainer that receives them."""
+    """Rank of the trainer that receives them."""
 
 
 class Discard(Message, frozen=True):

@@ -106,7 +106,7 @@ class BatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Groups whose advantages are all 0."""
     samples: int = 0
     tokens: int = 0
-    """Their response tokens, without observed ones, here and below."""
+    """Response tokens of all samples, without observed ones, here and below."""
     tokens_observed: int = 0
     """Tokens of environments in their responses, which are not trained on."""
     tokens_computed: int = 0
@@ -203,7 +203,7 @@ class TrainerTimes(msgspec.Struct, frozen=True, kw_only=True):
 class TrainedStep(msgspec.Struct, frozen=True, kw_only=True):
     """A trainer's record of an optimizer step.
 
-    A checkpoint holds those since the previous one, which a killed controller had not written.
+    A checkpoint holds those since the previous one: a killed controller may have lost them.
     """
 
     step: int

@@ -125,7 +125,7 @@ class Streams:
         stream.submitted = True
 
     async def _pass_on_interruption(self, reader: Reader, stream: _Stream) -> None:
-        """Ask the core, once, to end what an interrupted reader reads."""
+        """Ask the core, once, to end the request of an interrupted reader."""
         if reader.interrupted and not stream.interrupted:
             stream.interrupted = True
             await self._core.interrupt(stream.request_id)
