@@ -20,14 +20,8 @@ class CacheCorrupt(CacheError):  # noqa: N818 - named for what was found
 
 
 class SnapshotRefused(CacheError):  # noqa: N818 - named for what was decided
-    """A snapshot was not loaded; the message says which file is wrong, how, and what to do.
-
-    Continuing with an empty cache is always correct, only slower.
-    """
+    """A snapshot was not loaded; the message says which file is wrong, how, and what to do."""
 
 
 class ExchangeRefused(CacheError):  # noqa: N818 - named for what was decided
-    """The exchange's directory cannot be made, or others could write to it; the message says why.
-
-    Continuing without an exchange is always correct, only slower.
-    """
+    """The exchange's directory cannot be made, or others could write to it."""

@@ -1,12 +1,9 @@
-"""Published adapters in an engine: read, and merged into a copy of the model's own weights.
+"""Merges published adapters into a copy of the model's own weights.
 
-    base (kept) + adapter (read) ─► merged, in the engine's data type ─► installed as any weights
-
-An engine that serves merged weights decodes, caches, verifies and compares fingerprints as it does
-with whole weights: only what is published is smaller. It needs one more copy of the matrices that
-have an adapter, since merging one version into the one before would add up roundings. The copy is
-of the weights that the engine was started with, which are those of the trainer's `model.path`. If
-they are not, the fingerprint of the first version tells.
+An engine that serves merged weights needs one more copy of the matrices that have an adapter:
+merging one version into the previous one would add up roundings. The base is the weights that the
+engine started with. If they are not those of the trainer's `model.path`, the fingerprint of the
+first version differs.
 """
 
 from __future__ import annotations
@@ -24,16 +21,12 @@ from asyncrl.wire.weights.pretrained import load_causal_lm
 from asyncrl.wire.weights.reader import WeightBuffer
 
 Base = Callable[[Collection[str]], Mapping[str, Tensor]]
-"""The weights without adapter in the engine's data types, at least those of these names of the HF
-state dict. Called once; what it gives must stay as it is. Raises WeightsReadError."""
+"""Returns the weights without adapter, at least those with these names of the HF state dict, in the
+engine's data types. Called once; the tensors must not change. Raises WeightsReadError."""
 
 
 def weights_of_model(model_path: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All weights of a model directory, on the CPU, a tied one once.
-
-    Raises:
-        WeightsReadError: transformers cannot load it.
-    """
+    """Load all weights of a model directory on the CPU, or raise WeightsReadError."""
     try:
         model = load_causal_lm(model_path, dtype)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -51,19 +44,16 @@ class Buffer(Protocol):
     """A private copy of one published version, as `WeightBuffer`."""
 
     def read(self, manifest: WeightManifest) -> None:
-        """Replace the version before. Raises WeightsReadError, WeightsSupersededError."""
+        """Replace the previous version. Raises WeightsReadError, WeightsSupersededError."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """By name of the HF state dict, valid until the next `read`. Raises WeightsReadError."""
+        """Yield tensors by name, valid until the next `read`. Raises WeightsReadError."""
 
 
 class MergingBuffer:
-    """Whole weights as they are published; of an adapter, the matrices that it changes, merged.
+    """Whole weights as published, or the matrices that an adapter changes, merged.
 
-    Args:
-        whole: holds versions of all weights.
-        base: of the model.
-        every: also give the weights without adapter, for engines that load all or nothing.
+    If `every`, the weights without adapter are given too, for engines that load all or nothing.
     """
 
     def __init__(self, whole: WeightBuffer, base: Base, *, every: bool = False) -> None:
@@ -77,12 +67,12 @@ class MergingBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Of the copies of published versions; the model's own weights are not counted."""
+        """Size of the copies of published versions; the model's own weights are not counted."""
         merged = sum(one.nbytes for one in self._merged.values())
         return self._whole.nbytes + self._adapter.nbytes + merged
 
     def read(self, manifest: WeightManifest) -> None:
-        """As `WeightBuffer.read`."""
+        """See `WeightBuffer.read`."""
         self._is_merged = False
         if manifest.lora is None:
             self._whole.read(manifest)
@@ -104,7 +94,7 @@ class MergingBuffer:
         self._is_merged = True
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """As `WeightBuffer.tensors`."""
+        """See `WeightBuffer.tensors`."""
         if not self._is_merged or self._base is None:
             yield from self._whole.tensors()
         elif self._every:

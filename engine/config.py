@@ -31,7 +31,7 @@ StopString = Annotated[str, Field(min_length=1)]
 
 
 class SamplingConfig(BaseModel):
-    """How rollouts are sampled. The distribution after these settings is the policy."""
+    """Sampling of rollouts. The distribution after these settings is the policy."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -41,21 +41,21 @@ class SamplingConfig(BaseModel):
     """Probability mass of nucleus sampling: only the smallest set of most probable tokens whose
     mass reaches it is sampled from. 1 samples from all tokens."""
     top_k: int = Field(default=0, ge=0, le=MAX_TOP_K)
-    """Only the so many most probable tokens are sampled from, before `top_p` is applied. 0 or null
-    samples from all tokens; 1 is refused: all samples of a group would be the same."""
+    """Number of most probable tokens to sample from, applied before `top_p`. 0 or null samples from
+    all tokens; 1 is refused: all samples of a group would be the same."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Only tokens at least this many times as probable as the most probable one are sampled from,
-    after `top_p` was applied. 0 samples from all tokens."""
+    """Drops tokens less than this many times as probable as the most probable one, after `top_p`. 0
+    samples from all tokens."""
     stop: tuple[StopString, ...] = ()
     """Texts that end a response: it ends with the token that completes the first of them. That
-    token is part of the response, is trained on, and its text is handed to the rewards. At most
-    256 bytes together."""
+    token is part of the response, is trained on, and its text is passed to the rewards. At most 256
+    bytes together."""
     max_tokens: int = Field(default=256, ge=1, le=MAX_TOKENS)
     """Largest number of tokens in a response."""
 
     @property
     def truncation(self) -> Truncation:
-        """Which tokens may be sampled at all; the trainer needs it too."""
+        """Truncation of the distribution; the trainer applies the same."""
         return Truncation(self.top_k, self.top_p, self.min_p)
 
     @field_validator("stop")
@@ -89,7 +89,7 @@ class SamplingConfig(BaseModel):
         top_k_logprobs: int,
         seed: int | None,
     ) -> SamplingParams:
-        """Sampling parameters of one request with these settings; `stop_rule` is that of `stop`."""
+        """Return the sampling parameters of one request; `stop_rule` is that of `stop`."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -112,8 +112,8 @@ class EngineConfig(BaseModel):
     """Engine that generates. `torch`: embedded, any HF causal LM. `vllm`: vLLM. `sglang`:
     SGLang."""
     kinds: tuple[EngineKind, ...] = ()
-    """Engines of a mixed fleet: the kind of generator 0, 1, ..., from the first again when there
-    are more generators. []: `kind` for all."""
+    """Engine kinds of a mixed fleet, for generator 0, 1, ...; repeated if there are more
+    generators. []: `kind` for all."""
     slots: int = Field(default=64, ge=1, le=1 << 16)
     """Number of requests that run at once."""
     max_model_len: int = Field(default=1024, ge=2, le=MAX_TOKENS)
@@ -121,33 +121,33 @@ class EngineConfig(BaseModel):
     dtype: DType = "auto"
     """Data type of weights and KV. `auto`: float32 on a CPU, otherwise bfloat16."""
     logits_dtype: LogitsDType = "auto"
-    """Data type of logits. float32: the output layer multiplies in `dtype` and keeps its sums in
-    float32, at no cost worth naming on a GPU. model: `dtype`; bfloat16 rounds a logit by up to
-    0.06, which decoding and verification do differently. auto: float32 on a GPU, model on a CPU."""
+    """Data type of logits. float32: the output layer multiplies in `dtype` and accumulates in
+    float32, at almost no cost on a GPU. model: `dtype`; bfloat16 rounds a logit by up to 0.06,
+    differently in decoding and verification. auto: float32 on a GPU, model on a CPU."""
     batch_invariant: bool = False
-    """Compute what does not depend on what else is in the batch, with vLLM and SGLang on NVIDIA
-    GPUs of capability 8.0 or above: verification then rejects nothing for rounding. Slower, by 20%
-    to 40% (docs/gpus.md). The torch engine has this on a CPU, by `run.repeatable`."""
+    """Make results independent of the rest of the batch, with vLLM and SGLang on NVIDIA GPUs of
+    capability 8.0 or above: verification then rejects nothing for rounding. 20% to 40% slower
+    (docs/gpus.md). The torch engine does this on a CPU with `run.repeatable`."""
     device: Device = "auto"
     """Device of the engine. `auto`: a GPU if torch sees one, otherwise the CPU."""
     weight_staging: WeightStaging = "host"
-    """Where new weights wait for their installation, as one more copy in `dtype`, if the engine is
-    on a GPU. `host`: in page-locked host memory; the pause is a copy over PCIe. `device`: in the
-    GPU's memory; the pause is a copy within it (docs/gpus.md has the sizes). vLLM and SGLang need
-    further host memory for the tensors as they were published."""
+    """Place where new weights wait for their installation, as one more copy in `dtype`, if the
+    engine is on a GPU. `host`: page-locked host memory; the pause is a copy over PCIe. `device`:
+    the GPU's memory; the pause is a copy within it (docs/gpus.md has the sizes). vLLM and SGLang
+    need further host memory for the tensors as they were published."""
     threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
     """Number of CPU threads of the engine's process. The ranks of a tensor-parallel engine, each of
     which is a process, divide them. null: torch's choice."""
     top_k_logprobs: int = Field(default=64, ge=0, le=MAX_TOP_K_LOGPROBS)
     """K: number of most probable tokens stored per position, 8 bytes each. A vocabulary of at most
     K tokens is stored whole. `scheduler.on_update: verify` judges these tokens one by one and all
-    others together, as one symbol: a larger K keeps more of them."""
+    others together, as one symbol, so a larger K keeps more of them."""
     logits_mib: int = Field(default=512, ge=1, le=1 << 20)
     """Most memory, in MiB, that drawing and scoring hold at once for distributions over the
     vocabulary, which they process in slabs of rows (12 bytes a logit, 64 with top-k, top-p or
-    min-p). On a GPU it is taken from what vllm.gpu_memory_utilization or sglang.mem_fraction_static
-    leaves, as their own measurements do not include it. It also bounds the tokens of a step that
-    drafts."""
+    min-p). On a GPU it comes out of what vllm.gpu_memory_utilization or sglang.mem_fraction_static
+    leaves free, as their own measurements do not include it. It also bounds the tokens of a step
+    that drafts."""
     torch: TorchConfig = TorchConfig()
     """Settings of the torch engine. Only used when kind is torch."""
     vllm: VllmConfig = VllmConfig()
@@ -174,23 +174,23 @@ class EngineConfig(BaseModel):
         return self.logits_mib << 20
 
     def weights_dtype(self, *, on_cpu: bool) -> Literal["float32", "bfloat16"]:
-        """The data type of the weights that the engine decodes with, by its device."""
+        """Return the data type of the weights that the engine decodes with."""
         if self.dtype != "auto":
             return self.dtype
         return "float32" if on_cpu else "bfloat16"
 
     def has_float32_logits(self, *, on_cpu: bool) -> bool:
-        """Whether logits are float32 whatever `dtype` is."""
+        """Return True if logits are float32 regardless of `dtype`."""
         return self.logits_dtype == "float32" or (self.logits_dtype == "auto" and not on_cpu)
 
     def of_generator(self, number: int) -> EngineConfig:
-        """The settings of one generator of a fleet, whose `kind` is its own."""
+        """Return the settings of one generator, with `kind` resolved."""
         if not self.kinds:
             return self
         return self.model_copy(update={"kind": self.kinds[number % len(self.kinds)], "kinds": ()})
 
     def of_fleet(self, generators: int) -> list[EngineConfig]:
-        """Those of so many generators, one for each kind, in the order of their first."""
+        """Return one configuration per engine kind in the fleet, in order of first use."""
         found: dict[EngineKind, EngineConfig] = {}
         for number in range(generators):
             one = self.of_generator(number)
@@ -198,7 +198,7 @@ class EngineConfig(BaseModel):
         return list(found.values())
 
     def started_within(self, seconds: float) -> EngineConfig:
-        """These settings in a process that is killed if it is not ready after so many seconds."""
+        """Return a copy whose process is killed if it is not ready after `seconds`."""
         return self.model_copy(
             update={
                 "vllm": self.vllm.started_within(seconds),
@@ -208,7 +208,7 @@ class EngineConfig(BaseModel):
 
     @property
     def start_limit(self) -> float | None:
-        """Longest wait for the engine's own process, in seconds; None: it has none."""
+        """Longest wait for the engine's process, in seconds; None: it runs in the generator's."""
         if self.kind == "torch":
             return None
         return (self.vllm if self.kind == "vllm" else self.sglang).start_limit
@@ -220,7 +220,7 @@ class EngineConfig(BaseModel):
 
     @property
     def gpus(self) -> int:
-        """Of one generator, if it is on GPUs."""
+        """Number of GPUs of one generator, if it uses GPUs."""
         if self.kind == "torch":
             return 1
         return (self.vllm if self.kind == "vllm" else self.sglang).tensor_parallel_size

@@ -1,10 +1,11 @@
-"""What can go wrong in an engine.
+"""The error tree of engines.
 
 EngineError
 ├── EngineStartError     the model or the backend could not be brought up: fix the configuration
 ├── RequestError         one request is impossible (too long, bad sampling): fix that request
 └── WeightsError         new weights were refused or are not staged: nothing was changed
-    └── WeightsSupersededError  they were overwritten by newer ones, or removed with their trainer
+    └── WeightsSupersededError  they were overwritten by newer ones, or removed with their
+        trainer
 """
 
 from __future__ import annotations

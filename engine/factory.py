@@ -25,17 +25,9 @@ def create_engine(
 ) -> Engine:
     """Make the engine that `config.kind` names; `start()` loads the model.
 
-    Args:
-        config: which engine, and its bounds.
-        model_path: a directory in HF format or a hub id.
-        cache_config: how earlier rollouts are stored and drafted from.
-        seed: of the engine's own random stream, which serves requests without a seed.
-        place: the cache's snapshot, and the peers it exchanges rollouts with; None: neither.
-        batch_invariant: whether what a request reports must be the same bits whatever else is
-            being served. Only the torch engine can be; the run's configuration refuses the others.
-
-    Raises:
-        EngineStartError: the backend is not installed.
+    `seed` is that of the random stream for requests without a seed. `place` has the cache's
+    snapshot, and the peers it exchanges rollouts with. Only the torch engine can be
+    `batch_invariant`. Raises EngineStartError if the backend is not installed.
     """
     if place is not None:
         place = dataclasses.replace(place, vocabulary=_vocabulary(model_path, place.vocabulary))
@@ -50,7 +42,7 @@ def create_engine(
 
 
 def _vocabulary(model_path: str, otherwise: int) -> int:
-    """Vocabulary size of a model, or `otherwise` if it cannot be read; `start` then says why."""
+    """Return the model's vocabulary size; if unreadable `otherwise`, and `start` reports why."""
     try:
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
         return int(config.get_text_config().vocab_size)
@@ -73,7 +65,7 @@ def _torch_engine(
     make = partial(TorchEngine, config, model_path, seed=seed, batch_invariant=batch_invariant)
     drafts = cache_config.draft_tokens
     if not cache_config.enabled or drafts == 0:
-        # What verification rejected is in the request and needs no cache to be drafted from.
+        # Rejected tokens are in the request and can be drafted from without a cache.
         return make(source=None, max_draft_tokens=drafts)
     cache = open_at(cache_config, place)
     return make(source=cache, max_draft_tokens=drafts, save=partial(save_at, cache, place))

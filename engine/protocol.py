@@ -1,16 +1,12 @@
 """The protocol of every engine: requests and weights in, token chunks out.
 
-An engine does not know groups, epochs or rewards. It serves requests: the eight samples of a group
-are eight requests with the same `cache_key`.
+An engine does not know groups, epochs or rewards: the eight samples of a group are eight requests
+with the same `cache_key`. It raises `asyncrl.engine.errors.EngineError` and its subclasses, with
+the request id.
 
-Errors: an engine raises `asyncrl.engine.errors.EngineError` and its subclasses, with the request
-    id.
-
-Where turns begin and end among tokens of which some were observed.
-
-A response of several turns has generated and observed tokens in turn. What ends a turn, a stop
-token or a stop string, is part of the response, and observed tokens follow it. So only what was
-generated after the last observed token can end the response.
+A response of several turns alternates generated and observed tokens. A stop token or stop string
+that ends a turn is part of the response, and observed tokens follow it. So only what was generated
+after the last observed token can end the response.
 """
 
 from __future__ import annotations
@@ -34,62 +30,57 @@ from asyncrl.rollout.truncation import Truncation
 from asyncrl.wire.records.step import EngineStats
 from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
-if TYPE_CHECKING:  # it needs numba, which the controller does without
+if TYPE_CHECKING:  # needs numba, which the controller does without
     from asyncrl.engine.sampling.stopping import StopRule
 from asyncrl.rollout.trajectory import BoolArray, Provenance
 
 
 def turn_start(observed: BoolArray, count: int) -> int:
-    """Of the first `count` tokens, those of earlier turns: up to the last observed one.
-
-    Args:
-        observed: `[L]` as in `KeptTokens`, L >= count.
-        count: of tokens.
-    """
+    """Return the length of earlier turns, up to the last of `count` tokens that was observed."""
     places = np.flatnonzero(observed[:count])
     return int(places[-1]) + 1 if len(places) else 0
 
 
 def turn_end(observed: BoolArray, begin: int) -> int:
-    """The place of the first observed token from `begin` on; L if there is none."""
+    """Return the index of the first observed token from `begin` on; L if there is none."""
     places = np.flatnonzero(observed[begin:])
     return begin + int(places[0]) if len(places) else len(observed)
 
 
 def provenance_of(kept: KeptTokens, accepted: int) -> ByteArray:
-    """`[accepted]` of `Provenance`: what the first kept tokens are reported as."""
+    """Return the reported `Provenance` of the first kept tokens, `[accepted]`."""
     observed = kept.observed[:accepted]
     return np.where(observed, Provenance.OBSERVED, Provenance.VERIFIED).astype(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. The distribution after temperature and truncation is *the* policy."""
+    """Settings of draws. The distribution after temperature and truncation is *the* policy."""
 
     max_tokens: int
     """Largest number of response tokens, a resumed prefix included."""
     temperature: float = 1.0
-    """Divisor of the logits, greater than 0: greedy decoding has no behaviour probability."""
+    """Greater than 0: greedy decoding has no behaviour probability."""
     top_p: float = 1.0
     """Probability mass of nucleus sampling; 1.0: off."""
     top_k: int = 0
-    """Only the so many most probable tokens are drawn; 0: off."""
+    """Sample from the k most probable tokens; 0: off."""
     min_p: float = 0.0
-    """Only tokens at least so many times as probable as the most probable one are drawn; 0: off.
-    `asyncrl.rollout.truncation` says in which order these are applied."""
+    """Drop tokens less than min_p times as probable as the most probable one; 0: off. See
+    `asyncrl.rollout.truncation` for the order of these."""
     stop_tokens: tuple[int, ...] = ()
-    """Drawing one of these ends the response. It is part of the response."""
+    """Tokens that end the response; they are part of it."""
     stop_rule: StopRule | None = None
     """Completing a stop string ends the response; the token that completes it is part of it."""
     top_k_logprobs: int = 64
-    """K: how many of the most probable tokens are reported per position: the engine's, or 0. Of a
-    vocabulary of fewer tokens all are reported, and the rest of each list is padding."""
+    """K: number of most probable tokens reported per position: the engine's, or 0. A smaller
+    vocabulary is reported whole, and the rest of each list is padding."""
     seed: int | None = None
-    """Seed of this request's own random stream; None: the next one of the engine's stream."""
+    """Seed of this request's random stream; None: the next one of the engine's stream."""
 
     @property
     def truncation(self) -> Truncation:
-        """Which tokens may be drawn at all."""
+        """Truncation of the distribution."""
         return Truncation(self.top_k, self.top_p, self.min_p)
 
 
@@ -99,7 +90,7 @@ class GenerateRequest:
 
     request_id: str
     cache_key: str
-    """Name of the tree that this request drafts from and feeds; "": it does neither."""
+    """Name of the tree that this request drafts from and feeds; "": none."""
     prompt_tokens: IntArray
     """`[P]`, P >= 1."""
     sampling: SamplingParams
@@ -114,15 +105,14 @@ class GenerateRequest:
     first rejected one, then new tokens. Rejected ones are drafted from. Nothing but acceptance may
     depend on kept tokens: `sampling.seed` must not be the seed that drew them. Observed ones are
     accepted with the token before them, are reported with provenance OBSERVED, and separate turns:
-    a stop before them ends nothing."""
+    a stop before them does not end the response."""
     priority: int = 0
     """Requests with lower values are served first. Primary work is 0; run-ahead is greater."""
     order: int = 0
-    """Among requests of one priority, lower values are served first, then in order of arrival; 0 to
-    2**32 - 1."""
+    """Tie-break within one priority: lower first, then order of arrival; 0 to 2**32 - 1."""
     turn_start: int = 0
-    """So many of the prefix's first tokens are of earlier turns, observed ones included. The stop
-    tokens and stop strings that they contain have ended those turns, not this one."""
+    """Number of prefix tokens that belong to earlier turns, observed ones included. Stop tokens and
+    stop strings in them ended those turns, not this one."""
     session: str = ""
     """Names the response that this is a turn of, the same for all of its turns; "": the only one.
     An engine may keep the KV of a turn until the next one comes, or `Engine.end_session`. It
@@ -139,12 +129,13 @@ class TokenChunk:
     logprobs: FloatArray
     """`[n]` log-probability of each token after temperature and truncation."""
     topk_ids: IntArray
-    """`[n, K]` the most probable ids, padded with -1; of a verified token and of the one drawn in
-    the place of a rejected one, the list of the kept token that stood there."""
+    """`[n, K]` the most probable ids, padded with -1. A verified token, or one drawn in the place
+    of a rejected one, has the list of the kept token that stood there."""
     topk_logprobs: FloatArray
     """`[n, K]`, padded with -inf."""
     noise_seeds: SeedArray
-    """`[n]` of the noise that drew tokens outside the top K (`asyncrl.engine.sampling.drawing`)."""
+    """`[n]` seeds of the noise that drew tokens outside the top K
+    (`asyncrl.engine.sampling.drawing`)."""
     provenance: ByteArray
     """`[n]` of `Provenance`."""
     policy_version: int
@@ -153,7 +144,7 @@ class TokenChunk:
 
     @classmethod
     def empty_abort(cls, request: GenerateRequest, policy_version: int) -> TokenChunk:
-        """The last chunk of a request that was aborted with nothing left to report."""
+        """Return the last chunk of a request that was aborted with nothing left to report."""
         k = request.sampling.top_k_logprobs
         return cls(
             request_id=request.request_id,
@@ -180,7 +171,7 @@ class TokenChunk:
         )
 
     def outside_top_k(self) -> int:
-        """The number of tokens that are not among the top K reported with them."""
+        """Count the tokens that are not among the top K reported with them."""
         listed = np.count_nonzero(self.topk_ids == self.tokens[:, None])  # no id is listed twice
         return len(self.tokens) - int(listed)
 
@@ -216,27 +207,21 @@ class Engine(Protocol):
         """Load the model and become ready. Raises `EngineStartError` with what to change."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Stream a response: its first token at once, then chunks as the engine's settings say.
-
-        Closing the iterator aborts the request and frees its slot.
-        """
+        """Stream a response, its first token at once; closing the iterator aborts the request."""
 
     def interrupt(self, request_id: str) -> None:
         """End a request: its stream reports all finished steps and ends with `abort`.
 
-        Returns at once. The request ends before the next step begins; where the engine is another
-        process, before the next one after it was told, and the step that runs then is lost as a
-        whole, whatever is drawn in it. Nothing happens when the request has ended or is not known.
+        Returns at once. The request ends before the next step; in another process before the step
+        after the message arrives. Unknown and ended requests are ignored.
+
         Unlike closing the stream, this loses no token of a finished step. So the place of the cut
-        does not depend on the tokens after it. A cut at the last *report* would: it tells that the
-        unreported tokens hold no stop token.
+        does not depend on the tokens after it. A cut at the last *report* would: it reveals that
+        the unreported tokens hold no stop token.
         """
 
     def end_session(self, session: str) -> None:
-        """No turn of this response follows: free what is kept for its next one.
-
-        Returns at once. Nothing happens when nothing is kept, or when the engine has ended.
-        """
+        """Free what is kept for the next turn of this response; at once, and idempotent."""
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Score given tokens under one policy version; scores have the order of the requests."""
@@ -250,10 +235,9 @@ class Engine(Protocol):
     async def stage_weights(self, manifest: WeightManifest) -> None:
         """Copy published weights into the engine's staging memory; generation continues.
 
-        Nothing that is served changes. Names, shapes and data types are checked, and that the copy
-        is one whole version. A version that is never installed costs nothing more; the next one
-        replaces it. Staging memory is one more copy of the weights per engine, see
-        `asyncrl.engine.weights.StagedWeights`.
+        Names, shapes and data types are checked, and that the copy is one whole version. The next
+        version replaces one that is never installed. Staging memory is one more copy of the weights
+        per engine (`asyncrl.engine.weights.StagedWeights`).
 
         Raises:
             WeightsSupersededError: these were overwritten or removed; nothing is staged.
@@ -263,27 +247,24 @@ class Engine(Protocol):
     async def install_weights(self, policy_version: int) -> None:
         """Replace the weights by the staged ones between two steps.
 
-        Running requests continue under the new version with the KV that they have. No token is ever
-        drawn from a mixture of two versions of the weights. A staged version can be installed once.
-
-        Raises:
-            WeightsError: this version is not staged; the engine keeps its weights.
+        Running requests continue with the KV that they have. No token is ever drawn from a mixture
+        of two versions. A staged version can be installed once. Raises WeightsError if this version
+        is not staged; the engine keeps its weights.
         """
 
     async def fingerprint(self) -> Fingerprint:
-        """Of the weights that the engine decodes with; not while weights are being installed.
+        """Return the fingerprint of the weights in use; not called during an installation.
 
-        It is computed on their device, from the parameters in use, once after the start and after
-        each installation. Tokens may be drawn meanwhile: the caller delivers none of them before it
-        has compared. Names are those of the HF state dict; a tensor that the engine holds in a form
-        that cannot be compared is left out.
+        It is computed on their device, once after the start and after each installation. Tokens may
+        be drawn during it; the caller delivers none of them before it has compared. Names are those
+        of the HF state dict; a tensor whose form in the engine cannot be compared is left out.
         """
 
     async def save_cache(self) -> int:
-        """Write a snapshot of the rollout cache, if it has a place for one; returns its bytes."""
+        """Write a snapshot of the rollout cache if it has a path for one; return its bytes."""
 
     def stats(self) -> EngineStats:
-        """Counters and gauges, without waiting."""
+        """Return counters and gauges, without waiting."""
 
     async def close(self) -> None:
         """Abort all requests and free everything. Idempotent."""

@@ -17,14 +17,14 @@ _SEED_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine can serve."""
+    """Limits of the requests that an engine can serve."""
 
     max_model_len: int
     vocab_size: int
     top_k: int
 
     def check_generate(self, request: GenerateRequest) -> None:
-        """Raise RequestError, naming the request, when it cannot be served."""
+        """Raise RequestError, naming the request, if it cannot be served."""
         name, sampling = request.request_id, request.sampling
         self._check_sampling(name, sampling)
         if sampling.top_k_logprobs not in (0, self.top_k):
@@ -57,7 +57,7 @@ class Limits:
             self._check_kept(name, request.kept, sampling.max_tokens - prefix)
 
     def _check_turn(self, request: GenerateRequest) -> None:
-        """Of the prefix, only what belongs to this turn may not have ended."""
+        """Raise RequestError if this turn has already ended within the prefix."""
         name, prefix, begin = request.request_id, request.prefix_tokens, request.turn_start
         if not 0 <= begin <= len(prefix):
             raise RequestError(
@@ -72,7 +72,7 @@ class Limits:
             )
 
     def check_score(self, request: ScoreRequest) -> None:
-        """Raise RequestError, naming the request, when it cannot be scored."""
+        """Raise RequestError, naming the request, if it cannot be scored."""
         name = request.request_id
         self._check_sampling(name, request.sampling)
         self._check_tokens(name, "prompt_tokens", request.prompt_tokens)
@@ -154,7 +154,7 @@ class Limits:
 
 
 def _check_observed(name: str, kept: KeptTokens) -> None:
-    """Observed tokens are certain, and no lenient rule may stop in front of one."""
+    """Raise RequestError for observed tokens that are uncertain or can be split off."""
     if kept.observed.shape != (len(kept),):
         raise RequestError(
             f"request {name!r}: kept.observed says of {kept.observed.shape} tokens whether they "
@@ -178,17 +178,13 @@ def _check_observed(name: str, kept: KeptTokens) -> None:
 
 
 class SeedStream:
-    """Seeds of requests: their own, or the next of the engine's stream.
-
-    Args:
-        seed: of the engine's stream.
-    """
+    """Seeds of requests: their own, or the next of the engine's stream."""
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.default_rng(seed)
 
     def seed_of(self, sampling: SamplingParams) -> int:
-        """The seed of one request, 0 to 2**64 - 1."""
+        """Return the seed of one request, 0 to 2**64 - 1."""
         if sampling.seed is None:
             return int(self._generator.integers(0, 1 << 63))
         return sampling.seed & _SEED_MASK

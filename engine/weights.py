@@ -19,20 +19,17 @@ from asyncrl.wire.weights.pretrained import causal_lm_without_weights
 from asyncrl.wire.weights.reader import WeightBuffer
 
 NamedTensors = list[tuple[str, torch.Tensor]]
-"""Names as in the HF state dict."""
+"""Tensors by their names in the HF state dict."""
 
 _SHOWN = 5
 _BASE_SECONDS, _BYTES_PER_SECOND = 60.0, 0.3e9
 
 
 def longest_installation(nbytes: int, at_least: float = 0.0) -> float:
-    """The seconds that an engine in another process may take to stage weights, or to install them.
+    """Return the time limit in seconds for another process to stage weights, or to install them.
 
-    It is more than twice what both together are computed to take (docs/gpus.md).
-
-    Args:
-        nbytes: of all weights, also if a rank takes a part of them.
-        at_least: seconds that any call may take (`ProcessConfig.call_seconds`).
+    It is more than twice the computed time of both together (docs/gpus.md). `nbytes` is the size of
+    all weights, even if a rank takes a part of them; `at_least` is `ProcessConfig.call_seconds`.
     """
     return max(at_least, _BASE_SECONDS + nbytes / _BYTES_PER_SECOND)
 
@@ -45,18 +42,18 @@ class ModelShapes:
     ) -> None:
         self.shapes = shapes
         self.needed = needed
-        """One name of each parameter; of tied names the first."""
+        """One name of each parameter; the first of tied names."""
         self.tied = tied
         """Further names of tied tensors, each with the first name of its tensor."""
 
     @property
     def elements(self) -> int:
-        """Numbers of all parameters, tied ones once."""
+        """Number of elements of all parameters, tied ones once."""
         return sum(math.prod(self.shapes[name]) for name in self.needed)
 
     @classmethod
     def of_module(cls, module: torch.nn.Module) -> ModelShapes:
-        """The shapes of a loaded model."""
+        """Read the shapes of a loaded model."""
         state = module.state_dict(keep_vars=True)
         first = {id(tensor): name for name, tensor in reversed(state.items())}
         parameters = {id(parameter) for parameter in module.parameters()}
@@ -68,11 +65,7 @@ class ModelShapes:
 
     @classmethod
     def of_path(cls, model_path: str) -> ModelShapes:
-        """The shapes that a model directory's configuration describes; loads no weights.
-
-        Raises:
-            EngineStartError: there is no such model, or transformers cannot build it.
-        """
+        """Read the shapes that a model's configuration describes, or raise EngineStartError."""
         from transformers import AutoConfig
 
         try:
@@ -85,7 +78,7 @@ class ModelShapes:
     def check(self, manifest: WeightManifest) -> None:
         """Raise WeightsError unless the manifest has every tensor once, in its shape.
 
-        Of an adapter, unless each pair fits a matrix of the model.
+        For an adapter, each pair must fit a matrix of the model.
         """
         given = {spec.name: spec.shape for spec in manifest.tensors}
         times = Counter(spec.name for spec in manifest.tensors)
@@ -115,16 +108,13 @@ def _refuse(what: str, wrong: list[str]) -> None:
 
 
 class StagedWeights:
-    """An engine's own copy of one published version, from `stage` to `install`. Thread-safe.
+    """An engine's copy of one published version, from `stage` to `install`. Thread-safe.
 
-    It takes one more copy of the weights per engine, from the first `stage` on, in the engine's
-    data types. Copying from the published file straight into the parameters would save that memory.
-    But a version that is overwritten during the copy would leave the parameters with a mixture of
-    two versions, and generation would have to stop for the whole of it.
-
-    Args:
-        check: called with the tensors that were read; raises WeightsError to refuse them.
-        buffer: holds the copy, in the data types and on the device that installing needs.
+    It takes one more copy of the weights per engine, in the engine's data types. Copying from the
+    published file straight into the parameters would save that memory, but a version that is
+    overwritten during the copy would leave them with a mixture of two versions, and generation
+    would stop for the whole copy. `check` raises WeightsError to refuse the tensors; `buffer` holds
+    the copy.
     """
 
     def __init__(self, check: Callable[[NamedTensors], None], buffer: Buffer | None = None) -> None:
@@ -136,11 +126,9 @@ class StagedWeights:
     def stage(self, manifest: WeightManifest) -> None:
         """Copy a published version and check it. It replaces a version that was not installed.
 
-        If it raises, nothing is staged.
-
-        Raises:
-            WeightsSupersededError: this version was overwritten by a newer one, or removed.
-            WeightsError: the file cannot be read, or `check` refused its tensors.
+        If it raises, nothing is staged: WeightsSupersededError if this version was overwritten by a
+        newer one, or removed; WeightsError if the file cannot be read, or `check` refused its
+        tensors.
         """
         with self._lock:
             self._version = None
@@ -161,11 +149,7 @@ class StagedWeights:
 
     @contextmanager
     def install(self, policy_version: int) -> Iterator[NamedTensors]:
-        """The staged tensors, valid inside the block. A version can be installed once.
-
-        Raises:
-            WeightsError: this version is not staged.
-        """
+        """Yield the staged tensors once, valid inside the block, or raise WeightsError."""
         with self._lock:
             if self._version != policy_version:
                 raise not_staged(policy_version, self._version)
@@ -174,7 +158,7 @@ class StagedWeights:
 
 
 def not_staged(policy_version: int, staged: int | None) -> WeightsError:
-    """The error of an installation without its staging."""
+    """Return the error of an installation without its staging."""
     found = "no version is" if staged is None else f"version {staged} is"
     return WeightsError(
         f"weights of version {policy_version} cannot be installed: {found} staged; "

@@ -1,13 +1,13 @@
-"""What a sample is, and which of its tokens may be trained on. Imports no other package of asyncrl.
+"""A sample's record, and the rules for which tokens may be trained on.
 
-trajectory    tokens, the log-probabilities they were drawn with, segments of policy versions
-acceptance/   the rules that decide which tokens are kept; proofs in docs/exactness.md
-arrays, jit   checked integer arrays and compiled kernels, which the rules are built on
-sampled_set, fused, fused_kernels   what engines and the trainer must compute alike
+    trajectory       tokens, the log-probabilities they were drawn with, segments of policy versions
+    acceptance/      the rules that decide which tokens are kept; proofs in docs/exactness.md
+    arrays, jit      checked integer arrays and compiled kernels, which the rules are built on
+    sampled_set, attention, output_layer, cpu/     computed alike by engines and the trainer
 
-Exactness depends on this package alone. The tree, the estimates and the planner only propose
-tokens: an error in them can cost time but never change what is sampled. An import contract keeps
-them out of this package (docs/decisions/0015).
+Imports no other package of asyncrl. Exactness depends on this package alone. The tree, the
+estimates and the planner only propose tokens: an error in them can cost time but never change what
+is sampled. An import contract keeps them out of this package (docs/decisions/0015).
 """
 
 if __name__ == "rollout":

@@ -1,7 +1,4 @@
-"""Checks of integer arrays that are passed to compiled code.
-
-The compiled code itself checks nothing.
-"""
+"""Checks of integer arrays for compiled code, which checks nothing itself."""
 
 from __future__ import annotations
 
@@ -14,16 +11,10 @@ INT32_MAX = 2**31 - 1
 
 
 def int32_values(name: str, values: ArrayLike, minimum: int = -(2**31)) -> IntArray:
-    """`values` as a contiguous int32 vector.
+    """Return `values` as a contiguous int32 vector; `name` is for error messages.
 
-    Args:
-        name: of the argument, for the error message.
-        values: `[N]` integers of any type.
-        minimum: the smallest value allowed.
-
-    Raises:
-        TypeError: the values are not integers.
-        ValueError: not one-dimensional, or a value is outside [minimum, 2 ** 31 - 1].
+    Raises TypeError if they are not integers; ValueError if they are not one-dimensional, or one is
+    outside [minimum, 2 ** 31 - 1].
     """
     array = np.asarray(values)
     if array.ndim != 1:
@@ -42,12 +33,10 @@ def int32_values(name: str, values: ArrayLike, minimum: int = -(2**31)) -> IntAr
 
 
 def check_offsets(what: str, offsets: IntArray, total: int) -> None:
-    """Raise ValueError unless `offsets` rise from 0 to `total`.
+    """Raise ValueError unless `offsets` `[B+1]` rise from 0 to `total`.
 
-    Args:
-        what: the function that was called, for the error message.
-        offsets: `[B+1]` row i is offsets[i] .. offsets[i+1] - 1 of a flat array.
-        total: length of that array.
+    `what` is the called function, for the error message; row i is offsets[i] .. offsets[i+1] - 1 of
+    a flat array of length `total`.
     """
     if len(offsets) and offsets[0] == 0 and offsets[-1] == total and (np.diff(offsets) >= 0).all():
         return

@@ -11,16 +11,15 @@ from torch import Tensor
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores within `softcap` of 0; None: as they are."""
+    """Limit scores to within `softcap` of 0; None: leave them as they are."""
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax over the last dimension of `[..., L]`, of which a sink takes a share.
 
-    Args:
-        scores: capped, -inf where a key is hidden.
-        sinks: score of a key without a value, broadcast to `[..., 1]`; None: none.
+    `scores` are capped, -inf for hidden keys. `sinks` are scores of keys without values, broadcast
+    to `[..., 1]`; None: none.
     """
     if sinks is None:
         return torch.softmax(scores, -1)

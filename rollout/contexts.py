@@ -1,12 +1,12 @@
 """The contexts of a trajectory: the sequences that a model has seen while it generated it.
 
 A sample of one turn is one context: its prompt and its response. So is one of several turns whose
-history only grows. Where the history is rewritten, a context begins anew (`Trajectory.contexts`):
-its prompt are the observed tokens from there to the next generated one.
+history only grows. If the history is rewritten, a new context begins (`Trajectory.contexts`): its
+prompt consists of the observed tokens from there to the next generated one.
 
     tokens     g g o o g g | o o o o g g      g generated, o observed
     contexts   prompt, g g o o g g            contexts == (6,)
-               o o o o, g g
+                             o o o o, g g
 
 A generated token belongs to exactly one context, so it is trained on once. The trained tokens of
 the contexts, one after another, are those of the trajectory.
@@ -49,20 +49,18 @@ class Context(NamedTuple):
     prompt: IntArray
     """`[P]`, at least 1."""
     response: IntArray
-    """`[R]` up to the last token that is trained on; what was observed after it conditions none."""
+    """`[R]` up to the last trained token; nothing is conditioned on what was observed after it."""
     trained: BoolArray
-    """`[R]` the tokens that the policy has drawn; the last one is."""
+    """`[R]` the tokens that the policy has drawn, including the last one."""
     start: int
-    """Place of the response's first token among the trajectory's."""
+    """Index of the response's first token in the trajectory."""
 
 
 def contexts_of(trajectory: Trajectory, *, one_more: bool = False) -> list[Context]:
-    """All contexts with a trained token, in order.
+    """Return all contexts with a trained token, in order.
 
-    Args:
-        trajectory: its first context begins with its prompt.
-        one_more: with a token 0 after the trajectory's last one, which counts as trained: its state
-            is the one after the end.
+    If `one_more`, a token 0 is added after the trajectory's last one, which counts as trained: its
+    state is the one after the end.
     """
     tokens, trained = trajectory.tokens, trajectory.trained
     if one_more:
@@ -82,14 +80,10 @@ def contexts_of(trajectory: Trajectory, *, one_more: bool = False) -> list[Conte
 
 
 def seed_of_context(seed: int, context: int) -> int:
-    """The seed of a context's random numbers, 0 to 2**63 - 1 but for the first one.
+    """Return the seed of a context's random numbers, 0 to 2**63 - 1 but for the first one.
 
-    They belong to a seed and a place in the response, and each context counts its places from 0.
+    Numbers depend on a seed and a place in the response, and each context counts its places from 0.
     With one seed for all, its tokens would be drawn and judged with the numbers of the first.
-
-    Args:
-        seed: of the sample.
-        context: its number, from 0.
     """
     if not context:
         return seed
@@ -98,9 +92,9 @@ def seed_of_context(seed: int, context: int) -> int:
 
 
 def longest_response(trajectory: Trajectory) -> int:
-    """Tokens of the longest context beyond the first prompt's length, observed ones included.
+    """Count tokens of the longest context beyond the first prompt's length, observed ones included.
 
-    It is what `sampling.max_tokens` bounds: every context fits where one context would.
+    `sampling.max_tokens` bounds it: every context fits where one context would.
     """
     bounds = [0, *trajectory.contexts, len(trajectory.tokens)]
     longest = bounds[1]
@@ -114,7 +108,7 @@ def longest_response(trajectory: Trajectory) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Tokens to verify, a context at a time, and what has come of them so far.
+    """Tokens to verify, a context at a time, and the results so far.
 
     An engine verifies one context: its prompt and what was generated after it. If all of it is
     accepted, the next context stands as it was, since its prompt depends on accepted tokens only.
@@ -126,7 +120,7 @@ class Verification:
     """Begun anew for this verification."""
 
     def to_verify_now(self) -> KeptTokens | None:
-        """Of the context that has just begun, up to its last generated token; None: nothing."""
+        """Return the context that has just begun, up to its last generated token; None: nothing."""
         start = self.builder.context_start
         if len(self.builder) != start or not self._is_whole:
             return None
@@ -134,11 +128,11 @@ class Verification:
         return part if len(part) else None
 
     def draft(self) -> IntArray:
-        """`[D]` what followed in the present context before."""
+        """Return `[D]` tokens that followed in the present context before."""
         return self._part_of(len(self.builder)).tokens
 
     def begin_next(self) -> bool:
-        """Begin the next context if the present one was accepted; whether it was begun."""
+        """Begin the next context if the present one was accepted; return True if it was begun."""
         done, kept = len(self.builder), self.kept
         later = [place for place in kept.contexts if place >= done]
         if not later or not self._is_whole or not kept.observed[done : later[0]].all():
@@ -151,10 +145,7 @@ class Verification:
         return True
 
     def judged(self) -> tuple[int, int]:
-        """How many generated tokens were accepted and rejected in the present context.
-
-        Those of later contexts count as rejected with the first that is.
-        """
+        """Return the numbers of accepted and rejected generated tokens in the present context."""
         start, drawn = self.builder.context_start, ~self.kept.observed
         accepted = self.builder.count(Provenance.VERIFIED) - int(drawn[:start].sum())
         whole = accepted == int((~self._part_of(start).observed).sum())
@@ -162,7 +153,7 @@ class Verification:
         return accepted, int(drawn[start:end].sum()) - accepted
 
     def unjudged(self) -> KeptTokens | None:
-        """The tokens of contexts that were not submitted yet; None: there are none."""
+        """Return the tokens of contexts that were not submitted yet; None: there are none."""
         done = len(self.builder)
         if not self.builder.contexts or done != self.builder.context_start or not self._is_whole:
             return None
@@ -170,7 +161,7 @@ class Verification:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether no token was rejected: each rejection draws another one."""
+        """True if no token was rejected: each rejection draws another one."""
         return not any(
             self.builder.count(kind) for kind in (Provenance.SAMPLED, Provenance.DRAFTED)
         )
@@ -178,14 +169,14 @@ class Verification:
     def _part_of(self, start: int) -> KeptTokens:
         end = min([place for place in self.kept.contexts if place >= start], default=len(self.kept))
         drawn = np.flatnonzero(~self.kept.observed[start:end])
-        if end < len(self.kept):  # what was observed at its end is no turn of this context
+        if end < len(self.kept):  # observed tokens at its end are not a turn of this context
             end = start + int(drawn[-1]) + 1 if len(drawn) else start
         whole = start == 0 and end == len(self.kept)
         return self.kept if whole else self.kept.part(start, max(start, end))
 
 
 def joined(first: KeptTokens, rest: KeptTokens) -> KeptTokens:
-    """Tokens to verify one after another; lists are padded to one length."""
+    """Concatenate tokens to verify; lists are padded to one length."""
     width = max(first.topk_ids.shape[1], rest.topk_ids.shape[1])
     both: dict[str, Any] = {
         name: np.concatenate([getattr(first, name), getattr(rest, name)])

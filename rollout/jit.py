@@ -1,12 +1,10 @@
-"""Compile a package's kernels with numba and keep the machine code on disk.
+"""Compiles a package's kernels with numba and keeps the machine code on disk.
 
-Numba keeps compiled code next to the source file and checks only the age of that one file. Kernels
-of one module are inlined into those of another, so a change to the former would leave the latter
-with an old memory layout. Here the name of the directory contains a digest of all sources of the
-package that have kernels, and of the packages whose kernels it inlines, and of numba's version:
-SGLang's interpreter may have another one, and each would delete the other's code. Where nothing can
-be written (a read-only image), each process compiles the code again, which makes the first call
-seconds slower. `NUMBA_CACHE_DIR` is respected.
+Numba checks only the age of one source file, but kernels of one module are inlined into those of
+another. Here the name of the directory contains a digest of all sources of the package that have
+kernels, of the packages whose kernels it inlines, and of numba's version (SGLang's interpreter may
+have another one). If nothing can be written (a read-only image), each process compiles the code
+again, for seconds. `NUMBA_CACHE_DIR` is respected.
 
 Of processes that start at once, one compiles a kernel; the others wait for its code.
 """
@@ -36,7 +34,7 @@ _WAIT_SECONDS = 20.0
 """Longest wait for another process that compiles a kernel; then this one compiles it, too."""
 _LOOK_SECONDS = 0.02
 _held = set[Path]()
-"""What this process has locked, in the thread that has numba's lock."""
+"""Files that this process has locked, in the thread that has numba's lock."""
 
 
 class Compiler:
@@ -49,12 +47,7 @@ class Compiler:
     """
 
     def __init__(self, package: Path, *inlined: Path) -> None:
-        """Choose the directory for compiled code.
-
-        Args:
-            package: directory of the package.
-            inlined: other directories whose kernels this package's kernels inline.
-        """
+        """Choose the directory for `package`'s code, which inlines kernels of `inlined`."""
         self._directory = code_directory(package, str(numba.config.CACHE_DIR), inlined)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -62,19 +55,18 @@ class Compiler:
         return self._compile(function)
 
     def of_sums(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Like calling the compiler, for kernels of floating-point sums.
+        """Compile like `__call__`, for kernels of floating-point sums.
 
         A sum over the innermost loop is computed as a vector. Its order then depends on the
-        processor and on the number of terms, never on the data. Other threads run meanwhile.
+        processor and on the number of terms, never on the data. Python's lock is released.
 
-        A loop with a sum must not store into an array. The compiled code would first compare the
-        addresses of all arrays, and sum in another order where two lie close to each other, so the
-        result would depend on where memory was free.
+        A loop with a sum must not store into an array: the compiled code would sum in another order
+        if two arrays lie close to each other in memory.
         """
         return self._compile(function, nogil=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
 
     def of_vectors(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Like `of_sums`, for whole loops of arithmetic; a division by 0 gives inf or nan.
+        """Compile like `of_sums`, for whole loops of arithmetic; a division by 0 gives inf or nan.
 
         Numba otherwise raises an error at a division by 0, and a loop that may raise is not
         computed as a vector.
@@ -87,14 +79,14 @@ class Compiler:
         )
 
     def of_maxima(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Like calling the compiler, for kernels of maxima over floating-point numbers.
+        """Compile like `__call__`, for kernels of maxima over floating-point numbers.
 
-        A maximum over the innermost loop is computed as a vector; of nan it may be anything.
+        A maximum over the innermost loop is computed as a vector; with nan it may be anything.
         """
         return self._compile(function, nogil=True, fastmath={"nnan", "nsz"})
 
     def released(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Like calling the compiler; other threads run meanwhile."""
+        """Compile like `__call__`, releasing Python's lock."""
         return self._compile(function, nogil=True)
 
     def _compile(self, function: Callable[P, R], **options: Any) -> Callable[P, R]:
@@ -119,10 +111,9 @@ class Compiler:
 
 @functools.cache
 def kernels_of(*packages: str) -> Compiler:
-    """The compiler of a package's kernels.
+    """Return the compiler of a package's kernels.
 
-    Args:
-        packages: folder of the package below `asyncrl`, then those whose kernels it inlines.
+    `packages` are its folder below `asyncrl`, then those whose kernels it inlines.
     """
     package, *inlined = [Path(__file__).parents[1] / one for one in packages]
     return Compiler(package, *inlined)
@@ -130,11 +121,11 @@ def kernels_of(*packages: str) -> Compiler:
 
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Lock a file, whichever process has it locked; it is let go when this process ends, too."""
+    """Lock a file against other processes; the lock also ends with this process."""
     try:
         file = -1 if lock in _held else os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
-        file = -1  # nothing can be written here by now, so nothing is kept either
+        file = -1  # nothing can be written here any more, so nothing is kept either
     if file < 0:
         yield
         return
@@ -163,12 +154,10 @@ def _locked(file: int) -> bool:
 def code_directory(
     package: Path, configured: str = "", inlined: Iterable[Path] = ()
 ) -> Path | None:
-    """A writable directory for the code of these sources; None if there is none.
+    """Return a writable directory for the code of these sources; None if there is none.
 
-    Args:
-        package: directory of the kernels' sources.
-        configured: numba's own setting (`NUMBA_CACHE_DIR`), "" if unset.
-        inlined: other directories whose kernels are inlined into these.
+    `configured` is numba's setting (`NUMBA_CACHE_DIR`), "" if unset; kernels of the directories
+    `inlined` are inlined into these.
     """
     digest = hashlib.sha256(numba.__version__.encode())
     for source in [one for place in (package, *inlined) for one in sorted(place.rglob("*.py"))]:
@@ -200,7 +189,7 @@ def _next_to(package: Path) -> Callable[[], Path]:
 
 
 def _own_temporary() -> Path:
-    """A directory that no other user can have put code into; otherwise one that is not writable."""
+    """Return a directory safe from other users' code; otherwise one that is not writable."""
     path = Path(tempfile.gettempdir()) / f"asyncrl-kernels-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)

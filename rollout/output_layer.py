@@ -2,8 +2,7 @@
 
 A logit of 16 to 32 is a multiple of 0.125 in bfloat16. Kernels that sum in another order round it
 to another multiple, so decoding, verification and the trainer would disagree about the probability
-of one token in four or so that is not certain. The products themselves are summed in float32 in any
-case: what is wide here is only what is stored.
+of one token in four or so that is not certain.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from torch.nn.functional import linear
 def float32_logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`[..., C]` and `[V, C]` of one type to float32 `[..., V]`.
+    """Multiply `[..., C]` and `[V, C]` of one type to float32 `[..., V]`.
 
-    On CUDA without a float32 copy of the weight; elsewhere torch has no such product, and makes
-    one.
+    CUDA needs no float32 copy of the weight; elsewhere torch lacks such a product, and makes one.
     """
     wide = None if bias is None else bias.float()
     if hidden.is_cuda and hidden.dtype.itemsize == 2:

@@ -12,16 +12,12 @@ from asyncrl.rollout.truncation import Truncation
 def left_out(
     logprobs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """`[N, V]` bool: the tokens that may not be drawn, never all of a row.
+    """Return `[N, V]` bool: the tokens that may not be drawn, never all of a row.
 
-    An operation that no row asks for costs nothing; only top_p sorts. Which are asked for is read
-    from the tensors, for which a device is waited for.
-
-    Args:
-        logprobs: `[N, V]` normalised, after temperature.
-        top_k: `[N]` int64; 0: off.
-        top_p: `[N]` float32; 1: off.
-        min_p: `[N]` float32; 0: off.
+    `logprobs` `[N, V]` are normalised, after temperature. `top_k` (int64; 0: off), `top_p`
+    (float32; 1: off) and `min_p` (float32; 0: off) are `[N]`. An operation that no row uses costs
+    nothing; only top_p sorts. The settings are read from the tensors, which synchronizes with the
+    device.
     """
     asked = Truncation(
         top_k=max(0, int(top_k.max())), top_p=float(top_p.min()), min_p=float(min_p.max())
@@ -36,7 +32,7 @@ def _left_out(
     min_p: torch.Tensor,
     asked: Truncation,
 ) -> torch.Tensor:
-    """As `left_out`; `asked` has of each setting the one that leaves out most in any row."""
+    """Do `left_out`; `asked` has the strictest value of each setting over all rows."""
     out: torch.Tensor | None = None
     largest = min(asked.top_k, logprobs.shape[-1])
     if largest > 0:
@@ -55,7 +51,7 @@ def _left_out(
 
 
 def left_out_by(truncation: Truncation, logprobs: torch.Tensor) -> torch.Tensor:
-    """`[N, V]` bool: as `left_out`, with the same settings for every row; waits for no device."""
+    """Do `left_out` with the same settings for every row, without waiting for the device."""
     n, device = len(logprobs), logprobs.device
     return _left_out(
         logprobs,
@@ -73,7 +69,7 @@ def _beyond_top_k(logprobs: torch.Tensor, top_k: torch.Tensor, largest: int) -> 
 
 
 def _beyond_nucleus(logprobs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """All but the smallest set of most probable tokens that reaches `mass`; none where it is 1."""
+    """Return all but the smallest set of most probable tokens that reaches `mass`; none for 1."""
     ordered, index = torch.sort(logprobs, dim=-1, descending=True, stable=True)
     probs = ordered.exp_()
     before = torch.cumsum(probs, dim=-1, dtype=torch.float64).sub_(probs)

@@ -40,16 +40,16 @@ BoolArray = NDArray[np.bool_]
 SeedArray = NDArray[np.uint64]
 
 UNKNOWN_VERSION = -1
-"""In place of a policy version: the tokens were drawn by a policy that no longer exists, because
-its trainer was lost. They are too old for every step, so they are verified before they are used."""
+"""Marks tokens drawn by a policy that no longer exists, because its trainer was lost. They are too
+old for every step, so they are verified before they are used."""
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 FinishReason = Literal["stop", "length", "abort", "deadline"]
-"""`stop`: the last token is a stop token. `length`: the token limit was reached. `abort`: it
-was aborted. `deadline`: its time was up (scheduler.sample_deadline_seconds)."""
+"""`stop`: the last token is a stop token. `length`: the token limit was reached. `abort`: it was
+aborted. `deadline`: its time was up (scheduler.sample_deadline_seconds)."""
 CUT_OFF: tuple[FinishReason, ...] = ("length", "deadline")
-"""Of samples that did not end by themselves."""
+"""Finish reasons of truncated samples."""
 
 
 class SampleId(msgspec.Struct, frozen=True, order=True):
@@ -65,7 +65,7 @@ class SampleId(msgspec.Struct, frozen=True, order=True):
 
 
 class Provenance(IntEnum):
-    """Where a token comes from. Every token has one."""
+    """Origin of a token."""
 
     SAMPLED = 0
     """Drawn without a draft for its position, or after the draft was rejected."""
@@ -74,7 +74,7 @@ class Provenance(IntEnum):
     VERIFIED = 2
     """Drawn under an older policy version and accepted again under that of its segment."""
     OBSERVED = 3
-    """Not drawn by a policy: an environment's answer, and what the chat template puts around it. It
+    """Not drawn by a policy: an environment's answer, and the chat template's tokens around it. It
     is conditioned on, never trained on or judged. Its log-probability is 0."""
 
 
@@ -88,14 +88,13 @@ class Segment(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """Response tokens drawn earlier, with what is known of how each was drawn.
+    """Response tokens drawn earlier, with the record of each draw.
 
     They are verified under a newer policy, and only if they were *never trained on*: see
     docs/exactness.md. L is the number of tokens, K the stored top-K.
     """
 
     tokens: IntArray
-    """`[L]` token ids."""
     logprobs: FloatArray
     """`[L]` log-probability with which each was drawn (after temperature and truncation)."""
     topk_ids: IntArray
@@ -106,12 +105,11 @@ class KeptTokens:
     noise_seeds: SeedArray
     """`[L]` seeds of the noise that chose among the tokens outside the list."""
     observed: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
-    """`[L]` tokens that no policy has drawn (`Provenance.OBSERVED`); left out: none of them."""
+    """`[L]` whether a token was observed (`Provenance.OBSERVED`); left out: none was."""
     lenience: float | None = None
     """None: the exact rule. A number l: SPEC-RL's rule, which accepts with min(1, l p/q) and draws
     no residual. That rule is biased; see docs/exactness.md."""
     contexts: tuple[int, ...] = ()
-    """As `Trajectory.contexts`. A request to an engine has tokens of one context."""
 
     def __post_init__(self) -> None:
         if not len(self.observed):
@@ -121,11 +119,11 @@ class KeptTokens:
         return len(self.tokens)
 
     def after(self, count: int) -> KeptTokens:
-        """All but the first `count` tokens."""
+        """Return all but the first `count` tokens."""
         return self.part(count, len(self))
 
     def part(self, start: int, end: int) -> KeptTokens:
-        """The tokens `[start, end)`, as of a context of their own if one begins before `start`."""
+        """Return the tokens `[start, end)`, as a separate context if one begins before `start`."""
         arrays = [one.name for one in fields(self) if one.name not in ("lenience", "contexts")]
         inside = tuple(place - start for place in self.contexts if start < place < end)
         return replace(
@@ -135,13 +133,12 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished sample, with what is trained on. Arrays are read-only; L is its length."""
+    """One finished sample of L tokens, with everything that training needs, read-only."""
 
     id: SampleId
     prompt_id: str
     """Identity of the prompt across epochs; the key of its tree in the cache."""
     prompt_tokens: IntArray
-    """`[P]` token ids."""
     tokens: IntArray
     """`[L]` response token ids, the stop token included."""
     behaviour_logprobs: FloatArray
@@ -149,21 +146,21 @@ class Trajectory:
     provenance: ByteArray
     """`[L]` a `Provenance` value per token."""
     segments: tuple[Segment, ...]
-    """In order, covering `[0, L)` without gaps; neighbours differ in version."""
+    """Cover `[0, L)` in order and without gaps; neighbours differ in version."""
     finish_reason: FinishReason
     contexts: tuple[int, ...] = field(default=(), kw_only=True)
-    """Where in `[0, L)` the model's context begins anew, ascending. The observed tokens from there
-    on are the whole prompt of what follows (`asyncrl.rollout.contexts`)."""
+    """Places in `[0, L)` at which the model's context begins anew, ascending. The observed tokens
+    from there on are the whole prompt of what follows (`asyncrl.rollout.contexts`)."""
 
     def versions(self) -> IntArray:
-        """`[L]` policy version that each token's distribution follows."""
+        """Return `[L]` policy version that each token's distribution follows."""
         out = np.empty(len(self.tokens), np.int32)
         for segment in self.segments:
             out[segment.start : segment.end] = segment.policy_version
         return out
 
     def without_versions_after(self, version: int) -> Self:
-        """The same tokens, now that the policies of later versions are gone.
+        """Return the same tokens, now that the policies of later versions are gone.
 
         If any token is of such a policy, all of them count as of an unknown one: they are verified
         together in any case.
@@ -180,7 +177,7 @@ class Trajectory:
 
     @property
     def trained_count(self) -> int:
-        """How many tokens are trained on: its length in every mean and denominator."""
+        """Number of tokens that are trained on: its length in every mean and denominator."""
         return int(np.count_nonzero(self.provenance != Provenance.OBSERVED))
 
     @property
@@ -195,21 +192,21 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class VerifiableTrajectory(Trajectory):
-    """A trajectory where it was generated: its tokens can still be verified.
+    """A trajectory in its generator: its tokens can still be verified.
 
-    Training reads nothing of what it adds, so that does not travel to the trainer. K is the stored
-    top-K.
+    Training does not read the additional fields, so they do not travel to the trainer. K is the
+    stored top-K.
     """
 
     topk_ids: IntArray
     """`[L, K]` as in `KeptTokens`: for a token that was not verified, the K most probable ones."""
     topk_logprobs: FloatArray
-    """`[L, K]` their log-probabilities; padded with id -1 and -inf where fewer have mass."""
+    """Padded with id -1 and -inf if fewer have mass."""
     noise_seeds: SeedArray
     """`[L]` as in `KeptTokens`."""
 
     def kept(self) -> KeptTokens:
-        """All tokens as `KeptTokens`, to be verified under a newer policy."""
+        """Return all tokens as `KeptTokens`, to be verified under a newer policy."""
         return KeptTokens(
             self.tokens,
             self.behaviour_logprobs,
@@ -237,11 +234,10 @@ class TrajectoryBuilder:
     _segments: list[Segment] = field(default_factory=list)
     _length: int = 0
     turn_start: int = 0
-    """Tokens of earlier turns: up to the last observed one."""
+    """Number of tokens of earlier turns: up to the last observed one."""
     contexts: tuple[int, ...] = ()
-    """As `Trajectory.contexts`."""
     context_start: int = 0
-    """Where the response of the present context begins: after its prompt."""
+    """Start of the present context's response, after its prompt."""
 
     def __len__(self) -> int:
         return self._length
@@ -259,8 +255,7 @@ class TrajectoryBuilder:
     ) -> None:
         """Append n tokens drawn under one policy version; shapes as in `VerifiableTrajectory`.
 
-        Raises:
-            ValueError: arrays of different lengths, or a version older than the last one.
+        Raises ValueError for arrays of different lengths, or a version older than the last one.
         """
         n = len(tokens)
         others = (logprobs, topk_ids, topk_logprobs, noise_seeds, provenance)
@@ -289,12 +284,10 @@ class TrajectoryBuilder:
             self.turn_start = end - n + int(observed[-1]) + 1
 
     def append_observed(self, tokens: IntArray) -> None:
-        """Append n tokens that no policy has drawn: they end a turn, and the next one begins.
+        """Append n observed tokens: they end a turn, and the next one begins.
 
-        They count as of the version of the token before them.
-
-        Raises:
-            ValueError: there is no token before them.
+        They count as of the version of the token before them. Raises ValueError if there is no
+        token before them.
         """
         if not self._segments:
             raise ValueError(f"trajectory {self.id}: observed tokens follow no turn of the policy")
@@ -313,12 +306,10 @@ class TrajectoryBuilder:
         )
 
     def begin_context(self, prompt_tokens: IntArray) -> None:
-        """A new context: what follows is generated after these tokens alone, at least one.
+        """Begin a new context: what follows is generated after these tokens alone, at least one.
 
-        They are observed tokens of the trajectory, in which tokens before them stay.
-
-        Raises:
-            ValueError: there is no token before them, or none of them.
+        They are observed tokens of the trajectory, which keeps earlier tokens. Raises ValueError if
+        there is no token before them, or none of them.
         """
         if not len(prompt_tokens):
             raise ValueError(f"trajectory {self.id}: a context begins with an empty prompt")
@@ -335,14 +326,14 @@ class TrajectoryBuilder:
 
     @property
     def used_tokens(self) -> int:
-        """What of `sampling.max_tokens` is used: the present context beyond the first prompt."""
+        """Used part of `sampling.max_tokens`: the present context beyond the first prompt."""
         beyond = 0
         if self.contexts:
             beyond = self.context_start - self.contexts[-1] - len(self.prompt_tokens)
         return max(0, beyond) + self._length - self.context_start
 
     def observed(self) -> BoolArray:
-        """`[L]` whether each token so far was observed."""
+        """Return `[L]` whether each token so far was observed."""
         if len(self._provenance) > 1:  # joined once, as the tokens
             self._provenance = [np.concatenate(self._provenance)]
         found = self._provenance[0] if self._provenance else np.empty(0, np.uint8)
@@ -355,26 +346,26 @@ class TrajectoryBuilder:
         return self._segments[0].policy_version if self._segments else None
 
     def tokens(self) -> IntArray:
-        """`[L]` the tokens appended so far."""
+        """Return `[L]` tokens appended so far."""
         if len(self._tokens) > 1:  # joined once, whatever the number of turns
             self._tokens = [np.concatenate(self._tokens)]
         return self._tokens[0].copy() if self._tokens else np.empty(0, np.int32)
 
     def forget_versions_after(self, version: int) -> None:
-        """As `Trajectory.without_versions_after`, in place."""
+        """Do `Trajectory.without_versions_after` in place."""
         if self._segments and self._segments[-1].policy_version > version:
             self._segments = [Segment(UNKNOWN_VERSION, 0, self._length)]
 
     def count(self, provenance: Provenance) -> int:
-        """Number of tokens with this provenance."""
+        """Count the tokens with this provenance."""
         return sum(int((part == provenance).sum()) for part in self._provenance)
 
     def kept(self) -> KeptTokens:
-        """The tokens appended so far, to be verified. Raises ValueError if there are none."""
+        """Return the tokens appended so far, to be verified; ValueError if there are none."""
         return self.finish("abort").kept()
 
     def finish(self, reason: FinishReason) -> VerifiableTrajectory:
-        """The immutable trajectory. Raises ValueError if nothing was appended."""
+        """Return the immutable trajectory. Raises ValueError if nothing was appended."""
         if not self._length:
             raise ValueError(f"trajectory {self.id}: finished without any token")
         return VerifiableTrajectory(

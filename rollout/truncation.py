@@ -1,22 +1,21 @@
-"""Which tokens sampling may draw: the settings of top-k, top-p and min-p, and what they mean.
+"""The set of tokens that sampling may draw: the settings of top-k, top-p and min-p.
 
 The policy is the model's distribution after these operations, in this order:
 
     temperature   logits / temperature
     top_k         the k most probable tokens, and all that are as probable as the k-th
-    top_p         of what is left, rescaled: the smallest set of most probable tokens whose mass
+    top_p         of the rest, rescaled: the smallest set of most probable tokens whose mass
                   reaches top_p; of equally probable tokens the lower id comes first
-    min_p         of what is left: tokens at least min_p times as probable as the most probable one
-    rescaling     so that the probabilities that are left sum to 1
+    min_p         of the rest: tokens at least min_p times as probable as the most probable one
+    rescaling     so that the remaining probabilities sum to 1
 
-It is the order of Hugging Face's `generate`. vLLM's own sampler applies min_p before top_k. Since
-the ratio to the most probable token does not change by leaving tokens out, that differs only where
-top_p and min_p are both set: top_p is then a share of what min_p has left. Our vLLM engine does not
-use vLLM's sampler. Ties at the edge of top_k are kept by both.
+It is the order of Hugging Face's `generate`. vLLM's own sampler, which our vLLM engine does not
+use, applies min_p before top_k. That differs only if top_p and min_p are both set: top_p is then a
+share of what min_p has left. Ties at the edge of top_k are kept by both.
 
 `asyncrl.rollout.sampled_set` computes the set, for engines and trainer alike. The set depends on
-the distribution alone, never on the token that was drawn, so whatever is exact for a distribution
-is exact for its truncation.
+the distribution alone, never on the token that was drawn, so a rule that is exact for a
+distribution is exact for its truncation.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ class Truncation:
 
     @property
     def is_active(self) -> bool:
-        """Whether it can leave a token out."""
+        """True if it can leave a token out."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def refusal(self) -> str | None:
-        """What is wrong with the settings, as a sentence's end; None if nothing is."""
+        """Return the fault of the settings, as a sentence's end; None if they are valid."""
         if not 0 <= self.top_k <= MAX_TOP_K:
             return (
                 f"top_k={self.top_k} must be from 1 to {MAX_TOP_K}, or 0 to sample from all tokens"
@@ -57,4 +56,3 @@ class Truncation:
 
 
 EVERYTHING = Truncation()
-"""Leaves every token in."""

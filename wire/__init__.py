@@ -1,15 +1,10 @@
 """Communication between processes: messages, sockets and weights.
 
-messages/   every message, one module per direction
-frames      trajectories and token ids as bytes
-records     the numbers of engines and steps, typed once for every process
+messages/   every message, one module per direction, and their frames
+records/    the numbers of engines and steps, typed once for every process
 sockets     a `Hub` that many peers connect to, and a `Line` to one hub
-outbox      messages of one turn of the event loop in one frame
+transport/  keys, addresses, decoding, and several messages in one frame
 sessions/   what travels through relays of other nodes, each frame exactly once
-keys        who may connect to a hub, and under which name
-addresses   the private folder that holds a run's sockets
-unfinished  the file with a generator's unfinished run-ahead
-atomic_files  replace a file as a whole
 weights/    the layout of one version of the weights in shared memory
 """
 

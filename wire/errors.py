@@ -3,10 +3,11 @@
 WireError                   a socket or shared memory cannot be used
 ├── Unreachable             a message was sent to a peer that is not connected
 ├── NoReply                 a peer did not answer in time; says what was waited for
-├── FrameRefused            a frame is no message of its socket (`asyncrl.wire.transport.decoding`)
-├── SessionFull             the other end of a session does not acknowledge what it is sent
+├── FrameRefused            a frame does not fit its socket (`asyncrl.wire.transport.decoding`)
+├── SessionFull             the other end of a session does not acknowledge what it receives
 ├── KeyUnusable             a key file is missing, incomplete, or readable by others
-├── AddressTooLong          the path of the socket folder is too long; says which variable to set
+├── AddressTooLong          the path of the socket folder is too long; says which variable to
+    set
 ├── FolderNotPrivate        the folder in which processes of a node meet is open to others
 ├── PublishError            weights cannot be written to shared memory
 ├── GroupBroken             a broadcast stopped: a member has died, or is too slow
@@ -43,7 +44,7 @@ class AddressTooLong(WireError):  # noqa: N818 - says what is wrong
 
 
 class FolderNotPrivate(WireError):  # noqa: N818 - says what is wrong
-    """The folder in which the processes of a node meet belongs to somebody else, or is open."""
+    """The folder in which the processes of a node meet belongs to another user, or is open."""
 
 
 class PublishError(WireError):
@@ -51,7 +52,7 @@ class PublishError(WireError):
 
 
 class GroupBroken(WireError):  # noqa: N818 - says what happened
-    """A group of processes for broadcasts lost a member, or one did not come or keep up in time."""
+    """A broadcast group lost a member, or one did not join or keep up in time."""
 
 
 class WeightsReadError(WireError):
@@ -59,8 +60,8 @@ class WeightsReadError(WireError):
 
 
 class WeightsSupersededError(WeightsReadError):
-    """The file holds another version by now, or was removed with its trainer."""
+    """The file holds another version, or was removed with its trainer."""
 
 
 class WeightsNotReceivedError(WeightsReadError):
-    """A version did not arrive from another process in time; the message says who did what."""
+    """A version did not arrive from another process in time; the message describes the attempts."""

@@ -1,14 +1,11 @@
 """Two kinds of socket: a `Hub` that many peers connect to, and a `Line` to one hub.
 
-Both need keys (`wire.transport.keys`): every connection is encrypted and authenticated, and the
-name of a peer is bound to a key. Each end sends and receives msgspec structs of one direction. A
-frame that is not an accepted message is refused: `Refusals` counts it, logs it, and cuts off a peer
-that keeps sending such frames. `receive` never raises because of what a peer sent. Long messages
-travel in parts, and short ones that are sent in one turn of the event loop with `send_soon` travel
-together (`wire.transport.outbox`). Children of other nodes speak to a
-hub through relays (`asyncrl.wire.sessions`).
-
-Notices connections that do not prove that they may speak to a hub.
+Every connection is encrypted and authenticated, and the name of a peer is bound to a key
+(`wire.transport.keys`). A frame that is not an accepted message is refused: `Refusals` counts it,
+logs it, and cuts off a peer that keeps sending such frames. `receive` never raises because of a
+peer's frame. Long messages travel in parts, and short ones that are sent in one turn of the event
+loop with `send_soon` travel together (`wire.transport.outbox`). Children of other nodes reach a hub
+through relays (`asyncrl.wire.sessions`).
 """
 
 from __future__ import annotations
@@ -40,12 +37,7 @@ _ERROR = FrameRefused(
 
 
 class HandshakeWatch:
-    """Counts the failed handshakes of a socket, in a task that `start` begins.
-
-    Args:
-        socket: not bound yet.
-        refusals: are told of each failed handshake.
-    """
+    """Counts the failed handshakes of a socket, from before it is bound."""
 
     def __init__(self, socket: zmq.asyncio.Socket, refusals: Refusals) -> None:
         self._socket = socket
@@ -85,28 +77,27 @@ _NO_PASS = FrameRefused(Reason.UNKNOWN_PEER, "its name and its pass do not belon
 _HIGH_WATER = 100_000
 """Messages queued per peer before a send fails. The scheduler's bounds stay far below it."""
 HUB_BYTES = 16 << 20
-"""Longest message that a hub accepts unless it is told otherwise. The longest on the control plane
-lists the tensors of a model."""
+"""Default for the longest message that a hub accepts. The longest on the control plane lists the
+tensors of a model."""
 LINE_BYTES = 64 << 20
 """Longest message that a hub may send to its peers, which includes whole dataset examples."""
 _CURVE_KEY = 40
-"""Length of a CURVE key, as Z85."""
 _LOG_SECONDS = 1.0
 _TICK_SECONDS = 0.05
-"""Between two looks at the sessions that have something to acknowledge or to send again."""
+"""Interval between checks of sessions that have something to acknowledge or resend."""
 _TURN = 64
-"""Messages that are received before other tasks get a turn, even if more are waiting."""
+"""Messages received before other tasks get a turn, even if more are waiting."""
 
 
 def identify(socket: zmq.Socket[Any], keys: LineKeys) -> None:
-    """Give a socket that is not connected yet the name and the keys of a hub's peer."""
+    """Give an unconnected socket the name and the keys of a hub's peer."""
     socket.setsockopt(zmq.IDENTITY, keys.identity)
     socket.curve_serverkey = keys.hub
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
 
 
 def error_of(sending: Awaitable[Any]) -> BaseException | None:
-    """Why a message was not sent. A send that may not wait has ended when it returns."""
+    """Return why a message was not sent. A non-blocking send has ended when it returns."""
     ended = cast("asyncio.Future[Any]", sending)
     return ended.exception()
 
@@ -114,19 +105,11 @@ def error_of(sending: Awaitable[Any]) -> BaseException | None:
 class Hub(Generic[In]):
     """The end that binds. Peers are known by the name with which they connect.
 
-    Args:
-        address: a ZeroMQ address.
-        keys: of this hub.
-        incoming: union of the message types that peers may send.
-        refusals: of this socket.
-        max_bytes: length of the longest message that is accepted. ZeroMQ closes the connection of
-            a peer that announces a longer part, before it allocates memory for it.
-        queued: messages that may wait in each direction, for each peer.
-        is_relay: whether a peer of this name may hand over frames of others, which have passes of
-            their own.
-
-    Raises:
-        KeyUnusable: there is no key; then nothing listens, at whatever address.
+    `incoming` is the union of the message types that peers may send, of at most `max_bytes`: ZeroMQ
+    closes the connection of a peer that announces a longer part, before it allocates memory for it.
+    `queued` messages may wait in each direction, for each peer. `is_relay` returns True if a peer
+    of this name may pass on frames of others, which have their own passes. Raises KeyUnusable if
+    `keys` are missing; then nothing listens, at any address.
     """
 
     def __init__(
@@ -169,26 +152,23 @@ class Hub(Generic[In]):
         self._sessions = SessionPeers(keys, self.refusals, self._try_to_send)
         self._timer: asyncio.TimerHandle | None = None
         self._unsent: dict[str, float] = {}
-        """When it was last logged, by peer, that a message could not be sent."""
+        """Time of the last log line about an unsent message, by peer."""
 
     @property
     def sessions(self) -> SessionPeers:
-        """The sessions with those who speak through relays."""
+        """The sessions with peers behind relays."""
         return self._sessions
 
     @property
     def address(self) -> str:
-        """Where it is bound, with the port that the system chose for `tcp://HOST:*`."""
+        """The bound address, with the port that the system chose for `tcp://HOST:*`."""
         return cast("bytes", self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def listen_again(self) -> bool:
-        """Bind it again if the file of its Unix socket was removed; whether it was.
+        """Bind again if the file of its Unix socket was removed; return True if it was.
 
-        Connections that are open stay. Where its folder is missing too, nothing is done.
-
-        Raises:
-            FolderNotPrivate: others can access the folder.
-            Unreachable: it cannot be bound.
+        Open connections stay. If its folder is missing too, nothing is done. Raises
+        FolderNotPrivate if others can access the folder, Unreachable if it cannot be bound.
         """
         address = self.address
         file = Path(address.removeprefix("ipc://"))
@@ -235,11 +215,11 @@ class Hub(Generic[In]):
         self._look_after_sessions()
 
     def abandon(self, peer: str) -> None:
-        """A peer is gone for good: keep nothing for it."""
+        """Drop everything that is kept for a peer that is gone for good."""
         self._sessions.abandon(peer)
 
     def _try_to_send(self, peer: str, body: bytes) -> BaseException | None:
-        """Send a frame; the error if it did not go. A session sends it again."""
+        """Send a frame; return the error if it was not sent. A session sends it again."""
         sending = self._socket.send_multipart(
             [self._keys.identity_of(peer), *split(body)], flags=zmq.NOBLOCK
         )
@@ -257,8 +237,7 @@ class Hub(Generic[In]):
     async def send(self, peer: str, message: msgspec.Struct | msgspec.Raw) -> None:
         """Send to one peer. A message that goes to many is encoded once, by its sender (`Raw`).
 
-        Raises:
-            Unreachable: no peer of that name is connected.
+        Raises Unreachable if no peer of that name is connected.
         """
         self._outbox.flush_peer(peer)
         body = self._encoder.encode(message)
@@ -271,7 +250,7 @@ class Hub(Generic[In]):
             ) from error
 
     def send_to_all(self, peers: Iterable[str], body: msgspec.Raw) -> list[str]:
-        """Send to many, none of whom has a session. Who is gone, or takes nothing, is returned."""
+        """Send to many peers without sessions; return those that are gone or take nothing."""
         return [peer for peer in peers if self._try_to_send(peer, bytes(body)) is not None]
 
     async def receive(self) -> tuple[str, In]:
@@ -292,14 +271,11 @@ class Hub(Generic[In]):
             await self._receive_frame()
 
     def put_back(self, messages: Sequence[tuple[str, In]]) -> None:
-        """Messages that were received and are for somebody else: `receive` gives them again."""
+        """Return received messages for another reader: `receive` gives them again."""
         self._ready.extendleft(reversed(messages))
 
     async def attend(self) -> None:
-        """Receive until cancelled, while nobody calls `receive`; what comes waits for it.
-
-        Peers that speak in sessions hear that it came.
-        """
+        """Receive until cancelled, while no task calls `receive`, and acknowledge."""
         while True:
             await self._receive_frame()
             await asyncio.sleep(0)
@@ -328,11 +304,7 @@ class Hub(Generic[In]):
             await asyncio.sleep(0)
 
     def _receive_bundle(self, relay: str, bundle: bytes) -> None:
-        """Queue the messages that a relay hands over.
-
-        Raises:
-            FrameRefused: it is no bundle.
-        """
+        """Queue the messages in a relay's bundle. Raises FrameRefused if it is not a bundle."""
         for peer, body in self._sessions.take(relay, bundle, time.monotonic()):
             try:
                 self._ready.extend((peer, message) for message in self._decoder.decode_all(body))
@@ -354,12 +326,9 @@ class Hub(Generic[In]):
 class Line(Generic[In]):
     """The end that connects to one hub.
 
-    Args:
-        address: the hub's ZeroMQ address; empty: it is connected by `move_to`.
-        keys: of this end; they contain the name under which the hub knows it.
-        incoming: union of the message types that the hub may send.
-        refusals: of this socket. The hub itself is never cut off.
-        together_bytes: of messages that travel together (`asyncrl.wire.transport.outbox`).
+    An empty address is set by `move_to`. `keys` contain the name under which the hub knows this
+    end. `refusals` never cut the hub off. At most `together_bytes` of messages travel together
+    (`asyncrl.wire.transport.outbox`).
     """
 
     def __init__(
@@ -399,12 +368,8 @@ class Line(Generic[In]):
     def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:  # noqa: ARG002
         """Queue a message for the hub at the end of this turn of the event loop, with others.
 
-        Args:
-            message: to the hub.
-            urgent: means something to relays only (`asyncrl.wire.sessions.line`).
-
-        Raises:
-            Unreachable: the queue was full when earlier messages were sent.
+        `urgent` is used by relays only (`asyncrl.wire.sessions.line`). Raises Unreachable if the
+        queue was full when earlier messages were sent.
         """
         if self._full is not None:
             raise self._full
@@ -417,11 +382,7 @@ class Line(Generic[In]):
             self._full = Unreachable(f"messages could not be queued for {self._address}: {error}")
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Queue a message for the hub.
-
-        Raises:
-            Unreachable: the queue is full.
-        """
+        """Queue a message for the hub. Raises Unreachable if the queue is full."""
         self._outbox.flush()
         try:
             await self._socket.send_multipart(
@@ -447,8 +408,7 @@ class Line(Generic[In]):
     async def receive_within(self, seconds: float, *, what: str) -> In:
         """Wait for the next message, at most this long.
 
-        Raises:
-            NoReply: nothing came; the message names what was waited for.
+        Raises NoReply if nothing came; the message names what was waited for.
         """
         try:
             async with asyncio.timeout(seconds):

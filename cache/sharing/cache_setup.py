@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CachePlace:
-    """Where a generator's cache is shared and saved. Sent to vLLM's process as JSON."""
+    """The shared and saved places of a generator's cache. Sent to vLLM's process as JSON."""
 
     name: str = "generator"
-    """Of the generator; unique among the running ones of an exchange."""
+    """Name of the generator; unique among the running ones of an exchange."""
     exchange: str | None = None
     """Directory through which the generators of one machine share rollouts; None: not shared."""
     snapshot: str | None = None
@@ -38,14 +38,13 @@ class CachePlace:
     fingerprint: str = ""
     """Model and tokenizer of the tokens; a snapshot with another fingerprint is refused."""
     vocabulary: int = INT32_MAX + 1
-    """Token ids from peers and snapshots that are not below it are refused."""
+    """Token ids from peers and snapshots from this one on are refused."""
 
 
 def open_at(config: CacheConfig, place: CachePlace) -> RolloutCache | SharedCache:
-    """The cache of a generator, with the rollouts of its snapshot.
+    """Open the cache of a generator, with the rollouts of its snapshot.
 
-    If the snapshot or the exchange cannot be used, a warning is logged and the cache starts empty,
-    or is not shared.
+    If the snapshot or the exchange cannot be used, a warning is logged and the cache does without.
     """
     cache: RolloutCache | SharedCache
     try:
@@ -67,7 +66,7 @@ def open_at(config: CacheConfig, place: CachePlace) -> RolloutCache | SharedCach
 
 
 def save_at(cache: RolloutCache | SharedCache, place: CachePlace) -> int:
-    """Write the snapshot, if the place names a file; returns its bytes, 0 if none was written."""
+    """Write the snapshot, if the place names a file; return its bytes, 0 if none was written."""
     path = _path(place.snapshot)
     if path is None or not cache.config.enabled:
         return 0
@@ -80,12 +79,12 @@ def save_at(cache: RolloutCache | SharedCache, place: CachePlace) -> int:
 
 
 def to_json(place: CachePlace) -> str:
-    """The place as JSON, for another process."""
+    """Encode the place as JSON, for another process."""
     return msgspec.json.encode(place).decode()
 
 
 def from_json(text: str) -> CachePlace:
-    """The place that `to_json` encoded."""
+    """Decode the place from `to_json`."""
     return msgspec.json.decode(text, type=CachePlace)
 
 

@@ -4,18 +4,13 @@
     generator B ── on close: its response ──► B.ring ──┼──► each polls the others' and inserts
     generator C ── ...                                 ┘
 
-Every process has its own cache and exchanges insertions (docs/decisions/0005 says why there is not
-one cache in shared memory). A process that is killed loses nothing for the others: its ring stays.
-A process that starts reads what is there, its own former ring included. Nothing that is read is
-trusted, and a failure here costs drafts, never exactness.
+Every process has a separate cache and exchanges insertions (docs/decisions/0005). The ring of a
+killed process stays, and a starting process reads what is there. A failure here costs drafts, never
+exactness.
 
-One finished rollout as bytes, as generators send it to each other.
+A message is one finished rollout, little-endian, tokens int32, head first. It is validated.
 
     key bytes 2 | head tokens 2 | tokens 4 | policy version 4 | key | tokens
-
-All numbers are little-endian, tokens int32, head first. Nothing that is read is trusted.
-
-The other members of an exchange: their ring files, found and read.
 """
 
 from __future__ import annotations
@@ -44,9 +39,10 @@ from asyncrl.rollout.trajectory import IntArray
 SUFFIX = ".ring"
 MAX_PEERS = 64
 POLL_BYTES = 1 << 17
-"""Read at once, about: 32,000 tokens, some 5 ms of insertion, so that no decode step waits long."""
+"""Bytes read at once, about: 32,000 tokens, some 5 ms of insertion, so no decode step waits
+long."""
 LOOK_EVERY = 1.0
-"""Seconds between looks into the directory for members that came or were replaced."""
+"""Seconds between scans of the directory for members that came or were replaced."""
 
 _log = logging.getLogger(__name__)
 
@@ -58,14 +54,9 @@ class _Peer:
 
 
 class Peers:
-    """Reads the rings of all members but one.
+    """Reads the rings of all members of a directory but `own`, this member's file name.
 
-    Args:
-        directory: of the exchange.
-        own: file name of this member's ring. While `own_inode` is -1, a file of that name is the
-            ring of a former process, and is read like any other.
-        receive: called with each message.
-        clock: seconds, rising.
+    While `own_inode` is -1, a file of that name is the ring of a former process, and is read too.
     """
 
     def __init__(
@@ -84,7 +75,7 @@ class Peers:
         self._refused_files: dict[str, int] = {}  # inodes of files that are not rings: logged once
         self._next_look = 0.0
         self._turn = 0
-        self._overtaken = self._refused = 0  # of readers that were closed
+        self._overtaken = self._refused = 0  # of closed readers
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -100,19 +91,15 @@ class Peers:
         return self._refused + sum(peer.reader.refused for peer in self._peers.values())
 
     def own_ring_is_there(self) -> None:
-        """From now on the file of this member's name is its own ring, and not read."""
+        """Stop reading the file of this member's name, which is now its own ring."""
         self._own_inode = self._members()[self._own]
 
     def due(self) -> bool:
-        """Whether it is time to look into the directory again."""
+        """Return True if the next scan of the directory is due."""
         return self._clock() >= self._next_look
 
     def look(self) -> bool:
-        """Find members that came, left or were replaced: a known name with a new inode.
-
-        Returns:
-            whether this member's own ring is still in the directory.
-        """
+        """Find members that came, left or were replaced; False if the own ring is gone."""
         self._next_look = self._clock() + LOOK_EVERY
         try:
             found = self._members()
@@ -149,13 +136,13 @@ class Peers:
             self._part(self._own)
 
     def leave(self) -> None:
-        """Close all rings and look for no others."""
+        """Close all rings and scan no more."""
         for name in list(self._peers):
             self._part(name)
         self._next_look = float("inf")
 
     def _take(self, name: str, limit: int) -> int:
-        """Receive one peer's next messages; returns their bytes."""
+        """Receive one peer's next messages; return their bytes."""
         try:
             messages = self._peers[name].reader.read(limit)
         except OSError as error:
@@ -172,7 +159,7 @@ class Peers:
         self._part(name)
 
     def _members(self) -> dict[str, int]:
-        """Rings in the directory and their inodes."""
+        """Return the rings in the directory and their inodes."""
         with os.scandir(self._directory) as entries:
             return {
                 entry.name: entry.inode()
@@ -202,11 +189,7 @@ class Peers:
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that only this user can enter, or check that it is one.
-
-    Raises:
-        ExchangeRefused: it is a link, another user's, or open to others; or it cannot be made.
-    """
+    """Make a directory that only this user can enter, or raise ExchangeRefused."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()
@@ -226,7 +209,7 @@ _INT32 = np.dtype("<i4")
 
 
 def pack(rollout: StoredRollouts, head: int) -> bytes | None:
-    """The message of a single rollout whose head has `head` tokens; None if the key is too long."""
+    """Return the message of a rollout whose head has `head` tokens; None if the key is too long."""
     key = rollout.key.encode("utf-8", "surrogatepass")
     if len(key) >= 1 << 16:
         return None
@@ -235,7 +218,7 @@ def pack(rollout: StoredRollouts, head: int) -> bytes | None:
 
 
 def parse(message: bytes, vocabulary: int) -> tuple[str, IntArray, IntArray, int] | None:
-    """Key, context `[C]`, response `[R]` and policy version; None if it is not a valid message."""
+    """Return key, context `[C]`, response `[R]` and policy version; None if it is invalid."""
     if len(message) < _FIELDS.size:
         return None
     key_size, head, count, version = _FIELDS.unpack_from(message)
@@ -256,9 +239,9 @@ def parse(message: bytes, vocabulary: int) -> tuple[str, IntArray, IntArray, int
 
 
 RING_BYTES = 16 << 20
-"""Of each member's ring, allocated at once: about 4 million tokens, its most recent ones."""
+"""Size of each member's ring, allocated at once: about 4 million tokens, its most recent ones."""
 POLL_EVERY = 32
-"""Decode steps without a new request after which peers are polled all the same."""
+"""Decode steps without a new request after which peers are polled nevertheless."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
@@ -270,38 +253,30 @@ class ExchangeStats:
     peers: int
     """Gauge: members whose rings are read."""
     published_tokens: int
-    """Response tokens of the published rollouts."""
     published_bytes: int
-    """With all framing; divided by the tokens it is the cost of a token."""
+    """Includes all framing; divided by the tokens it is the cost of a token."""
     unpublished_rollouts: int
     """Not published: longer than a quarter of the ring, or the ring could not be written."""
     received_rollouts: int
     received_tokens: int
-    """Response tokens of the received rollouts."""
     overtaken_bytes: int
-    """Overwritten by their writers before they were read here."""
+    """Bytes that their writers had overwritten before they were read here."""
     refused: int
-    """Messages, or places in a ring, that no member of this exchange would have written."""
+    """Messages, or places in a ring, that a member of this exchange would not have written."""
 
 
 class SharedCache:
     """A `RolloutCache` that publishes the rollouts it stored and inserts those of its peers.
 
-    It has the methods of `RolloutCache` that engines use. Like it, it is not thread-safe.
+    It has the methods of `RolloutCache` that engines use, and is not thread-safe either. Rollouts
+    that `cache` holds already, or that `insert` adds, are not published; those of rows are, when
+    the row is closed.
 
-    Args:
-        cache: keeps everything. Rollouts that it holds already, or that `insert` adds, are not
-            published; those of rows are, when the row is closed.
-        directory: of the exchange; made if it is missing (mode 0700), and this user's alone.
-        name: of this member; no other running one may have it. A member that restarts under its
-            name finds what it had published.
-        ring_bytes: capacity of this member's ring.
-        vocabulary: token ids of peers that are not below it are refused.
-        clock: seconds, rising.
-
-    Raises:
-        ExchangeRefused: the directory is not safe, or there is no room for the ring in it.
-        ValueError: an impossible name or capacity.
+    `directory` is made if it is missing (mode 0700), and this user's alone. `name` is unique among
+    the running members; a member that restarts under its name finds what it had published. Token
+    ids of peers from `vocabulary` on are refused. `clock` gives rising seconds. Raises
+    ExchangeRefused if the directory is not safe or lacks room for the ring of `ring_bytes`,
+    ValueError for an impossible name or capacity.
     """
 
     def __init__(
@@ -341,52 +316,52 @@ class SharedCache:
 
     @property
     def config(self) -> CacheConfig:
-        """Of the cache inside."""
+        """Settings of the inner cache."""
         return self.cache.config
 
     def open(self, key: str, context: IntArray, **kwargs: Any) -> int:
-        """As `RolloutCache.open`; inserts what peers have published first."""
+        """See `RolloutCache.open`; inserts what peers have published first."""
         self.poll()
         return self.cache.open(key, context, **kwargs)
 
     def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray, **kwargs: Any) -> None:
-        """As `RolloutCache.extend`."""
+        """See `RolloutCache.extend`."""
         self.cache.extend(rows, tokens, offsets, **kwargs)
         self._steps += 1
         if self._steps >= POLL_EVERY:
             self.poll()
 
     def draft(self, rows: IntArray, budgets: IntArray, **kwargs: Any) -> Drafts:
-        """As `RolloutCache.draft`."""
+        """See `RolloutCache.draft`."""
         return self.cache.draft(rows, budgets, **kwargs)
 
     def close(self, row: int) -> None:
-        """As `RolloutCache.close`; publishes what the row has stored."""
+        """See `RolloutCache.close`; publishes what the row has stored."""
         rollout = self.cache.stored_rollout(row)
         self.cache.close(row)
         if rollout is not None:
             self._publish(rollout)
 
     def advance(self, policy_version: int) -> None:
-        """As `RolloutCache.advance`; a rollout is published with the version of its last token."""
+        """See `RolloutCache.advance`; a rollout is published with the version of its last token."""
         self.cache.advance(policy_version)
 
     def insert(
         self, key: str, context: IntArray, tokens: IntArray, policy_version: int | None = None
     ) -> None:
-        """As `RolloutCache.insert`; not published."""
+        """See `RolloutCache.insert`; not published."""
         self.cache.insert(key, context, tokens, policy_version)
 
     def stats(self) -> CacheStats:
-        """Of the cache inside; rollouts of peers count as inserted."""
+        """Return the statistics of the inner cache; rollouts of peers count as inserted."""
         return self.cache.stats()
 
     def check(self) -> None:
-        """As `RolloutCache.check`."""
+        """See `RolloutCache.check`."""
         self.cache.check()
 
     def exchange_stats(self) -> ExchangeStats:
-        """What was published and received."""
+        """Return counters of what was published and received."""
         return ExchangeStats(
             peers=len(self._peers),
             published_tokens=self._tokens_out,
@@ -399,7 +374,7 @@ class SharedCache:
         )
 
     def poll(self) -> int:
-        """Insert some of what peers have published; returns the response tokens."""
+        """Insert some of what peers have published; return the number of response tokens."""
         self._steps = 0
         before = self._tokens_in
         if self._peers.due() and not self._peers.look() and self._ring is not None:
@@ -455,16 +430,9 @@ def open_cache(
     name: str,
     vocabulary: int = INT32_MAX + 1,
 ) -> RolloutCache | SharedCache:
-    """The cache of an engine, shared with other generators or not.
+    """Open the cache of an engine, shared through the directory `exchange` or not (None).
 
-    Args:
-        config: budgets and drafting rules; a disabled cache shares nothing.
-        exchange: directory through which the generators of one machine share; None: not shared.
-        name: of this generator.
-        vocabulary: token ids of peers that are not below it are refused.
-
-    Raises:
-        ExchangeRefused, ValueError: see `SharedCache`.
+    A disabled cache shares nothing. Raises as `SharedCache`.
     """
     cache = RolloutCache(config)
     if exchange is None or not config.enabled:

@@ -1,20 +1,18 @@
-"""A lock-free ring file: the last messages of one writer.
-
-The file has a fixed size and any number of readers.
+"""A lock-free ring file with the last messages of one writer, for any number of readers.
 
     marks    magic 8 | format 4 | - 4 | capacity 8 || oldest 8 | end 8 | crc32 4
     message  position 8 | bytes 4 | crc32 4 | content, padded to 8 bytes
 
 A *position* counts all bytes ever written; modulo `capacity` it is an offset in the file. The
 writer first moves `oldest` past the bytes it is about to overwrite, then writes the message, then
-moves `end`. So a writer killed at any instant leaves at worst bytes after `end` that nobody reads.
-A reader copies the bytes between its own position and `end`. Every message contains its position
-and a checksum, so a message that was overwritten meanwhile is detected, and the reader resumes at
-`oldest`. A slow reader misses what was overwritten; it never delays anybody.
+moves `end`. So a writer killed at any instant leaves at worst unread bytes after `end`.
+
+A reader copies the bytes between its position and `end`. Every message contains its position and a
+checksum, so a message that was overwritten during the copy is detected, and the reader resumes at
+`oldest`. A slow reader never delays the writer.
 
 Files are read and written, not mapped: a truncated file or a full /dev/shm is then an error that
-can be handled and not a SIGBUS. Readers and writers are processes of one user on one machine, and
-do not trust each other: numbers are checked before they are used.
+can be handled and not a SIGBUS. Readers and writers check all numbers before they use them.
 """
 
 from __future__ import annotations
@@ -56,13 +54,8 @@ def _padded(size: int) -> int:
 class RingWriter:
     """Creates the file under a temporary name and renames it; readers of an older one keep that.
 
-    Args:
-        path: the file.
-        capacity: bytes of messages kept, a multiple of 8; allocated at once.
-
-    Raises:
-        ValueError: the capacity is out of bounds.
-        OSError: the file cannot be created, or there is no room for it.
+    `capacity` bytes of messages, a multiple of 8, are allocated at once. Raises ValueError if it is
+    out of bounds, OSError if the file cannot be created or lacks room.
     """
 
     def __init__(self, path: Path, capacity: int) -> None:
@@ -90,12 +83,9 @@ class RingWriter:
             raise
 
     def write(self, content: bytes) -> int:
-        """Append a message; returns the bytes it takes, or 0 if it was not written.
+        """Append a message; return its bytes, or 0 if it exceeds a quarter of the ring.
 
-        A message longer than a quarter of the ring is not written.
-
-        Raises:
-            OSError: the file cannot be written.
+        Raises OSError if the file cannot be written.
         """
         size = _padded(len(content))
         if size > self._capacity // 4:
@@ -120,12 +110,7 @@ class RingWriter:
 
 
 class RingReader:
-    """Reads one file from its oldest message onwards.
-
-    Raises:
-        ExchangeRefused: it is not a ring, or belongs to another user.
-        OSError: it cannot be opened.
-    """
+    """Reads one file from its oldest message onwards. Raises ExchangeRefused or OSError."""
 
     def __init__(self, path: Path) -> None:
         self.position = 0
@@ -160,11 +145,7 @@ class RingReader:
         return int(capacity)
 
     def read(self, limit: int = _READ) -> list[bytes]:
-        """The next messages, about `limit` bytes; at least one if there is any.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Return the next messages, about `limit` bytes, at least one. Raises OSError."""
         marks = self._read_marks()
         if marks is None:
             return []
@@ -182,7 +163,7 @@ class RingReader:
         return messages
 
     def _read_marks(self) -> tuple[int, int] | None:
-        """`oldest` and `end`; None if they are being written right now, or are damaged."""
+        """Return `oldest` and `end`; None if they are being written right now, or are damaged."""
         data = os.pread(self._file, _MARKS.size, _START.size)
         if len(data) < _MARKS.size:
             return None
@@ -192,7 +173,7 @@ class RingReader:
         return oldest, end
 
     def _messages(self, size: int) -> tuple[list[bytes], int | None]:
-        """Complete messages among the next `size` bytes; if one is cut off, also its length."""
+        """Return complete messages in the next `size` bytes, and the length of one cut off."""
         data = self._copy(size)
         messages: list[bytes] = []
         at = 0
@@ -220,7 +201,6 @@ class RingReader:
         return data
 
     def _skip_unreadable(self, end: int) -> None:
-        """Nothing was readable: skip what was overwritten meanwhile, or what is damaged."""
         marks = self._read_marks()
         if marks is None or marks[0] > self.position:
             self._catch_up(marks[0] if marks else self.position)
@@ -233,6 +213,6 @@ class RingReader:
             self.position = oldest
 
     def _give_up(self, end: int) -> None:
-        """Skip to `end`: where the next message starts cannot be told after a damaged one."""
+        """Skip to `end`: the start of the next message is unknown after a damaged one."""
         self.refused += 1
         self.position = end

@@ -3,8 +3,8 @@
     save(cache, path, "Qwen3-0.6B vocabulary 151936")
     cache = load(path, config, "Qwen3-0.6B vocabulary 151936")
 
-The file contains rollouts, not the arena, so it does not depend on the memory layout, nor on the
-budgets and match lengths of the process that loads it. Only finished rollouts are saved.
+The file contains finished rollouts, not the arena, so it does not depend on the memory layout, nor
+on the budgets and match lengths of the process that loads it.
 
     header       magic 8 | format 4 | fingerprint bytes 4 | head 4 | prompts 4 | body bytes 8 |
                  digest 32 (BLAKE2b of the rest of the file)
@@ -14,8 +14,8 @@ budgets and match lengths of the process that loads it. Only finished rollouts a
     ...          least recently used prompt first, its oldest rollout first
 
 All numbers are little-endian, tokens int32. A rollout begins with its head: the `head` tokens
-before the response, -1 where there were fewer. There is no pickle. Every number is checked before
-it is used, and no array is allocated that the file is too short to fill.
+before the response, -1 if there were fewer. Every number is checked before it is used, and no array
+is allocated that the file is too short to fill.
 """
 
 from __future__ import annotations
@@ -53,17 +53,11 @@ _INT32 = np.dtype("<i4")
 def save(cache: RolloutCache, path: str | os.PathLike[str], fingerprint: str) -> int:
     """Save the finished rollouts; a crash leaves the old file or the new one, never a mixture.
 
-    Args:
-        cache: must not be used by another thread meanwhile.
-        path: file to write or replace; readable by its owner only.
-        fingerprint: identifies what token ids mean: model, tokenizer, vocabulary.
-
-    Returns:
-        Bytes written.
-
-    Raises:
-        ValueError: the fingerprint is empty or longer than `MAX_FINGERPRINT_BYTES` bytes.
-        OSError: the file cannot be written; an older one is left unchanged.
+    No other thread may use the cache during this. The file is readable by its owner only.
+    `fingerprint` identifies the meaning of token ids: model, tokenizer, vocabulary. Returns the
+    bytes written. Raises ValueError if the fingerprint is empty or longer than
+    `MAX_FINGERPRINT_BYTES` bytes; OSError if the file cannot be written: an older one is left
+    unchanged.
     """
     mark = _fingerprint_bytes(fingerprint)
     with replacing(Path(path), mode=0o600) as file:
@@ -77,7 +71,7 @@ def load(
     *,
     vocabulary: int = INT32_MAX + 1,
 ) -> RolloutCache:
-    """A cache with the rollouts of a snapshot; arguments and errors as of `restore`."""
+    """Make a cache with the rollouts of a snapshot; arguments and errors as of `restore`."""
     cache = RolloutCache(config)
     restore(path, cache, fingerprint, vocabulary=vocabulary)
     return cache
@@ -90,26 +84,17 @@ def restore(
     *,
     vocabulary: int = INT32_MAX + 1,
 ) -> int:
-    """Insert the rollouts of a snapshot into an empty cache.
+    """Insert the rollouts of a snapshot into an empty cache with any budgets.
 
     If they do not fit, the least recently used prompts and the oldest rollouts are dropped.
-    Rollouts keep their policy versions; the current one is not changed.
+    Rollouts keep their policy versions; the current one is not changed. `fingerprint` must equal
+    the saved one; token ids from `vocabulary` on are refused. Returns the response tokens read,
+    which count as inserted in the cache's stats.
 
-    Args:
-        path: a file that `save` wrote.
-        cache: of any budgets; empty, because its rollouts would be taken for older ones.
-        fingerprint: must equal the saved one.
-        vocabulary: a file with a token id that is not below it is refused.
-
-    Returns:
-        Response tokens read. They count as inserted in the cache's stats.
-
-    Raises:
-        SnapshotRefused: another format or fingerprint, or the file is damaged. The cache is
-            unchanged, except if a file with a correct digest is inconsistent: then it contains the
-            prompts before the inconsistency.
-        ValueError: the cache is not empty, or the fingerprint is empty or too long.
-        OSError: the file is missing or cannot be read.
+    Raises SnapshotRefused for another format or fingerprint, or a damaged file; the cache is
+    unchanged, except if a file with a correct digest is inconsistent: then it contains the prompts
+    before the inconsistency. Raises ValueError if the cache is not empty, or the fingerprint is
+    empty or too long; OSError if the file is missing or cannot be read.
     """
     mark = _fingerprint_bytes(fingerprint)
     if cache.stats().sequences:
@@ -152,7 +137,7 @@ class _Reader:
         self._left = 0
 
     def verified_header(self) -> _Header:
-        """The header, after checking format, length and digest."""
+        """Return the header, after checking format, length and digest."""
         start = self._file.read(_HEADER)
         if len(start) < _HEADER or not start.startswith(MAGIC):
             raise self._refused("it is not a snapshot of rollouts")
@@ -168,7 +153,7 @@ class _Reader:
                 f"{self._size}: it was truncated, or something was appended"
             )
         digest = hashlib.blake2b(digest_size=_DIGEST)
-        left = self._size - _HEADER  # a file that grows meanwhile must not prolong this
+        left = self._size - _HEADER  # a file that grows during this must not prolong it
         while left > 0 and (chunk := self._file.read(min(left, _CHUNK))):
             digest.update(chunk)
             left -= len(chunk)
@@ -183,7 +168,7 @@ class _Reader:
         return _Header(mark, head, prompts)
 
     def rollouts(self, header: _Header, vocabulary: int) -> Iterator[StoredRollouts]:
-        """The rollouts, prompt by prompt, with all numbers checked."""
+        """Yield the rollouts, prompt by prompt, with all numbers checked."""
         for prompt in range(header.prompts):
             key_size, count, total = _PROMPT.unpack(self._take(_PROMPT.size, prompt))
             try:
@@ -233,7 +218,7 @@ class _Reader:
 
 
 def _write(file: BinaryIO, cache: RolloutCache, mark: bytes) -> int:
-    """Write everything; the header last, at the start of the file. Returns the bytes."""
+    """Write everything; the header last, at the start of the file. Return the bytes."""
     digest = hashlib.blake2b(digest_size=_DIGEST)
     file.write(bytes(_HEADER))
     prompts = body = 0

@@ -1,1 +1,1 @@
-"""The tree of rollouts in one process: insertion, matching, drafts, and what they are worth."""
+"""The tree of rollouts in one process: insertion, matching, drafts, and estimates."""

@@ -9,8 +9,8 @@ A *sequence* is a stored rollout: its *head* (the last `max_match` tokens of the
 response) and the response, in linked blocks. The address of its first block is its name. A
 *position* is the address of a token's word.
 
-All functions here and in `cache.tree.index` and `asyncrl.cache.tree.sequences` are compiled. They
-return codes and never raise; the caller checks the arguments.
+The compiled functions here, in `cache.tree.index` and in `asyncrl.cache.tree.sequences` return
+codes and never raise; the caller checks the arguments.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ SEQ_NEXT, SEQ_OPEN = 5, 6
 # Words of `state`: counters of the whole arena.
 LIVE, FREE_HEAD, FREE, BUMP, LIMIT, NEEDED, AT_ROW, AT_TOKEN, TOKENS, SEQUENCES, REFUSED = range(11)
 POLICY_VERSION = 11
-"""Policy version that generates now."""
 STATE_WORDS = 12
 
 # Words of `trees`, which has one line per prompt.
@@ -58,7 +57,7 @@ MUTED = -1
 
 @kernel
 def allocate(arena: IntArray, state: LongArray) -> int:
-    """Allocate a zeroed block; returns its address, or 0 when the limit is reached."""
+    """Allocate a zeroed block; return its address, or 0 when the limit is reached."""
     if state[LIVE] >= state[LIMIT]:
         return 0
     block = state[FREE_HEAD]
@@ -85,7 +84,7 @@ def release(arena: IntArray, state: LongArray, block: int) -> None:
 
 @kernel
 def next_position(arena: IntArray, position: int) -> int:
-    """The position of the next token of the sequence; 0 at its current end."""
+    """Return the position of the next token of the sequence; 0 at its current end."""
     block = position & -BLOCK
     if position - block - HEADER + 1 < arena[block + USED]:
         return position + 1
@@ -95,7 +94,7 @@ def next_position(arena: IntArray, position: int) -> int:
 
 @kernel
 def previous_position(arena: IntArray, position: int) -> int:
-    """The position of the token before; the caller knows that there is one."""
+    """Return the position of the previous token, which must exist."""
     block = position & -BLOCK
     if position - block > HEADER:
         return position - 1
@@ -104,6 +103,6 @@ def previous_position(arena: IntArray, position: int) -> int:
 
 @kernel
 def index_of(arena: IntArray, position: int) -> int:
-    """Index of a position's token in its response, from 0; negative in the head."""
+    """Return the index of a position's token in its response, from 0; negative in the head."""
     block = position & -BLOCK
     return int(arena[block + START]) + position - block - HEADER

@@ -1,23 +1,16 @@
 """Drafting for the rows of a decode step, as chains or as trees.
 
-Drafting chains: the winning token at each place, one after the other.
+Chains take the winning token at each place, one after the other. The candidates that voted for the
+winner vote on the next token. When all of them have reached the end of their sequences (a sibling
+that is only a few tokens ahead), the search starts again from the row's tokens and the draft so
+far.
 
-The candidates that voted for the winner are kept, and they vote on the next token. When all of them
-have reached the end of their sequences (a sibling that is only a few tokens ahead), the search
-starts again from the row's tokens and the draft so far. `asyncrl.cache.tree.draft` follows several
-tokens.
-
-Drafting token trees: the most probable path grows first.
-
-Every token with a vote is a branch.
-
-A *guess* is a token with the candidates that vote for it, a range of one array. Grouping the
+In token trees every token with a vote is a branch, and the most probable path grows first. A
+*guess* is a token with the candidates that vote for it, a range of one array. Grouping the
 candidates of a guess by their next token, in place, gives the guesses that follow it. The nodes of
-the draft are the guesses that have *grown*; the next to grow is always the one with the highest
-path probability. This gives the best tree of its size. A node is accepted when all tokens up to it
-are drawn, and siblings are different tokens, so the expected number of accepted tokens is the sum
-of path probabilities; and no path probability exceeds its parent's, so the greedy choice is optimal
-(arXiv 2406.16858, 2406.17276).
+the draft are the guesses that have *grown*. The expected number of accepted tokens is the sum of
+path probabilities, and none exceeds its parent's, so the greedy choice gives the best tree of its
+size (arXiv 2406.16858, 2406.17276).
 """
 
 from __future__ import annotations
@@ -45,7 +38,7 @@ BLEND = 0.1
 
 
 class Guesses(NamedTuple):
-    """Working space for one row: K guesses in the order in which they were made, K candidates."""
+    """Working space for one row: K guesses in order of creation, K candidates."""
 
     tokens: IntArray
     """`[K]`"""
@@ -71,7 +64,7 @@ kernel = kernels_of("cache/tree")
 
 @kernel
 def working_space(rules: Rules) -> Guesses:
-    """Space for every guess that a budget can lead to: each node's candidates vote once."""
+    """Allocate space for every guess within the budget: each node's candidates vote once."""
     size = (rules.max_draft_tokens + 1) * rules.max_candidates
     return Guesses(
         np.empty(size, np.int32),
@@ -90,7 +83,7 @@ def working_space(rules: Rules) -> Guesses:
 def group(
     arena: IntArray, positions: LongArray, weights: FloatArray, start: int, stop: int
 ) -> tuple[int, float]:
-    """Move positions with the first one's token to the front; returns their stop and weight."""
+    """Move positions with the first one's token to the front; return their stop and weight."""
     token = arena[positions[start]]
     weight = float(weights[start])
     end = start + 1
@@ -105,7 +98,7 @@ def group(
 
 @kernel
 def enqueue(queue: IntArray, size: int, room: int, paths: FloatArray, guess: int) -> int:
-    """Insert a guess in order and keep only the best `room`; returns the new size."""
+    """Insert a guess in order and keep only the best `room`; return the new size."""
     path = paths[guess]
     if size < room:
         at = size
@@ -140,7 +133,7 @@ def trail(past: IntArray, guesses: Guesses, guess: int, out: IntArray) -> None:
 
 @kernel
 def depth_of_guess(guesses: Guesses, guess: int) -> int:
-    """Length of the path that ends with a guess; 0 for -1, the row's last token."""
+    """Return the length of the path that ends with a guess; 0 for -1, the row's last token."""
     depth = 0
     while guess >= 0:
         depth += 1
@@ -165,11 +158,8 @@ def fork(
     """Make the guesses that follow guess `parent` (-1: the row's last token).
 
     Their candidates are positions[start:stop], already moved to their next token: `total` is the
-    weight of all votes, `united` tells whether all are for one token, and `matched` is the length
-    of the longest match. `made` guesses exist so far.
-
-    Returns:
-        the new number of guesses.
+    weight of all votes, `united` tells if all are for one token, and `matched` is the length of the
+    longest match. `made` guesses exist so far. Returns the new number of guesses.
     """
     positions = guesses.candidates.positions
     max_match = search.rules.max_match
@@ -220,10 +210,7 @@ def draft_tree(
     parents: IntArray,
     probabilities: FloatArray,
 ) -> int:
-    """Draft up to `budget` nodes after past[:max_match]; returns how many.
-
-    `recent` `[max_match]` is working space.
-    """
+    """Draft up to `budget` nodes after past[:max_match]; return their number."""
     positions = guesses.candidates.positions
     lengths = guesses.candidates.lengths
     weights = guesses.candidates.weights
@@ -273,9 +260,7 @@ def vote(
 ) -> tuple[int, int, float, float]:
     """Move all candidates one token ahead and keep those that vote for the winning token.
 
-    Returns:
-        the number kept (0: all are at the end of their sequences), the token, its weight, and the
-        weight of all votes.
+    Returns the number kept (0: all have ended), the token, its weight, and that of all votes.
     """
     alive, total, united = move_on(arena, positions, weights, 0, count)
     if united:
@@ -316,7 +301,7 @@ def draft_chain(
     parents: IntArray,
     probabilities: FloatArray,
 ) -> int:
-    """Draft up to `budget` tokens after past[:max_match]; returns how many.
+    """Draft up to `budget` tokens after past[:max_match]; return their number.
 
     `past` `[max_match + max_draft_tokens]` is filled with the draft as it grows.
     """
@@ -385,13 +370,10 @@ def draft(
     parents: IntArray,
     probabilities: FloatArray,
 ) -> int:
-    """Draft for `[B]` rows; fills `offsets` `[B+1]` and the front of the arrays after it.
+    """Draft for `[B]` rows; fill `offsets` `[B+1]` and the front of the arrays after it.
 
-    Row i drafts at most budgets[i] tokens whose path probability is at least `min_probability`:
-    a token tree if `branching`, otherwise a chain.
-
-    Returns:
-        the number of tokens drafted.
+    Row i drafts at most budgets[i] tokens whose path probability is at least `min_probability`: a
+    token tree if `branching`, otherwise a chain. Returns the number of tokens drafted.
     """
     search = Search(arena, trees, rules, policy_version)
     past = np.empty(rules.max_match + rules.max_draft_tokens, np.int32)

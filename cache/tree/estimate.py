@@ -1,15 +1,13 @@
-"""Estimate how likely a token is accepted, from votes and experience.
+"""Estimates the probability that a token is accepted, from votes and experience.
 
     base          votes for the token / (all votes + `doubt`, which grows as the match gets shorter)
     kind          the situation: share of the votes, their total, length of the match
     odds[kind]    factor on the odds of a base, from the outcomes of earlier guesses of this kind
 
-How much n equal votes are worth depends on the policy (0.8 at a high temperature, 0.99 for text
-that is nearly certain), so it is learned during the run. Each row remembers the guesses of its last
-draft, and some that were not drafted. When it accepts tokens, the guesses that these tested are
-counted: those that follow each accepted token, up to and including the first that failed. It does
-not matter which guesses the engine verified, because the tested guesses were fixed before the
-tokens were drawn. So no report from the engine is needed, and no draft has to be verified for this.
+Each row remembers the guesses of its last draft, and some that were not drafted. When it accepts
+tokens, the guesses that these tested are counted: those that follow each accepted token, up to and
+including the first that failed. It does not matter which guesses the engine verified, because the
+tested guesses were fixed before the tokens were drawn. So the engine need not report anything.
 """
 
 from __future__ import annotations
@@ -37,15 +35,12 @@ MEMORY = 16384.0
 
 
 class Experience(NamedTuple):
-    """What estimates are made from, and the guesses whose outcome is not known yet.
-
-    R rows, each with at most W guesses.
-    """
+    """The basis of estimates, and guesses without outcome yet: R rows of at most W guesses."""
 
     doubts: FloatArray
     """`[max_match + 2]` votes for a token never seen here, by the length of the match."""
     odds: FloatArray
-    """`[KINDS]` factor on the odds of a base; 1 where nothing is known."""
+    """`[KINDS]` factor on the odds of a base; 1 if unknown."""
     counts: NDArray[np.float64]
     """`[KINDS, 3]` guesses tested, guesses that were right, sum of the bases."""
     waiting: IntArray
@@ -55,13 +50,12 @@ class Experience(NamedTuple):
     parents: IntArray
     """`[R, W]` index of the guess before it, -1 for the row's last token; siblings are adjacent."""
     bases: FloatArray
-    """`[R, W]` their first estimates."""
+    """`[R, W]` first estimates."""
     kinds: NDArray[np.uint8]
-    """`[R, W]` their kinds."""
 
 
 def no_experience(max_match: int, doubt: float, rows: int, width: int) -> Experience:
-    """Experience without any outcome, for `rows` rows of `width` guesses each."""
+    """Return experience without any outcome, for `rows` rows of `width` guesses each."""
     lengths = np.minimum(np.maximum(np.arange(max_match + 2), 1), max_match)
     return Experience(
         (doubt * max_match / lengths).astype(np.float32),
@@ -76,7 +70,7 @@ def no_experience(max_match: int, doubt: float, rows: int, width: int) -> Experi
 
 
 def more_rows(experience: Experience) -> Experience:
-    """The same experience with room for twice the rows."""
+    """Return the same experience with room for twice the rows."""
     rows = {
         name: np.concatenate([array, np.zeros_like(array)])
         for name, array in experience._asdict().items()
@@ -87,7 +81,7 @@ def more_rows(experience: Experience) -> Experience:
 
 @kernel
 def kind_of(weight: float, total: float, matched: int, max_match: int) -> int:
-    """The kind of a guess; `matched` above `max_match` means a match in the row's own text."""
+    """Return the kind of a guess; `matched` above `max_match`: a match in the row's own text."""
     if weight >= total * 0.9999:
         share = 5
     elif weight >= total * 0.6:
@@ -111,7 +105,7 @@ def kind_of(weight: float, total: float, matched: int, max_match: int) -> int:
 
 @kernel
 def base_of(weight: float, total: float, doubt: float) -> float:
-    """The first estimate, from the votes alone."""
+    """Return the first estimate, from the votes alone."""
     base = weight / (total + doubt)
     return min(SURE, base)
 
@@ -125,11 +119,7 @@ def corrected(base: float, factor: float) -> float:
 
 @kernel
 def learn(experience: Experience, row: int, tokens: IntArray, start: int, stop: int) -> int:
-    """Count the outcomes of a row's guesses when it accepts tokens[start:stop]; forget them.
-
-    Returns:
-        the number of guesses tested.
-    """
+    """Count the outcomes of a row's guesses, tested by tokens[start:stop]; return their number."""
     tested = 0
     parent = -1
     item = 0

@@ -1,7 +1,4 @@
-"""The trees of all prompts, and the byte budget that they share.
-
-Verify the arena: every block, link and counter, in one pass.
-"""
+"""The trees of all prompts, the byte budget that they share, and the arena's integrity check."""
 
 from __future__ import annotations
 
@@ -67,7 +64,7 @@ Owners = NDArray[np.int32]
 
 @kernel
 def claim(owners: Owners, block: int, bump: int, owner: int) -> bool:
-    """Record a block's owner; returns False if it has one or is not a block."""
+    """Record a block's owner; return False if it has one or is not a block."""
     if block < BLOCK or block >= bump or block % BLOCK or owners[block // BLOCK]:
         return False
     owners[block // BLOCK] = owner
@@ -76,7 +73,7 @@ def claim(owners: Owners, block: int, bump: int, owner: int) -> bool:
 
 @kernel
 def check_free(arena: IntArray, state: LongArray, owners: Owners) -> int:
-    """Claim the free list; returns a problem's number or 0."""
+    """Claim the free list; return a problem's number or 0."""
     if state[LIVE] + state[FREE] != state[BUMP] // BLOCK - 1:
         return 1
     block = state[FREE_HEAD]
@@ -93,7 +90,7 @@ def check_free(arena: IntArray, state: LongArray, owners: Owners) -> int:
 def check_sequence(
     arena: IntArray, state: LongArray, owners: Owners, first: int, owner: int, max_match: int
 ) -> tuple[int, int, int]:
-    """Claim a sequence's blocks; returns problem, blocks, tokens (its head included)."""
+    """Claim a sequence's blocks; return problem, blocks, tokens (including its head)."""
     blocks = 0
     tokens = 0
     former = 0
@@ -128,7 +125,7 @@ def check_chains(
     chain: int,
     length: int,
 ) -> int:
-    """Check the short or the long chains of a tree; returns a problem's number or 0."""
+    """Check the short or the long chains of a tree; return a problem's number or 0."""
     root = trees[tree, ROOT]
     log2 = trees[tree, LOG2]
     depth = depth_of(log2)
@@ -158,7 +155,7 @@ def check_chains(
 def check_index(
     arena: IntArray, state: LongArray, trees: LongArray, tree: int, owners: Owners
 ) -> int:
-    """Claim the blocks of a tree's index; returns their number, or -1 if one is not a block."""
+    """Claim the blocks of a tree's index; return their number, or -1 if one is not a block."""
     root = trees[tree, ROOT]
     if root == 0:
         return 0
@@ -186,7 +183,7 @@ def check_tree(
     min_match: int,
     max_match: int,
 ) -> tuple[int, int, int]:
-    """Verify one tree; returns problem, sequences, response tokens."""
+    """Verify one tree; return problem, sequences, response tokens."""
     blocks = 0
     tokens = 0
     sequences = 0
@@ -227,10 +224,7 @@ def check(
     min_match: int,
     max_match: int,
 ) -> int:
-    """Verify all trees; returns an index into PROBLEMS, 0 if there is none.
-
-    `used` `[T]` are the trees that exist.
-    """
+    """Verify all existing trees `used` `[T]`; return an index into PROBLEMS, 0 if none."""
     owners = np.zeros(state[BUMP] // BLOCK, np.int32)
     problem = check_free(arena, state, owners)
     if problem:
@@ -258,14 +252,10 @@ TREE_BYTES = 512
 
 
 class Forest:
-    """The arena, the tree of each prompt in it, and what is dropped when bytes run out.
+    """The arena, the tree of each prompt in it, and eviction.
 
-    A tree is named by its line in `trees`. Prompts without open rows are dropped first, the least
-    recently used one before the others; then the oldest rollouts of the prompts in use.
-
-    Args:
-        config: the byte budget. With `enabled=False` there is no room for anything.
-        rules: match length, and the budget of one prompt.
+    A tree is named by its line in `trees`. The least recently used prompts without open rows are
+    dropped first, then the oldest rollouts of prompts in use.
     """
 
     def __init__(self, config: CacheConfig, rules: TreeRules) -> None:
@@ -284,7 +274,7 @@ class Forest:
         self._free_trees: list[int] = list(range(15, -1, -1))
         self._keys: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._key_of: dict[int, str] = {}
-        self._open_rows: dict[int, int] = {}  # tree: number of open rows, if there are any
+        self._open_rows: dict[int, int] = {}  # tree: number of open rows, if any
         self._key_bytes = 0
 
     def __len__(self) -> int:
@@ -292,11 +282,11 @@ class Forest:
 
     @property
     def bytes(self) -> int:
-        """Bytes that all trees take now."""
+        """Bytes that all trees take."""
         return int(self.state[arena.LIVE]) * BLOCK_BYTES + self._overhead()
 
     def tree_of(self, key: str) -> int:
-        """The tree of a key, made if it is new; DETACHED when there is no room even for that."""
+        """Return the tree of a key, made if it is new; DETACHED if there is not enough room."""
         if key in self._keys:
             self._keys.move_to_end(key)
             return self._keys[key]
@@ -317,11 +307,11 @@ class Forest:
         return tree
 
     def row_opened(self, tree: int) -> None:
-        """A row of this tree was opened: the tree is not dropped while the row is open."""
+        """Note that a row of this tree was opened, which keeps the tree until it is closed."""
         self._open_rows[tree] = self._open_rows.get(tree, 0) + 1
 
     def row_closed(self, tree: int) -> None:
-        """A row of this tree was closed; a tree without rows and rollouts is dropped."""
+        """Note that a row was closed; a tree without rows and rollouts is dropped."""
         self._open_rows[tree] -= 1
         if not self._open_rows[tree]:
             del self._open_rows[tree]
@@ -348,11 +338,7 @@ class Forest:
         return self.bytes < before
 
     def trim(self, tree: int, target: int) -> bool:
-        """Drop a tree's oldest finished rollouts until it has at most `target` blocks.
-
-        Returns:
-            False if none could be dropped.
-        """
+        """Drop oldest finished rollouts to at most `target` blocks; False if none was dropped."""
         dropped = sequences.trim_tree(
             self.arena, self.state, self.trees, tree, target,
             self._config.min_match, self._rules.max_match,
@@ -361,14 +347,14 @@ class Forest:
         return dropped >= 0
 
     def rollout(self, tree: int, first: int) -> StoredRollouts:
-        """A copy of the tree's sequence named `first`, finished or not."""
+        """Copy the tree's sequence named `first`, finished or not."""
         tokens = np.empty(stored.length(self.arena, first), np.int32)
         length, version = stored.copy(self.arena, first, tokens)
         one = np.array([[length], [version]], np.int32)
         return StoredRollouts(self._key_of[tree], one[0], one[1], tokens)
 
     def finished_rollouts(self) -> Iterator[StoredRollouts]:
-        """Copies of all finished sequences, the least recently used prompt first."""
+        """Yield copies of all finished sequences, the least recently used prompt first."""
         for key, tree in self._keys.items():
             sequences, total = stored.count(self.arena, self.trees, tree)
             if sequences:
@@ -378,11 +364,7 @@ class Forest:
                 yield StoredRollouts(key, lengths, versions, tokens)
 
     def check(self) -> None:
-        """Verify all links, counters and budgets; reads everything.
-
-        Raises:
-            CacheCorrupt: an invariant does not hold; the message says which.
-        """
+        """Verify all links, counters and budgets, or raise CacheCorrupt; reads everything."""
         used = np.array(sorted(self._keys.values()), np.int32)
         problem = check(
             self.arena, self.state, self.trees, used,

@@ -1,4 +1,4 @@
-"""The index of a tree: where its last few tokens were seen before.
+"""The index of a tree, which finds earlier places of its last few tokens.
 
 Every response token, and the last token of the head, is indexed twice: under a hash of the last
 `min_match` tokens up to and including it (its *short* chain) and under one of the last `max_match`
@@ -47,7 +47,7 @@ LARGEST_LOG2 = 27  # a radix tree of four levels
 
 @kernel
 def hash_of(tokens: IntArray, stop: int, length: int) -> int:
-    """Hash of tokens[stop - length : stop]."""
+    """Hash tokens[stop - length : stop]."""
     hashed = 0
     for index in range(stop - length, stop):
         hashed = (hashed * BASE + 1 + int(tokens[index])) & MASK
@@ -64,7 +64,7 @@ def roll_hash(hashed: int, leaving: int, entering: int, scale: int) -> int:
 
 @kernel
 def power_of_base(exponent: int) -> int:
-    """BASE ** exponent modulo 2 ** 32."""
+    """Return BASE ** exponent modulo 2 ** 32."""
     out = 1
     for _ in range(exponent):
         out = (out * BASE) & MASK
@@ -73,7 +73,7 @@ def power_of_base(exponent: int) -> int:
 
 @kernel
 def hash_back(arena: IntArray, position: int, length: int) -> int:
-    """Hash of the `length` tokens that end at a position."""
+    """Hash the `length` tokens that end at a position."""
     hashed = 0
     scale = 1
     for step in range(length):
@@ -86,13 +86,13 @@ def hash_back(arena: IntArray, position: int, length: int) -> int:
 
 @kernel
 def depth_of(log2: int) -> int:
-    """Levels of directories above the leaves of an index with 2 ** log2 buckets per chain."""
+    """Return the levels above the leaves of an index with 2 ** log2 buckets per chain."""
     return log2 // 7  # 2 ** (log2 + 1) words, 7 bits a level
 
 
 @kernel
 def node_at(arena: IntArray, root: int, depth: int, level: int, item: int) -> int:
-    """Address of the `item`-th node of a level; level 0 holds the leaves."""
+    """Return the address of the `item`-th node of a level; level 0 holds the leaves."""
     node = root
     for upper in range(depth - 1, level - 1, -1):
         node = int(arena[node + ((item >> (7 * (upper - level))) & 127)])
@@ -101,14 +101,14 @@ def node_at(arena: IntArray, root: int, depth: int, level: int, item: int) -> in
 
 @kernel
 def bucket(arena: IntArray, root: int, log2: int, hashed: int, chain: int) -> int:
-    """Address of the bucket of a hash; `chain` is SHORT or LONG."""
+    """Return the address of the bucket of a hash; `chain` is SHORT or LONG."""
     word = ((((hashed * GOLDEN) & MASK) >> (32 - log2)) << 1) | chain
     return node_at(arena, root, depth_of(log2), 0, word >> 7) + (word & 127)
 
 
 @kernel
 def index_blocks(log2: int) -> int:
-    """Blocks that an index with 2 ** log2 buckets per chain takes."""
+    """Return the blocks of an index with 2 ** log2 buckets per chain."""
     nodes = max(1, (2 << log2) // BLOCK)
     total = nodes
     while nodes > 1:

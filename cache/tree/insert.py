@@ -45,12 +45,13 @@ from asyncrl.rollout.trajectory import IntArray
 kernel = kernels_of("cache/tree")
 
 DONE, NEED_BLOCKS, TREE_FULL = 0, 1, 2
-"""What `extend` returns: finished; the arena has too few free blocks; the tree is at its limit."""
+"""Return values of `extend`: finished; too few free blocks in the arena; the tree is at its
+limit."""
 
 
 @kernel
 def acceptable(cursors: LongArray, rows: IntArray, tokens: IntArray, offsets: IntArray) -> bool:
-    """Whether `extend` may take these: open rows, rising offsets that fit, tokens from 0 on."""
+    """Return True if `extend` may take these: open rows, rising offsets that fit, valid tokens."""
     if len(offsets) != len(rows) + 1 or offsets[0] != 0 or offsets[len(rows)] != len(tokens):
         return False
     for i in range(len(rows)):
@@ -67,7 +68,7 @@ def acceptable(cursors: LongArray, rows: IntArray, tokens: IntArray, offsets: In
 
 @kernel
 def lacking(state: LongArray, trees: LongArray, tree: int, blocks: int, prompt_blocks: int) -> int:
-    """DONE if a tree may take `blocks` more, else the code of the limit that forbids it."""
+    """Return DONE if a tree may take `blocks` more, else the code of the limit that forbids it."""
     state[NEEDED] = blocks
     if trees[tree, BLOCKS] + blocks > prompt_blocks:
         return TREE_FULL
@@ -88,7 +89,7 @@ def prepare(
     prompt_blocks: int,
     grow: bool,
 ) -> int:
-    """Make sure that one more token of `row` can be stored and indexed; returns a code."""
+    """Ensure that one more token of `row` can be stored and indexed; return a code."""
     tree = cursors[row, TREE]
     if cursors[row, OWN] == 0:
         code = lacking(state, trees, tree, 1 if trees[tree, ROOT] else 2, prompt_blocks)
@@ -130,14 +131,13 @@ def extend(
     experience: Experience,
     learning: bool,
 ) -> int:
-    """Append rows' tokens; returns a code.
+    """Append rows' tokens; return a code.
 
-    Where there is no room it stops at state[AT_ROW], state[AT_TOKEN], with the blocks it needs in
-    state[NEEDED]. Called again with the same arguments, it resumes from there.
-
-    Row i of `[B]` rows appends tokens[offsets[i] : offsets[i+1]]. A tree has at most
-    `prompt_blocks` blocks. If `grow`, an index is enlarged when its chains become long. If
-    `learning`, the estimates learn how good the last drafts were.
+    Without room it stops at state[AT_ROW], state[AT_TOKEN], with the blocks it needs in
+    state[NEEDED]. Called again with the same arguments, it resumes from there. Row i of `[B]` rows
+    appends tokens[offsets[i] : offsets[i+1]]. A tree has at most `prompt_blocks` blocks. If `grow`,
+    an index is enlarged when its chains become long. If `learning`, the last drafts' outcomes are
+    counted.
     """
     tested = 0
     max_match = rings.shape[1]

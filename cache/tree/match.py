@@ -1,8 +1,8 @@
-"""Where a row's recent tokens were seen before, to vote on the next one.
+"""Finds earlier places of a row's recent tokens, which vote on the next one.
 
 A *candidate* is a position whose past equals the row's; the token after it is its vote. A vote
 counts less the more policy versions ago it was generated, the further it is from the row's own
-place in its response and, where no match is long, the shorter its match is.
+place in its response and, if no match is long, the shorter its match is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VISITS = 4
 SHORTER = np.float32(0.25)
 """Factor on a vote for each token that its match is shorter than the longest."""
 OLDEST = 1 / 16
-"""Lowest weight of an old vote: where nothing newer is known it is still the best guess."""
+"""Lowest weight of an old vote: without anything newer it is still the best guess."""
 FAR = 0.1
 """Lowest weight of a distant candidate: a row shifted against its siblings must draft too."""
 UNKNOWN = -(1 << 30)
@@ -42,7 +42,7 @@ UNKNOWN = -(1 << 30)
 
 
 class Rules(NamedTuple):
-    """Settings of the cache, as compiled code takes them."""
+    """Settings of the cache for compiled code."""
 
     min_match: int
     max_match: int
@@ -53,13 +53,12 @@ class Rules(NamedTuple):
 
 
 class Search(NamedTuple):
-    """What is searched, and by which rules."""
+    """The searched trees and the rules."""
 
     arena: IntArray
     trees: LongArray
     rules: Rules
     policy_version: int
-    """The current one."""
 
 
 class RowState(NamedTuple):
@@ -81,11 +80,11 @@ class Candidates(NamedTuple):
     lengths: IntArray
     """`[K]` tokens of the match."""
     weights: FloatArray
-    """`[K]` of the vote."""
+    """`[K]` weight of the vote."""
 
 
 def version_weights(half_life: float) -> FloatArray:
-    """Weight of a vote by its age in policy versions."""
+    """Return the weights of votes by age in policy versions."""
     versions = np.arange(min(int(4 * half_life) + 2, 1 << 16))
     weights: FloatArray = np.maximum(np.exp2(-versions / half_life), OLDEST).astype(np.float32)
     return weights
@@ -93,7 +92,7 @@ def version_weights(half_life: float) -> FloatArray:
 
 @kernel
 def agreement(arena: IntArray, position: int, tokens: IntArray, stop: int, longest: int) -> int:
-    """How many tokens up to `position` equal those before tokens[stop], at most `longest`."""
+    """Return how many tokens, up to `longest`, before `position` and tokens[stop] are equal."""
     for length in range(longest):
         if arena[position] != tokens[stop - 1 - length]:
             return length
@@ -104,13 +103,13 @@ def agreement(arena: IntArray, position: int, tokens: IntArray, stop: int, longe
 
 @kernel
 def version_weight(version: int, policy_version: int, weights: FloatArray) -> float:
-    """Weight of a vote that `version` generated, now that `policy_version` generates."""
+    """Return the weight of a vote of `version` under `policy_version`."""
     return float(weights[min(abs(policy_version - version), len(weights) - 1)])
 
 
 @kernel
 def nearness(arena: IntArray, position: int, expected: int) -> float:
-    """Weight of a candidate by its distance from the `expected` index in its response."""
+    """Return the weight of a candidate by its distance from the `expected` index."""
     if expected < UNKNOWN // 2:
         return 1.0
     return max(FAR, 1.0 / (1.0 + abs(index_of(arena, position) - expected)))
@@ -118,7 +117,7 @@ def nearness(arena: IntArray, position: int, expected: int) -> float:
 
 @kernel
 def last_index(arena: IntArray, own: int, end: int) -> int:
-    """`RowState.last` of a row with sequence `own`, whose last token is at position `end`."""
+    """Return `RowState.last` of a row with sequence `own`, whose last token is at `end`."""
     if own > 0:
         return index_of(arena, end)
     return -1 if own == 0 else UNKNOWN
@@ -139,9 +138,7 @@ def walk(
 ) -> tuple[int, int, int]:
     """Add positions of a chain whose match is at least `shortest` and below `below` tokens long.
 
-    Returns:
-        the new number of candidates, the longest match among those added, and the newest position
-        in the row's own sequence (0: none).
+    Returns the number of candidates, the longest new match, and the newest own position (0: none).
     """
     # Looked up once: each access to an array of a tuple counts its references.
     arena = search.arena
@@ -185,13 +182,12 @@ def collect(
     blend: float,
     candidates: Candidates,
 ) -> tuple[int, int]:
-    """Find candidates; returns their number and the length of the longest match.
+    """Find candidates; return their number and the length of the longest match.
 
-    What is drafted is the token after past[:stop], `ahead` tokens after the row's last one. When
-    only a few candidates have a long match, those with shorter ones share `blend` votes.
-
-    Positions in the row's own sequence count only when there are no others, and only with a long
-    match: a row that repeats itself. The match is then reported as max_match + 1 long.
+    The drafted token is the one after past[:stop], `ahead` tokens after the row's last one. When
+    only a few candidates have a long match, those with shorter ones share `blend` votes. Positions
+    in the row's own sequence count only when there are no others, and only with a long match: a row
+    that repeats itself. The match is then reported as max_match + 1 long.
     """
     if search.trees[row.tree, ROOT] == 0:
         return 0, 0
@@ -226,8 +222,7 @@ def move_on(
 ) -> tuple[int, float, bool]:
     """Move positions[start:stop] one token ahead and drop those at the end of their sequence.
 
-    Returns:
-        the new stop, the weight of all votes, whether there are votes and all are for one token.
+    Returns the new stop, the weight of all votes, and True if all votes are for one token.
     """
     alive = start
     total = 0.0

@@ -23,8 +23,6 @@ decode step, and compiled kernels do the work:
     forest                     the Python side: trees and their budget
 
 The cache can only change speed, never what is sampled (see `asyncrl.rollout.acceptance`).
-
-The open rows: place in the tree, last tokens, and latest guesses.
 """
 
 from __future__ import annotations
@@ -49,19 +47,14 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
 class OpenRows:
-    """Row handles, and the arrays in which compiled code keeps the state of each row.
-
-    Args:
-        config: length of the shortest match, and of the longest draft.
-        rules: match length, and what is doubted at first.
-    """
+    """Row handles, and the arrays in which compiled code keeps the state of each row."""
 
     def __init__(self, config: CacheConfig, rules: TreeRules) -> None:
         self._min_match = config.min_match
         self.cursors: LongArray = np.full((16, arena.CURSOR_WORDS), arena.CLOSED, np.int64)
         """`[R, CURSOR_WORDS]` see `asyncrl.cache.tree.arena`."""
         self.rings: IntArray = np.zeros((16, rules.max_match), np.int32)
-        """`[R, max_match]` the last tokens of each row, as a ring; -1 where there are fewer."""
+        """`[R, max_match]` the last tokens of each row, as a ring; -1 if there are fewer."""
         # A tree makes more guesses than it drafts, and all of them teach something.
         width = 2 * config.draft_tokens + 8
         self.experience = estimate.no_experience(rules.max_match, rules.doubt, 16, width)
@@ -71,14 +64,9 @@ class OpenRows:
         return len(self.cursors) - len(self._free)
 
     def add(self, tree: int, tail: IntArray) -> int:
-        """Open a row.
+        """Open a row with the last tokens `tail` `[C]` of its context; return its handle.
 
-        Args:
-            tree: its tree, or DETACHED.
-            tail: `[C]` the last tokens of its context, at most `max_match`.
-
-        Returns:
-            the row's handle.
+        `tree` is its tree, or DETACHED; `tail` has at most `max_match` tokens.
         """
         if not self._free:
             size = len(self.cursors)
@@ -101,11 +89,7 @@ class OpenRows:
         return row
 
     def remove(self, row: int) -> tuple[int, int]:
-        """Close a row; returns its tree and the name of its sequence.
-
-        Raises:
-            ValueError: the row is not open.
-        """
+        """Close an open row (else ValueError); return its tree and the name of its sequence."""
         if not 0 <= row < len(self.cursors) or self.cursors[row, arena.TREE] == arena.CLOSED:
             raise ValueError(f"row {row} is not open: closed twice, or never opened")
         tree, own = int(self.cursors[row, arena.TREE]), int(self.cursors[row, arena.OWN])
@@ -114,11 +98,7 @@ class OpenRows:
         return tree, own
 
     def require_open(self, rows: ArrayLike) -> IntArray:
-        """`rows` as an int32 vector.
-
-        Raises:
-            ValueError: one of them is not open.
-        """
+        """Return `rows` as an int32 vector. Raises ValueError if one of them is not open."""
         handles = int32_values("rows", rows)
         known = (handles >= 0) & (handles < len(self.cursors))
         if not known.all() or (self.cursors[handles, arena.TREE] == arena.CLOSED).any():
@@ -131,7 +111,7 @@ class OpenRows:
         return handles
 
     def sequences(self) -> list[int]:
-        """Names of the sequences that open rows are appending to."""
+        """Return names of the sequences that open rows are appending to."""
         own = self.cursors[self.cursors[:, arena.TREE] >= 0, arena.OWN]
         return [int(name) for name in own if name > 0]
 
@@ -162,7 +142,6 @@ class CacheStats:
     bytes: int
     """Gauge: bytes of the cached rollouts, indexes included; never above `max_bytes`."""
     max_bytes: int
-    """The budget."""
     tokens: int
     """Gauge: response tokens in the cache."""
     sequences: int
@@ -170,7 +149,6 @@ class CacheStats:
     trees: int
     """Gauge: prompts with a tree."""
     rows: int
-    """Gauge: open rows."""
     inserted_tokens: int
     """Counter: accepted tokens passed to `extend`."""
     evicted_tokens: int
@@ -178,15 +156,12 @@ class CacheStats:
     refused_tokens: int
     """Counter: accepted tokens that were not stored for lack of room."""
     drafted: int
-    """Counter: drafted tokens."""
 
 
 class RolloutCache:
     """Trees of rollouts within a byte budget; see the module's docstring for an example.
 
-    Args:
-        config: budgets and drafting rules. With `enabled=False` every row drafts nothing.
-        rules: how trees are searched.
+    With `config.enabled` False every row drafts nothing.
     """
 
     def __init__(self, config: CacheConfig, rules: TreeRules = RUN_RULES) -> None:
@@ -203,20 +178,15 @@ class RolloutCache:
         self._inserted = self._drafted = 0
 
     def open(self, key: str, context: IntArray) -> int:
-        """Open a row for a request that starts.
+        """Open a row for a request that starts; return its handle.
 
-        Args:
-            key: names the prompt's tree; "" opens a row that neither stores nor drafts.
-            context: `[C]` prompt tokens and the response tokens that the request resumes from.
-                The first draft is matched by its end, which should be the same for all samples of
-                a prompt; only the last `max_match` tokens are used.
+        `key` names the prompt's tree; "" opens a row that neither stores nor drafts. `context`
+        `[C]` is the prompt and the response tokens that the request resumes from. The first draft
+        is matched by its end, which should be the same for all samples of a prompt; only the last
+        `max_match` tokens are used.
 
-        Returns:
-            the row's handle.
-
-        Raises:
-            TypeError: key is not a string, or context does not hold integers.
-            ValueError: a token is negative or does not fit 32 bits.
+        Raises TypeError if the key is not a string or the context does not hold integers;
+        ValueError if a token is negative or does not fit 32 bits.
         """
         if not isinstance(key, str):
             raise TypeError(f"a cache key must be a str, not {type(key).__name__}")
@@ -228,11 +198,7 @@ class RolloutCache:
         return row
 
     def close(self, row: int) -> None:
-        """Close the row of a request that ended. Its tokens stay; its handle may be reused.
-
-        Raises:
-            ValueError: the row is not open.
-        """
+        """Close a row; its tokens stay, its handle may be reused. ValueError if it is not open."""
         tree, own = self._rows.remove(row)
         if tree < 0:
             return
@@ -243,14 +209,9 @@ class RolloutCache:
     def extend(self, rows: IntArray, tokens: IntArray, offsets: IntArray) -> None:
         """Append accepted tokens to rows; other rows can draft them at once.
 
-        Args:
-            rows: `[B]` open rows.
-            tokens: `[N]` accepted response tokens, row after row.
-            offsets: `[B+1]`, rising from 0 to N; row i accepted tokens[offsets[i] : offsets[i+1]].
-
-        Raises:
-            ValueError: a row is not open, the offsets do not fit, or a token is negative or above
-                2 ** 31 - 1. Nothing was changed.
+        Row i of `[B]` open rows accepted tokens[offsets[i] : offsets[i+1]]; `offsets` `[B+1]` rise
+        from 0 to N. Raises ValueError if a row is not open, the offsets do not fit, or a token is
+        negative or above 2 ** 31 - 1; nothing was changed.
         """
         vectors = all(_is_int32_vector(one) for one in (rows, tokens, offsets))
         if not vectors or not insert.acceptable(self._rows.cursors, rows, tokens, offsets):
@@ -268,15 +229,9 @@ class RolloutCache:
     ) -> Drafts:
         """Draft the expected continuations of rows, at most `budgets[i]` tokens each.
 
-        Args:
-            rows: `[B]` open rows.
-            budgets: `[B]` most tokens for each row; `max_draft_tokens` is a limit too.
-            branching: token trees of the nodes with the highest path probabilities; otherwise
-                chains.
-            min_probability: lowest path probability; `config.min_probability` is a limit too.
-
-        Raises:
-            ValueError: a row is not open, or a budget is negative or missing.
+        `max_draft_tokens` and `config.min_probability` are limits too. Drafts are token trees of
+        the nodes with the highest path probabilities if `branching`, otherwise chains. Raises
+        ValueError if one of `[B]` rows is not open, or a budget is negative or missing.
         """
         rows = self._rows.require_open(rows)
         budgets = int32_values("budgets", budgets, minimum=0)
@@ -297,12 +252,9 @@ class RolloutCache:
         return Drafts(tokens[:total], parents[:total], offsets, probabilities[:total])
 
     def advance(self, policy_version: int) -> None:
-        """Set the policy version that generates from now on; votes of distant ones count less.
+        """Set the current policy version, which may fall; votes of distant ones count less.
 
-        The version may also fall (a run that returns to a checkpoint): the distance counts.
-
-        Raises:
-            ValueError: it is negative or above 2 ** 31 - 1.
+        Raises ValueError if it is negative or above 2 ** 31 - 1.
         """
         version = int32_values("policy_version", [policy_version], minimum=0)[0]
         self._forest.state[arena.POLICY_VERSION] = version
@@ -310,14 +262,7 @@ class RolloutCache:
     def insert(
         self, key: str, context: IntArray, tokens: IntArray, policy_version: int | None = None
     ) -> None:
-        """Add a finished rollout (from a snapshot or another generator): open, extend, close.
-
-        Args:
-            key: as for `open`.
-            context: as for `open`.
-            tokens: `[N]` the response.
-            policy_version: that generated it; None: the current one.
-        """
+        """Add a finished rollout of `policy_version` (None: the current one)."""
         values = int32_values("tokens", tokens, minimum=0)
         state = self._forest.state
         current = state[arena.POLICY_VERSION]
@@ -331,13 +276,9 @@ class RolloutCache:
             state[arena.POLICY_VERSION] = current
 
     def stored_rollout(self, row: int) -> StoredRollouts | None:
-        """What an open row has stored: its head and its response so far.
+        """Return the head and response that an open row has stored; None if it stores nothing.
 
-        Returns:
-            None if it has stored nothing yet, or stopped storing for lack of room.
-
-        Raises:
-            ValueError: the row is not open.
+        Raises ValueError if the row is not open.
         """
         row = int(self._rows.require_open(np.array([row]))[0])
         cursor = self._rows.cursors[row]
@@ -347,14 +288,14 @@ class RolloutCache:
         return self._forest.rollout(tree, own)
 
     def finished_rollouts(self) -> Iterator[StoredRollouts]:
-        """All rollouts without an open row, prompt by prompt, the least recently used first.
+        """Yield all rollouts without an open row, prompt by prompt, the least recently used first.
 
-        The cache must not be used meanwhile.
+        The cache must not be used during this.
         """
         return self._forest.finished_rollouts()
 
     def stats(self) -> CacheStats:
-        """Gauges and counters; takes no time."""
+        """Return gauges and counters; takes no time."""
         state = self._forest.state
         return CacheStats(
             bytes=self._forest.bytes,
@@ -370,11 +311,7 @@ class RolloutCache:
         )
 
     def check(self) -> None:
-        """Verify the whole cache. For tests and idle moments: it reads everything.
-
-        Raises:
-            CacheCorrupt: an invariant does not hold; the message says which.
-        """
+        """Verify the whole cache, or raise CacheCorrupt; reads everything."""
         self._forest.check()
         words = self._forest.arena
         if any(not words[name + arena.SEQ_OPEN] for name in self._rows.sequences()):
@@ -383,7 +320,7 @@ class RolloutCache:
     def _checked(
         self, rows: IntArray, tokens: IntArray, offsets: IntArray
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """The arguments of `extend` as int32 vectors; raises what it says."""
+        """Check the arguments of `extend`; return them as int32 vectors."""
         rows = self._rows.require_open(rows)
         tokens = int32_values("tokens", tokens, minimum=0)
         offsets = int32_values("offsets", offsets, minimum=0)
@@ -425,7 +362,7 @@ class RolloutCache:
 
 
 def _is_int32_vector(array: object) -> bool:
-    """Whether compiled code takes it as it is."""
+    """Return True if compiled code takes it as it is."""
     return (
         isinstance(array, np.ndarray)
         and array.dtype == np.int32
@@ -436,10 +373,7 @@ def _is_int32_vector(array: object) -> bool:
 
 
 def warm_up() -> None:
-    """Load the compiled kernels, or compile them (some seconds, once per machine and version).
-
-    An engine calls this at its start, so that the first decode step does not wait for the compiler.
-    """
+    """Load the compiled kernels, or compile them, before the first decode step."""
     cache = RolloutCache(CacheConfig(max_bytes=1 << 14))
     for _ in range(2):
         cache.insert("warm up", np.arange(4, dtype=np.int32), np.arange(9, dtype=np.int32))

@@ -41,7 +41,7 @@ def begin_sequence(
     ring: IntArray,
     at: int,
 ) -> int:
-    """Start a sequence with its head, copied from the row's ring; returns its name."""
+    """Start a sequence with its head, copied from the row's ring; return its name."""
     first = allocate(arena, state)
     if first == 0:
         return 0
@@ -67,7 +67,7 @@ def begin_sequence(
 def append_token(
     arena: IntArray, state: LongArray, trees: LongArray, tree: int, end: int, token: int
 ) -> int:
-    """Append a token to a sequence; returns its position, or 0 when there is no room."""
+    """Append a token to a sequence; return its position, or 0 when there is no room."""
     block = end & -BLOCK
     used = int(arena[block + USED])
     if used == SPAN:
@@ -92,7 +92,7 @@ def append_token(
 def release_sequence(
     arena: IntArray, state: LongArray, trees: LongArray, tree: int, first: int, max_match: int
 ) -> int:
-    """Free a sequence's blocks; returns its response tokens. Links to it are the caller's job."""
+    """Free a sequence's blocks; return its response tokens. The caller updates links to it."""
     tokens = -max_match
     block = first
     while block:
@@ -116,11 +116,7 @@ def trim_tree(
     min_match: int,
     max_match: int,
 ) -> int:
-    """Drop a tree's oldest finished sequences until it takes at most `target` blocks.
-
-    Returns:
-        the response tokens dropped; -1 when no sequence could be dropped.
-    """
+    """Drop oldest finished sequences to at most `target` blocks; return their tokens, -1: none."""
     dropped = 0
     count = 0
     kept_last = 0

@@ -1,7 +1,7 @@
 """Stored rollouts outside the arena, for snapshots and other processes.
 
-A stored rollout is its *head* (the `max_match` tokens before the response; -1 where the context
-was shorter) followed by the response. The kernels here read the arena and never change it.
+A stored rollout is its *head* (the `max_match` tokens before the response; -1 if the context was
+shorter) followed by the response. The kernels here read the arena and never change it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class StoredRollouts:
     """Rollouts of one prompt, oldest first."""
 
     key: str
-    """The prompt's key in the cache."""
     lengths: IntArray
-    """`[S]` tokens of each rollout, head included; more than the head has."""
+    """`[S]` tokens of each rollout, including its head; more than the head has."""
     versions: IntArray
     """`[S]` policy version that generated the last token of each."""
     tokens: IntArray
@@ -39,12 +38,9 @@ class StoredRollouts:
 
 
 def are_valid_tokens(heads: IntArray, tokens: IntArray, vocabulary: int) -> bool:
-    """Whether rollouts read from elsewhere hold token ids only, and -1 only to pad their heads.
+    """Return True if rollouts hold only token ids, and -1 only to pad their heads.
 
-    Args:
-        heads: `[S, H]` the first H of the tokens of each rollout.
-        tokens: `[N]` all tokens, heads included; not empty.
-        vocabulary: token ids are below it.
+    `heads` `[S, H]` are the first H of the tokens of each rollout, and `tokens` `[N]` all of them.
     """
     padding = heads < 0
     at_front = bool((padding[:, :-1] | ~padding[:, 1:]).all())
@@ -58,7 +54,7 @@ def are_valid_tokens(heads: IntArray, tokens: IntArray, vocabulary: int) -> bool
 
 @kernel
 def length(arena: IntArray, first: int) -> int:
-    """Tokens of a sequence, its head included."""
+    """Return the number of tokens of a sequence, including its head."""
     tokens = 0
     block = first
     while block:
@@ -69,7 +65,7 @@ def length(arena: IntArray, first: int) -> int:
 
 @kernel
 def copy(arena: IntArray, first: int, out: IntArray) -> tuple[int, int]:
-    """Write a sequence, head first, to the front of `out`; returns its tokens and its version."""
+    """Write a sequence, head first, to the front of `out`; return its tokens and its version."""
     at = 0
     version = 0
     block = first
@@ -84,7 +80,7 @@ def copy(arena: IntArray, first: int, out: IntArray) -> tuple[int, int]:
 
 @kernel
 def count(arena: IntArray, trees: LongArray, tree: int) -> tuple[int, int]:
-    """Finished sequences of a tree, and their tokens, heads included."""
+    """Return the finished sequences of a tree, and their tokens, heads included."""
     sequences = 0
     tokens = 0
     first = trees[tree, FIRST]

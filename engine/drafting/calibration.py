@@ -1,8 +1,7 @@
 """Maps estimated acceptance probabilities to observed ones, learned while running.
 
-A drafter estimates how likely each node is to be accepted, and whether a draft pays depends on that
-number. So estimates are compared with outcomes, in bins of the estimate, and mapped by a rising
-curve through the bins. Bins are fine where it matters: at a large batch only nodes above 0.97 pay.
+Estimates are compared with outcomes in bins and mapped by a rising curve through the bins, which
+are fine where it matters: at a large batch only nodes above 0.97 pay.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ EDGES: Floats = np.array(
     [0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995,
      0.998]
 )  # fmt: skip
-"""Bounds of the bins."""
 BINS = len(EDGES) + 1
 WINDOW: Floats = np.where(np.arange(BINS) < 10, 400.0, 1500.0)
 """Nodes that each bin remembers. With 1,500 a mean of 0.97 has a standard error of 0.004."""
 DOUBT = 6.0
 """Weight of the estimate itself, in nodes. More than 1, because nodes of a path fail together."""
 RECENT = 80.0
-"""Nodes in a bin's recent mean. Where it differs clearly, older nodes are forgotten."""
+"""Nodes in a bin's recent mean. If it differs clearly, older nodes are forgotten."""
 CLEAR_CHANGE = 36.0
 """Squared standard errors of a clear difference: 2.5 to 3 of them, doubled because nodes of a path
 fail together."""
 FADE = 0.999
 """Decay of all bins per batch of outcomes: a bin without new nodes yields to its neighbours."""
 _BATCH_CALLS, _BATCH_NODES = 8, 256
-"""Outcomes are collected up to these many calls or nodes: one update is cheaper than eight."""
+"""Outcomes are learned in batches of this many calls or nodes."""
 
 _CENTRES: Floats = (np.concatenate(([0.0], EDGES)) + np.concatenate((EDGES, [1.0]))) / 2
 
@@ -80,13 +78,13 @@ class Calibration:
             self._learn(np.clip(np.nan_to_num(estimates), 0.0, 1.0), accepted)
 
     def apply(self, estimates: NDArray[np.floating]) -> Floats:
-        """`[N]` observed acceptance rate of nodes with these estimates, each from 0 to 1."""
+        """Map estimates to observed acceptance rates `[N]` in [0, 1]."""
         at, value = self._curve()
         mapped: Floats = np.interp(estimates, at, value)
         return mapped
 
     def optimistic(self, estimates: NDArray[np.floating]) -> Floats:
-        """As `apply`, but never below the estimate itself: an optimistic value to explore with."""
+        """Like `apply`, but never below the estimate: an optimistic value to explore with."""
         higher: Floats = np.maximum(self.apply(estimates), estimates)
         return higher
 

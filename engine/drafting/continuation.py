@@ -1,12 +1,11 @@
 """Earlier continuations of responses, which are drafted from first.
 
-A request may bring the text that its response once continued with. While the response follows that
-text, the rest of it is the draft. A token that differs is first taken for a substitution, and the
-draft continues after it. If the next token differs too, the text is searched around the cursor for
-the last few tokens that were generated; where they are found, drafting resumes, but never with a
-token that was already rejected there. A wrong draft costs time, never exactness.
+While a response follows the text that once continued it, the rest of the text is the draft. A token
+that differs is first taken for a substitution. If the next one differs too, the text is searched
+around the cursor for the last few generated tokens; if they are found, drafting resumes, but never
+with a token that was already rejected there.
 
-A response is known by a slot, a small number that the caller chooses.
+A response is identified by its slot, a small number that the caller chooses.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ Index = NDArray[np.integer[Any]]
 _ANCHOR = 3
 """Tokens that must agree before a text is followed again."""
 _REACH = 8
-"""How far from the cursor they are searched for, in tokens."""
 _AGREEMENT = 0.95
 """Estimated probability that a followed text's next token is generated again."""
 _BACK = np.arange(-_ANCHOR, 0)
@@ -31,7 +29,7 @@ _SHIFTS = np.array(sorted(range(-_REACH, _REACH + 1), key=abs))
 
 
 def path_probabilities(length: int) -> FloatArray:
-    """`[length]` estimated probabilities that a followed text is accepted up to each token."""
+    """Return `[length]` estimated probabilities that a text is accepted up to each token."""
     return np.power(np.float32(_AGREEMENT), np.arange(1, length + 1, dtype=np.float32))
 
 
@@ -44,7 +42,7 @@ class Continuations:
         self._cursor = np.zeros(0, np.int64)
         self._following = np.zeros(0, np.bool_)
         self._rejected = np.zeros(0, np.int64)
-        """By slot: place in the text of the last token that was rejected; -1: none."""
+        """Place in each slot's text of the last token that was rejected; -1: none."""
         self._active = 0
 
     def __len__(self) -> int:
@@ -69,7 +67,7 @@ class Continuations:
             self._active -= 1
 
     def move(self, source: int, target: int) -> None:
-        """Move a response to the slot `target`; what was in that slot is forgotten."""
+        """Move a response to the slot `target`, overwriting what was there."""
         self.end(target)
         if source < len(self._length) and self._length[source]:
             self._make_room(target + 1, 0)
@@ -90,15 +88,9 @@ class Continuations:
     def follow(
         self, slots: Index, grown: Index, table: IntArray, rows: Index, ends: Index, starts: Index
     ) -> None:
-        """Move cursors past the tokens that responses have just got.
+        """Move cursors past the `grown` new tokens of responses, all `[n]`.
 
-        Args:
-            slots: `[n]`
-            grown: `[n]` number of new tokens of each response.
-            table: `[R, M]` tokens of all contexts.
-            rows: `[n]` each response's row of the table.
-            ends: `[n]` where each response ends in its row; the new tokens come last.
-            starts: `[n]` where it starts there.
+        Response i is table[rows[i], starts[i] : ends[i]], the new tokens last.
         """
         if not self._active:
             return
@@ -126,7 +118,7 @@ class Continuations:
             self._find_again(slots[lost], tail, enough)
 
     def left(self, slots: Index) -> NDArray[np.int64]:
-        """`[n]` tokens that each slot's text can still propose; 0 where it is not followed."""
+        """Return `[n]` tokens that each slot's text can still propose; 0 if it is not followed."""
         left = np.zeros(len(slots), np.int64)
         if self._active:
             known = np.flatnonzero((slots >= 0) & (slots < len(self._length)))
@@ -136,7 +128,7 @@ class Continuations:
         return left
 
     def propose(self, slots: Index, width: int) -> IntArray:
-        """`[n, width]` the next tokens of each text; those beyond `left` are meaningless."""
+        """Return `[n, width]` next tokens of each text; those beyond `left` are meaningless."""
         return _take(self._text, slots, self._cursor[slots][:, None] + np.arange(width))
 
     def _find_again(self, slots: Index, tail: IntArray, enough: NDArray[np.bool_]) -> None:

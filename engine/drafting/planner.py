@@ -1,12 +1,7 @@
-"""DraftPlanner: decides from measured step times how much a decode step drafts, for every engine.
+"""Decides from measured step times how much a decode step drafts, for every engine.
 
-A step that verifies drafts feeds more tokens through the model. Up to some number of tokens a
-forward pass costs the same, because it waits for the weights from memory; beyond it each token
-costs its share of arithmetic. The planner is told what each step cost and which drafts were
-accepted, and picks the number of draft tokens that gives the most tokens per second. At a large
-batch that number is 0.
-
-A step, as an engine uses it:
+Up to some number of tokens a forward pass costs the same, because it waits for the weights from
+memory; beyond it each token costs its share of arithmetic. An engine uses the planner so:
 
     budgets, min_probability = planner.ask(left, other_tokens=...)     # what to ask the cache for
     drafts = cache.draft(rows, budgets, min_probability=min_probability)
@@ -16,10 +11,9 @@ A step, as an engine uses it:
     planner.judge(path_probabilities_of_fed_nodes, accepted_flags)
 
 With S(m) the expected tokens of a step that feeds the m best nodes, and T(m) its seconds, the step
-takes the m with the largest S - rate x T, where `rate` is what recent steps yield. What is unknown
-(a batch size never drafted for, a cost measured long ago) is explored. A budget of seconds, the
-bank, pays for exploration; it fills with a small share of the time, which bounds the cost.
-Reasons and alternatives: docs/decisions/0006.
+takes the m with the largest S - rate x T, where `rate` is what recent steps yield. A budget of
+seconds, the bank, pays for exploration; it fills with a small share of the time. Reasons and
+alternatives: docs/decisions/0006.
 """
 
 from __future__ import annotations
@@ -38,24 +32,24 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray
 TRYING = 0.004
 """Share of the time that may be spent on exploration."""
 _BANK_STEPS = 4.0
-"""The bank holds at most this many ordinary steps."""
+"""Capacity of the bank, in ordinary steps."""
 _ADVANCE_STEPS = 8.0
-"""The bank holds this many ordinary steps at first."""
+"""Initial balance of the bank, in ordinary steps."""
 _MIN_GAIN = 0.003
-"""Smallest relative gain that counts as one."""
+"""Smallest relative gain that counts."""
 _PAUSE = 6
 """Steps between two explorations."""
 _UNLEARNED = 64
-"""Steps that are learned from together, if no decision needs them before: each costs less then."""
+"""Steps that are learned from together, if no decision needs them earlier; this is cheaper."""
 _GROWTH = 2
 """A step feeds at most this many times the tokens of the largest step seen (and 16 more)."""
 
 
 class Planner(Protocol):
-    """Decides how much to draft, step by step. `DraftPlanner` is the one that learns."""
+    """Decides step by step how much to draft; `DraftPlanner` is the one that learns."""
 
     def declines(self, rows: int) -> bool:
-        """Whether nothing will be drafted for a step of so many rows; then `ask` is not called."""
+        """Return True if a step of this many rows drafts nothing; `ask` is then not called."""
 
     def ask(self, left: IntArray, *, other_tokens: int = 0) -> tuple[IntArray, float]:
         """Decide what to ask the cache for: budgets `[n]` and the least path probability."""
@@ -66,15 +60,13 @@ class Planner(Protocol):
         """Decide how many of each row's proposed nodes to feed: `[n]`."""
 
     def observe(self, *, tokens: int, rows: int, context: int, seconds: float) -> None:
-        """Learn what a step cost."""
+        """Learn the cost of a step; see `DraftPlanner.observe`."""
 
     def judge(self, path_probabilities: FloatArray, accepted: NDArray[np.bool_]) -> None:
         """Learn which of the nodes that were fed were accepted."""
 
 
 class _Step(NamedTuple):
-    """A step that was observed, as `DraftPlanner.observe` is told of it."""
-
     tokens: int
     rows: int
     context: int
@@ -84,21 +76,16 @@ class _Step(NamedTuple):
 
 @dataclass(slots=True)
 class _Scale:
-    """What was learned at batches of about one size."""
+    """State learned at batches of about one size."""
 
     gain: float = 0.1
-    """Relative gain in tokens per second by drafting, a mean over recent steps."""
+    """Mean relative gain in tokens per second from drafting, over recent steps."""
     cut: float = 0.0
-    """Path probability of the best node not worth feeding, a mean over recent steps."""
+    """Mean path probability of the best node not worth feeding, over recent steps."""
 
 
 class DraftPlanner:
-    """Chooses draft lengths for one engine. It has no clock and no randomness.
-
-    Args:
-        max_step_tokens: most tokens of a step.
-        max_draft_tokens: most draft tokens of one row.
-    """
+    """Chooses draft lengths for one engine, without a clock or randomness."""
 
     def __init__(self, *, max_step_tokens: int, max_draft_tokens: int) -> None:
         self._max_step_tokens = max_step_tokens
@@ -115,11 +102,7 @@ class DraftPlanner:
         self._unlearned: list[_Step] = []
 
     def declines(self, rows: int) -> bool:
-        """Whether `ask` would decline for so many rows, by what needs no arrays.
-
-        Args:
-            rows: of the step, those that take in a prompt included.
-        """
+        """Return True if `ask` would decline, judged without arrays."""
         self._asked = 0
         if min(self._max_step_tokens - rows, self._max_draft_tokens) <= 0:
             return True
@@ -127,16 +110,12 @@ class DraftPlanner:
         return not exploring and self._scale_of(rows).gain <= _MIN_GAIN
 
     def ask(self, left: IntArray, *, other_tokens: int = 0) -> tuple[IntArray, float]:
-        """Decide what to ask the cache for. If all budgets are 0, it need not be asked.
+        """Decide what to ask the cache for; each row may generate `left` `[n]` more tokens.
 
-        Args:
-            left: `[n]` tokens that each running row may still generate before its limit; 1 or less
-                if it has nothing to draft from.
-            other_tokens: tokens of the same step that belong to no decoding row (prompts).
-
-        Returns:
-            `[n]` most draft tokens of each row, and the smallest path probability worth drafting.
-            No row drafts its last token: the draw after its last draft generates it anyway.
+        Returns `[n]` most draft tokens of each row (all 0: do not ask), and the smallest path
+        probability worth drafting. A row does not draft its last token: the draw after its last
+        draft generates it anyway. `other_tokens` of the same step belong to no decoding row
+        (prompts).
         """
         rows = len(left)
         self._asked = 0
@@ -160,11 +139,8 @@ class DraftPlanner:
     ) -> IntArray:
         """Decide how many of each row's proposed nodes to feed: the first `keep[i]` of row i.
 
-        Args:
-            path_probabilities: `[N]` as in `cache.tree.rollout_tree.Drafts`, falling within a row.
-            offsets: `[n+1]`
-            rows: n, the decoding rows; each feeds one ordinary token besides its drafts.
-            other_tokens: as in `ask`.
+        Arguments are those of `Drafts`. Each of the `rows` feeds one ordinary token besides its
+        drafts.
         """
         base = rows + other_tokens
         lengths = np.diff(offsets)
@@ -178,20 +154,16 @@ class DraftPlanner:
         return _prefixes(keys, ranked, best, offsets, self._max_draft_tokens)
 
     def observe(self, *, tokens: int, rows: int, context: int, seconds: float) -> None:
-        """Learn what a step cost.
+        """Learn the cost of a step that fed `tokens`, including drafts and prompts.
 
-        Args:
-            tokens: fed through the model, drafts and prompts included.
-            rows: decoding rows.
-            context: keys that these rows attended to, summed over the rows.
-            seconds: from the start of this step to the start of the next, idle time left out.
+        `context` are the keys that its decoding rows attended to, summed; `seconds` last from the
+        start of this step to the start of the next, without idle time.
         """
         self._unlearned.append(_Step(tokens, rows, context, self._asked > 0, seconds))
         if len(self._unlearned) >= _UNLEARNED:
             self._learn()
 
     def _learn(self) -> None:
-        """Learn from the steps that were observed since the last time, before a decision."""
         for step in self._unlearned:
             self.times.observe(
                 tokens=step.tokens,
@@ -205,7 +177,6 @@ class DraftPlanner:
         self._unlearned.clear()
 
     def _earn(self, rows: int, context: int, seconds: float) -> None:
-        """Fill the bank after a step."""
         if rows:
             per_row = context / rows
             share = 0.1 if self._context_per_row else 1.0
@@ -219,12 +190,12 @@ class DraftPlanner:
             self._since_exploring += 1
 
     def judge(self, path_probabilities: FloatArray, accepted: NDArray[np.bool_]) -> None:
-        """Learn which nodes of a step were accepted: `[N]` their estimates, and `[N]` flags."""
+        """Learn which nodes of a step were accepted: `[N]` estimates and `[N]` flags."""
         if len(path_probabilities):
             self.calibration.judge(path_probabilities, accepted)
 
     def _best(self, ranked: Floats, rows: int, base: int) -> int:
-        """How many of the ranked nodes to feed. Learns what drafting is worth at this size."""
+        """Return how many ranked nodes to feed, and learn the gain from drafting at this size."""
         scale = self._scale_of(rows)
         plain = self._plain(rows, base)
         seconds = self._drafted(rows, base, len(ranked))
@@ -248,7 +219,7 @@ class DraftPlanner:
     def _explore(
         self, ranked: Floats, rows: int, base: int, best: int, values: Floats, worth: float
     ) -> int:
-        """Another number of nodes, if it may be better and the bank can pay if it is not."""
+        """Return another number of nodes if it may be better and the bank can pay for a failure."""
         if self._since_exploring < _PAUSE:
             return best
         self._since_exploring = 0
@@ -271,7 +242,7 @@ class DraftPlanner:
         return other
 
     def _asking_pays(self, rows: int, base: int) -> bool:
-        """Whether drafting paid recently at this size. If not, the bank may pay for asking."""
+        """Return True if drafting paid recently at this size, or if the bank pays for asking."""
         scale = self._scale_of(rows)
         plain = self._plain(rows, base)
         if scale.gain > _MIN_GAIN:
@@ -308,11 +279,7 @@ class DraftPlanner:
         )
 
     def _scale_of(self, rows: int) -> _Scale:
-        """What was learned at about so many rows; at first, what was at the most similar number.
-
-        Otherwise the end of each batch, where rows end one by one, would have to find out again and
-        again that drafting does not pay. Where it does pay, one exploration is enough to tell.
-        """
+        """Return what was learned at about this many rows; at first, a copy of the nearest size."""
         index = rows if rows < 8 else 8 + cell_of(rows) // 2
         scale = self._scales.get(index)
         if scale is None:
@@ -332,7 +299,7 @@ def _yields(rows: int, probabilities: Floats) -> Floats:
 
 
 def _keys(path_probabilities: FloatArray, offsets: IntArray, lengths: NDArray[np.int_]) -> Floats:
-    """Ranks of nodes: their probability; among equal ones shallow nodes come before deep ones."""
+    """Rank nodes by probability; among equal ones shallow nodes come before deep ones."""
     place = np.arange(len(path_probabilities)) - np.repeat(offsets[:-1], lengths)
     keys = path_probabilities.astype(np.float64)
     keys[~(keys >= 0.0)] = 0.0  # negative or nan, from a broken source
@@ -342,7 +309,7 @@ def _keys(path_probabilities: FloatArray, offsets: IntArray, lengths: NDArray[np
 
 
 def _prefixes(keys: Floats, ranked: Floats, count: int, offsets: IntArray, limit: int) -> IntArray:
-    """How many of the `count` best nodes each row has, at most `limit`: `[n]`."""
+    """Return how many of the `count` best nodes each row has, at most `limit`: `[n]`."""
     rows = len(offsets) - 1
     if count == 0:
         return np.zeros(rows, np.int32)
@@ -358,7 +325,6 @@ def _prefixes(keys: Floats, ranked: Floats, count: int, offsets: IntArray, limit
 
 
 def _per_row(flags: NDArray[np.bool_], offsets: IntArray) -> NDArray[np.int64]:
-    """`[n]` how many of each row's flags are set."""
     total = np.zeros(len(flags) + 1, np.int64)
     np.cumsum(flags, out=total[1:])
     flagged: NDArray[np.int64] = total[offsets[1:]] - total[offsets[:-1]]

@@ -1,9 +1,4 @@
-"""What to propose for each row of a step: its earlier continuation, otherwise the cache's drafts.
-
-Wrong proposals cost time, never exactness.
-
-Where drafts come from: the part of the rollout cache that engines use.
-"""
+"""Proposes drafts for each row of a step: its earlier continuation, or the cache's drafts."""
 
 from __future__ import annotations
 
@@ -23,9 +18,9 @@ NO_HANDLE = -1
 
 
 class DraftSource(Protocol):
-    """Proposes how responses may continue. `cache.tree.rollout_tree.RolloutCache` is the real one.
+    """The part of the rollout cache that engines use (`cache.tree.rollout_tree.RolloutCache`).
 
-    A response is known by the handle that `open` returns.
+    A response is identified by the handle that `open` returns.
     """
 
     def open(self, key: str, context: IntArray) -> int:
@@ -48,10 +43,7 @@ class DraftSource(Protocol):
         branching: bool = False,
         min_probability: float = 0.0,
     ) -> Drafts:
-        """Propose at most `budgets[i]` tokens for each response: chains, or trees if `branching`.
-
-        Nodes whose estimated path probability is below `min_probability` are left out.
-        """
+        """Propose at most `budgets[i]` tokens each: chains, or trees if `branching`."""
 
 
 kernel = kernels_of("engine")
@@ -60,12 +52,9 @@ Index = NDArray[np.integer[Any]]
 
 
 class Proposer:
-    """Proposes drafts for the rows of a step.
+    """Proposes drafts for the rows of a step, trees if `branching`, else chains.
 
-    Args:
-        source: drafts for rows that follow no earlier continuation; None: those draft nothing.
-        continuations: earlier continuations, by slot.
-        branching: whether the source may propose trees; otherwise it proposes chains.
+    Rows that follow no earlier continuation draft from `source` (None: nothing).
     """
 
     def __init__(
@@ -85,16 +74,12 @@ class Proposer:
         stops: NDArray[np.integer[Any]],
         min_probability: float,
     ) -> Drafts:
-        """Propose drafts for n rows.
+        """Propose drafts for n rows: `budgets[i]` tokens in paths of `max_depths[i]` at most.
 
-        Args:
-            slots: `[n]` of the rows in `continuations`; -1: none.
-            handles: `[n]` of the rows in the source; `NO_HANDLE`: none.
-            budgets: `[n]` most draft tokens of each row.
-            max_depths: `[n]` most tokens of a path; only continuations are cut to it here.
-            stops: `[n, W]` nothing is proposed after one of these; padded with -1. What the cache
-                holds continues there, where the response of another row had several turns.
-            min_probability: least estimated path probability that is worth proposing.
+        `slots` are in the continuations (-1: none), `handles` in the source (`NO_HANDLE`: none).
+        Nothing is proposed after the tokens `stops` `[n, W]`, padded with -1, where the cache's
+        text continues if the response of another row had several turns. Only continuations are cut
+        to `max_depths`.
         """
         estimates = path_probabilities(int(budgets.max(initial=0)))
         lengths = np.minimum(np.minimum(self._continuations.left(slots), budgets), max_depths)
@@ -131,7 +116,6 @@ class Proposer:
 
 
 def _up_to_stops(drafts: Drafts, stops: NDArray[np.integer[Any]]) -> Drafts:
-    """Drafts without the nodes that follow a stop token of their row, `[n, W]`."""
     if not len(drafts.tokens):
         return drafts
     tokens, parents = np.empty_like(drafts.tokens), np.empty_like(drafts.parents)
@@ -157,14 +141,10 @@ def _before_stops(
     out_offsets: IntArray,
     out_paths: FloatArray,
 ) -> int:
-    """Copy the nodes that have no stop token above them; parents come before their children.
-
-    Returns:
-        How many there are.
-    """
+    """Copy the nodes without a stop token above them; return their number."""
     total = 0
     out_offsets[0] = 0
-    place = np.empty(len(tokens), np.int32)  # of each node in its row's part of the output
+    place = np.empty(len(tokens), np.int32)  # place of each node in its row's part of the output
     for row in range(len(offsets) - 1):
         first, begin = offsets[row], total
         for node in range(first, offsets[row + 1]):
@@ -184,7 +164,7 @@ def _before_stops(
 
 
 def warm_up() -> None:
-    """Compile what `Proposer.propose` calls, or load it compiled."""
+    """Compile what `Proposer.propose` calls, or load the compiled code."""
     one, chance = np.zeros(1, np.int32), np.ones(1, np.float32)
     _up_to_stops(
         Drafts(one, one - 1, np.arange(2, dtype=np.int32), chance), np.zeros((1, 1), np.int64)
@@ -192,7 +172,6 @@ def warm_up() -> None:
 
 
 def _places(offsets: IntArray, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Indices of some rows' values in a ragged array."""
     lengths = offsets[rows + 1] - offsets[rows]
     starts = np.cumsum(lengths) - lengths
     places: NDArray[np.int64] = np.arange(int(lengths.sum())) + np.repeat(

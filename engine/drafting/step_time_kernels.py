@@ -1,8 +1,7 @@
-"""The arithmetic of `asyncrl.engine.drafting.step_times`, compiled: a table of cells in one array.
+"""The compiled arithmetic of `asyncrl.engine.drafting.step_times`: a table of cells in one array.
 
-The table is read again after almost every step in which rows have ended. As Python objects its 60
-cells took 0.4 ms a reading, a quarter of what the drafter costs. Single array operations in place
-of the objects were slower still (decision 0027).
+The table is read after almost every step in which rows have ended; as Python objects that was a
+quarter of the drafter's cost (decision 0027).
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ CELLS = 256
 CELL = np.dtype(
     [(name, np.float64) for name in ("seconds", "tokens", "context", "rows", "weight", "seen")]
 )
-"""Decayed means of steps of about one size: seconds divided by the scale, tokens, keys attended to
-and rows; how many steps these are the means of, 0 if there was none; the number of the last one."""
+"""Decayed means of steps of about one size. `seconds` is divided by the scale; `context` is keys
+attended to; `weight`: steps in the mean, 0 if none; `seen`: number of the last step."""
 COMMON = np.dtype(
     [
         (name, np.float64)
@@ -33,14 +32,14 @@ COMMON = np.dtype(
         )
     ]
 )  # fmt: skip
-"""What all cells have in common. `upset`: the last step at which costs were found to have changed.
+"""State that all cells share. `upset`: the last step at which costs were found to have changed.
 `per_row`: unscaled seconds of asking the cache about one row. `read_at`: step of the last fit.
 `by_context` and `by_rows`: the slopes; `cc` to `evidence`: sums of their least squares."""
 PLAIN, ASKED = 0, 1
 """Kinds of steps: rows of the table."""
 
 _EXACT = 32
-"""Up to this many tokens each number has a cell of its own."""
+"""Up to this many tokens each number has its own cell."""
 _MEMORY = 24.0
 """Steps that a cell's mean remembers."""
 _HALF_LIFE = 2000.0
@@ -48,7 +47,7 @@ _HALF_LIFE = 2000.0
 _STALE = 600
 """Steps after which a cell is stale. A cell from before the last upset is stale, too."""
 _UPSET = 0.08
-"""An upset is when steps differ from what was expected by this share for a while."""
+"""An upset is a lasting difference of steps from their expectation by this share."""
 _YOUNG = 4.0
 """Below this weight a cell learns fast, and what it learns is used at once."""
 _SCALE_STEP = 0.02
@@ -56,7 +55,6 @@ _SCALE_STEP = 0.02
 _SCALE_LEAP = 0.1
 """Additional share per usual difference by which recent steps differ in one direction."""
 _REFRESH = 16
-"""Steps between two fits of the slopes and readings of the table."""
 _SUPERLINEAR = 1.25
 """A larger step costs at most this many times as much per token as a smaller one."""
 _FADE = 0.998
@@ -67,10 +65,10 @@ _FAR = 64.0
 
 @kernel
 def cell_of(tokens: int) -> int:
-    """The table's cell for a step of so many tokens.
+    """Return the table's cell for a step of this many tokens.
 
-    Bounds lie just above multiples of 4, 8, .. because kernels work in tiles: 64 tokens cost as
-    much as 57, and 65 as much as 72.
+    Bounds lie just above multiples of 4, 8, .. because kernels work in tiles: 57 cost as much as
+    64.
     """
     value = tokens - 1
     if value < _EXACT:
@@ -83,7 +81,7 @@ def cell_of(tokens: int) -> int:
 
 @kernel
 def seen_near(cells: Any, tokens: int) -> bool:
-    """Whether a step of half to twice so many tokens was seen."""
+    """Return True if a step of half to twice as many tokens was seen."""
     for index in range(cell_of(max(tokens // 2, 1)), cell_of(tokens * 2) + 1):
         if cells[PLAIN, index].weight > 0.0 or cells[ASKED, index].weight > 0.0:
             return True
@@ -92,7 +90,7 @@ def seen_near(cells: Any, tokens: int) -> bool:
 
 @kernel
 def fresh_plain_steps(cells: Any, common: Any, tokens: int) -> float:
-    """Weight of the plain steps of about so many tokens that were seen recently."""
+    """Return the weight of recent plain steps of about this many tokens."""
     total = 0.0
     for index in range(cell_of(max(tokens * 7 // 8, 1)), cell_of(tokens * 9 // 8) + 1):
         cell = cells[PLAIN, index]
@@ -105,7 +103,7 @@ def fresh_plain_steps(cells: Any, common: Any, tokens: int) -> float:
 def observe(
     cells: Any, common: Any, kind: int, tokens: int, rows: int, context: int, seconds: float
 ) -> bool:
-    """Learn from a step. Returns whether the table has to be read again."""
+    """Learn from a step. Returns True if the table has to be read again."""
     own = common[0]
     own.steps += 1
     own.max_tokens = max(own.max_tokens, tokens)
@@ -164,10 +162,7 @@ def learn_asking(cells: Any, common: Any) -> None:
 def read(
     cells: Any, common: Any, kind: int, rows: int, context: int, optimistic: bool, dense: Floats
 ) -> None:
-    """Set `dense` `[n]` to the seconds of steps of 0 .. n - 1 tokens of one kind.
-
-    Cells of the kind are completed by those of the other kind.
-    """
+    """Set `dense` `[n]` to the seconds of steps of 0 .. n - 1 tokens of one kind, filling gaps."""
     own = common[0]
     at, value, weight = np.empty(CELLS + 1), np.empty(CELLS + 1), np.empty(CELLS)
     count = _cells_of(cells, own, kind, rows, context, optimistic, at, value, weight)
@@ -198,7 +193,7 @@ def _cells_of(
     cells: Any, own: Any, kind: int, rows: int, context: int, trusted: bool, at: Floats,
     value: Floats, weight: Floats,
 ) -> int:  # fmt: skip
-    """Tokens, seconds and weights of the cells by size; returns how many there are."""
+    """Fill in tokens, seconds and weights of the cells by size; return their number."""
     sign = own.per_row if kind == ASKED else -own.per_row
     per_token = math.inf
     count = 0
@@ -230,13 +225,13 @@ def _fresh(cell: Any, own: Any) -> bool:
 
 @kernel
 def _trusted(cell: Any, own: Any) -> bool:
-    """Whether a cell is fresh and has more than one step, since one may have stalled."""
+    """Return True if a cell is fresh and has more than one step, since one may have stalled."""
     return bool(cell.weight > 1.0 and _fresh(cell, own))
 
 
 @kernel
 def _at(cell: Any, own: Any, rows: float, context: float, seconds: float) -> float:
-    """A cell's `seconds`, moved to another number of rows and another context."""
+    """Return a cell's `seconds` for another number of rows and another context."""
     moved = (context - cell.context) * own.by_context + (rows - cell.rows) * own.by_rows
     return float(max(seconds + moved, 0.2 * seconds))
 
@@ -256,7 +251,7 @@ def _max_first(cells: Any, tokens: int) -> float:
 
 @kernel
 def _bounded(own: Any, difference: float, expected: float, young: bool) -> float:
-    """The difference with outliers cut. Updates spread and scale."""
+    """Return the difference with outliers cut; update spread and scale."""
     if expected <= 0.0:  # steps that took no time by the clock
         return difference
     relative = difference / expected
@@ -275,7 +270,7 @@ def _bounded(own: Any, difference: float, expected: float, young: bool) -> float
 
 @kernel
 def _add(own: Any, context: float, rows: float, difference: float, share: float) -> None:
-    """Add a step by how it differed from its cell's means, `difference` in seconds."""
+    """Add a step by its difference in seconds from its cell's means."""
     left = difference - context * own.by_context - rows * own.by_rows
     own.cc = own.cc * _FADE + share * context * context
     own.cr = own.cr * _FADE + share * context * rows
@@ -305,11 +300,7 @@ def _fit(own: Any, context: float, rows: float) -> None:
 
 @kernel
 def _clear(slope: float, variance: float) -> float:
-    """The slope, shrunk by its standard error: 0 below two of them.
-
-    The square of a slope below 1e-162 is 0. Evidence fades to that when a feature has been constant
-    for 200,000 steps.
-    """
+    """Shrink the slope by its standard error; 0 below two of them."""
     square = slope * slope
     if square <= 4.0 * variance:
         return 0.0

@@ -2,17 +2,15 @@
 
     seconds = scale x (table[asked, tokens] + slopes . (context, rows))
 
-- The **table** has a cell for each number of tokens up to 32, and eight cells per octave above.
-  Each holds decayed means. Steps for which the cache was asked for drafts have cells of their own;
-  the difference is the cost of proposing. The table is read as a rising curve, so that noise makes
-  no false cheap spot.
-- The **slopes** are fitted within cells, from steps of equal tokens that differ in context or rows,
-  so they hold only what the table cannot. A slope that is not clearly there is 0.
+- The **table** has a cell for each number of tokens up to 32, and eight cells per octave above,
+  each with decayed means. Steps for which the cache was asked for drafts have separate cells.
+  The table is read as a rising curve, so that noise makes no false cheap spot.
+- The **slopes** are fitted within cells, from steps of equal tokens that differ in context or
+  rows. A slope that is not clearly there is 0.
 - The **scale** follows what all steps have in common, such as another program on this machine.
 
-A single stalled step does little harm: a difference is cut to three times the usual one, and of a
-cell's first two steps the quicker counts. There is no clock and no randomness in this module. Its
-arithmetic is compiled (`asyncrl.engine.drafting.step_time_kernels`).
+A difference is cut to three times the usual one, and the quicker of a cell's first two steps
+counts, so a stalled step does little harm. The module uses no clock and no randomness.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from asyncrl.engine.drafting.step_time_kernels import (
 )
 
 _SHORTEST, _LONGEST = 1e-9, 1e6
-"""Seconds of a step, bounded so that sums of squares are numbers whatever a clock says."""
+"""Bounds for the seconds of a step: sums of squares stay finite on any clock."""
 
 
 class StepTimes:
@@ -54,15 +52,15 @@ class StepTimes:
         return int(self._common["max_tokens"][0])
 
     def knows(self, tokens: int) -> bool:
-        """Whether a step of about so many tokens was seen: half to twice as many."""
+        """Return True if a step of half to twice as many tokens was seen."""
         return seen_near(self._cells, tokens)
 
     def stale(self, tokens: int) -> bool:
-        """Whether too few plain steps of about so many tokens were seen recently."""
+        """Return True if too few plain steps of about this many tokens were seen recently."""
         return fresh_plain_steps(self._cells, self._common, tokens) < 3.0
 
     def observe(self, *, tokens: int, rows: int, context: int, asked: bool, seconds: float) -> None:
-        """A step of `tokens` for `rows` rows attending to `context` keys took `seconds`."""
+        """Learn the seconds of a step of `rows` rows that attended to `context` keys."""
         if not (tokens > 0 and 0.0 < seconds < math.inf):
             return
         kind = ASKED if asked else PLAIN
@@ -80,15 +78,9 @@ class StepTimes:
         asked: bool,
         optimistic: bool = False,
     ) -> Floats:
-        """Seconds of steps of first .. first + count tokens, `[count + 1]`, rising.
+        """Return the seconds of steps of first .. first + count tokens, `[count + 1]`, rising.
 
-        Args:
-            first: tokens of the cheapest step.
-            count: how many more.
-            rows: decoding rows.
-            context: keys attended to.
-            asked: whether the cache is asked about the rows.
-            optimistic: ignore stale cells, and assume that more tokens than seen cost little.
+        If `optimistic`, stale cells are ignored and more tokens than seen cost little.
         """
         if not self._curves:
             learn_asking(self._cells, self._common)
@@ -105,12 +97,12 @@ class StepTimes:
         return dense[first : last + 1]
 
     def asking(self, rows: int) -> float:
-        """Seconds that asking the cache about so many rows costs."""
+        """Return the cost, in seconds, of asking the cache about this many rows."""
         return float(self._common["per_row"][0] * rows * self._common["scale"][0])
 
 
 def warm_up() -> None:
-    """Compile what `StepTimes` calls, or load it compiled."""
+    """Compile what `StepTimes` calls, or load the compiled code."""
     times = StepTimes()
     times.observe(tokens=2, rows=2, context=4, asked=False, seconds=1.0)
     times.curve(2, 1, rows=2, context=4, asked=True, optimistic=True)

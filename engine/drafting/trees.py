@@ -1,17 +1,15 @@
 """Token trees of a step: the drafts that decoding rows feed after their last token.
 
-A row's last token is the root; each drafted token is a node below the token that it would follow.
-All nodes go through the model in one pass. A node attends to the row's context and to its own
-ancestors, and its position is that of its depth. Its KV has a place of its own after the context;
-acceptance moves the KV of the accepted path to the right places. A chain is a tree without forks:
-its places and positions agree, the mask is the plain one and nothing has to be moved.
+A row's last token is the root; a drafted token is a node below the token that it would follow. A
+node attends to the row's context and its ancestors. Its KV has a separate place after the context;
+acceptance moves the KV of the accepted path to the right places. In a chain, places and positions
+agree, the mask is the plain one and nothing has to be moved.
 
     row's context  ... root     nodes      0: a    1: b (below a)    2: c (below the root)
     position       ... p        p + depth  p + 1   p + 2             p + 1
     place in slot  ... p        p + 1 + j  p + 1   p + 2             p + 3
 
-Nodes are sorted so that the most probable path comes first. It is the one that is most often
-accepted, and then its KV is in the right place already.
+The most probable path comes first: it is accepted most often, with its KV already in place.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class TokenTrees:
     tokens: IntArray
     """`[N]`"""
     parents: IntArray
-    """`[N]` counted within the row, always before the node; -1: the row's last token."""
+    """`[N]` index within the row, always before the node; -1: the row's last token."""
     depths: IntArray
     """`[N]` 1 for a child of the row's last token."""
     offsets: IntArray
@@ -47,20 +45,14 @@ class TokenTrees:
     counts: IntArray
     """`[n]` tokens that each row feeds: its last one and its nodes."""
     forked: bool
-    """Whether any row is more than a chain."""
 
     @property
     def rows(self) -> int:
-        """How many rows, n."""
+        """Number of rows, n."""
         return len(self.offsets) - 1
 
     def fed(self, of_root: IntArray, of_node: IntArray) -> IntArray:
-        """`[n + N]` values in the order in which tokens are fed: each row's root, then its nodes.
-
-        Args:
-            of_root: `[n]`
-            of_node: `[N]`
-        """
+        """Interleave `[n]` and `[N]` values in feeding order: each row's root, then its nodes."""
         n = self.rows
         if not len(of_node):
             return of_root
@@ -71,11 +63,9 @@ class TokenTrees:
         return out
 
     def hidden(self) -> tuple[LongArray, LongArray, LongArray]:
-        """Pairs on different paths that a causal mask over places would let through.
+        """Return row, query and key of pairs on different paths that a causal mask lets through.
 
-        Returns:
-            row, query and key of each pair; queries and keys count a row's fed tokens from its
-            root, 0. Empty when nothing is forked.
+        Queries and keys count a row's fed tokens from its root, 0. Empty when nothing is forked.
         """
         pairs = 0
         if self.forked:
@@ -89,9 +79,8 @@ class TokenTrees:
 def plant(drafts: Drafts, keep: IntArray, deepest: IntArray, vocab_size: int) -> TokenTrees:
     """Lay out the first `keep[i]` nodes of each row, down to a depth of `deepest[i]`, as trees.
 
-    Invalid nodes are left out with all their descendants: tokens that the model does not have,
-    parents that do not come before their node, second children with the same token. So a corrupt
-    cache costs time and nothing else.
+    Tokens outside the vocabulary, parents that do not come before their node and second children
+    with the same token are dropped with their descendants: a corrupt cache costs only time.
     """
     size = len(drafts.tokens)
     tokens, parents, depths = (np.empty(size, np.int32) for _ in range(3))
@@ -116,7 +105,7 @@ def plant(drafts: Drafts, keep: IntArray, deepest: IntArray, vocab_size: int) ->
 
 
 def no_trees(rows: int) -> TokenTrees:
-    """Trees of rows without drafts."""
+    """Return empty trees of rows without drafts."""
     none = np.empty(0, np.int32)
     offsets = np.zeros(rows + 1, np.int32)
     one = np.ones(rows, np.int32)
@@ -125,7 +114,7 @@ def no_trees(rows: int) -> TokenTrees:
 
 @kernel
 def _among(tokens: IntArray, node: int, sibling: IntArray, token: int) -> bool:
-    """Whether a node or one of the siblings linked after it holds the token."""
+    """Return True if a node or one of the siblings linked after it holds the token."""
     while node >= 0:
         if tokens[node] == token:
             return True
@@ -149,7 +138,7 @@ def _plant(
     out_offsets: IntArray,
     scratch: IntArray,
 ) -> int:
-    """Fill the `out_` arrays; returns the number of forked rows."""
+    """Fill the `out_` arrays; return the number of forked rows."""
     first, sibling, main, place = scratch[0], scratch[1], scratch[2], scratch[3]
     valid, depth = scratch[4], scratch[5]
     forked = 0
@@ -203,7 +192,7 @@ def _plant(
 
 @kernel
 def _hidden(parents: IntArray, offsets: IntArray, out: LongArray) -> int:
-    """Fill `[3, M]` with row, query and key; returns how many."""
+    """Fill `[3, M]` with row, query and key; return the number of pairs."""
     found = 0
     for row in range(len(offsets) - 1):
         begin = offsets[row]

@@ -1,11 +1,11 @@
-"""What engines have in common whose model runs in a process of its own, such as vLLM and SGLang.
+"""The common part of engines whose model runs in a separate process, such as vLLM and SGLang.
 
     client/     runs in the generator's process: requests, chunks, pauses, weights
-    worker/     runs where the model runs, in the engine's *core*: draws, scores, drafts, weights
-    extras.py   what travels with requests and results
+    worker/     runs with the model, in the engine's *core*: draws, scores, drafts, weights
+    extras.py   travels with requests and results
     calls.py    the calls from one to the other
 
-Nothing here imports vLLM or SGLang. An engine adds the process that it starts and a `Core`
-(`client.core`) on one side, and adapters from its scheduler, its model runner and its loader to
-`worker/` on the other. Neither half imports the other.
+An engine adds the process that it starts and a `Core` (`client.core`) on one side, and adapters
+from its scheduler, model runner and loader to `worker/` on the other. Nothing here imports vLLM or
+SGLang, and neither half imports the other.
 """

@@ -1,6 +1,6 @@
-"""The calls from the generator's process to an engine's core: what both sides agree on.
+"""The calls from the generator's process to an engine's core.
 
-The client names a call by the method of `RemoteWorker`, and the worker overrides it. Arguments and
+The client names a call by the method of `RemoteWorker`, which the worker overrides. Arguments and
 results are builtins.
 """
 
@@ -13,19 +13,15 @@ import msgspec
 
 
 class StagingReport(msgspec.Struct, frozen=True):
-    """How far the staging of weights is."""
+    """State of staging weights."""
 
     state: Literal["running", "staged", "refused", "superseded"]
     message: str = ""
-    """Why, when it was refused or superseded."""
+    """Reason, if it was refused or superseded."""
 
     @classmethod
     def of_all(cls, reports: Sequence[StagingReport]) -> StagingReport:
-        """Of several ranks: running as long as one is, then what went wrong, if anything did.
-
-        Args:
-            reports: at least one.
-        """
+        """Combine the reports of at least one rank: running, then refused, superseded, staged."""
         order = ("running", "refused", "superseded", "staged")
         return min(reports, key=lambda report: order.index(report.state))
 
@@ -34,22 +30,17 @@ class RemoteWorker:
     """The calls. Every rank of the model executes each of them."""
 
     def asyncrl_begin_staging(self, manifest: dict[str, Any]) -> None:
-        """Begin to copy the weights of a manifest (as builtins) in a thread; generation continues.
-
-        A staging that has not ended is waited for in that thread, and its version is replaced.
-        """
+        """Begin to copy the weights of a manifest in a thread, after a staging still running."""
         raise NotImplementedError
 
     def asyncrl_staging(self) -> dict[str, Any]:
-        """A `StagingReport` (as builtins) of the staging begun last."""
+        """Return a `StagingReport` (as builtins) of the staging begun last."""
         raise NotImplementedError
 
     def asyncrl_install(self, policy_version: int) -> str:
         """Put the staged weights of this version in place, while generation is paused.
 
-        Returns:
-            Why the engine had to load them in the pause, and will for all versions; "" if they were
-            copied.
+        Returns why the engine had to load them, and will for all versions; "" if they were copied.
         """
         raise NotImplementedError
 
@@ -58,10 +49,7 @@ class RemoteWorker:
         raise NotImplementedError
 
     def asyncrl_fingerprint(self) -> dict[str, Any] | None:
-        """Continue it for a few milliseconds: the `Fingerprint` (as builtins) once it is done.
-
-        The weights must not change meanwhile.
-        """
+        """Continue it for a few milliseconds; return the `Fingerprint` once it is done."""
         raise NotImplementedError
 
     def asyncrl_save_cache(self) -> int:

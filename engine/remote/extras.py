@@ -1,6 +1,6 @@
-"""What the generator's process adds to an engine's own requests, results and configuration.
+"""Additions of the generator's process to an engine's own requests, results and configuration.
 
-Both sides read and write these values here only. Imports no engine and no torch.
+Both sides read and write these values only here. Imports no engine and no torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens
 
 NO_TICKET = 0
-"""In place of a request's ticket: it generates nothing."""
+"""Ticket of a request that does not generate."""
 
 
 class DrafterSettings(msgspec.Struct, frozen=True):
-    """What the worker builds its drafter from."""
+    """Settings from which the worker builds its drafter."""
 
     cache: dict[str, Any]
     """A `CacheConfig` as JSON."""
@@ -30,7 +30,7 @@ class DrafterSettings(msgspec.Struct, frozen=True):
     """The engine's `max_step_tokens`: fill steps with drafts to this many tokens. None: draft what
     pays."""
     max_step_tokens: int
-    """The engine's own limit of tokens in a step."""
+    """The engine's limit of tokens in a step."""
     logits_bytes: int
     """Memory for the float32 logits of a step that drafts: engines plan for one row of logits for
     each request, none for a draft token."""
@@ -38,31 +38,27 @@ class DrafterSettings(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestExtra:
-    """What a request carries besides its tokens, limits, temperature and top-p."""
+    """The parameters of a request besides its tokens, limits, temperature and top-p."""
 
     seed: int
-    """Of its draws, 0 to 2**64 - 1."""
     generated: int = 0
     """Response tokens that its prompt ends with."""
     cache_key: str = ""
-    """Names the tree that it drafts from and feeds; "" for none."""
+    """Name of the tree that it drafts from and feeds; "": none."""
     draft: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     """`[D]` an earlier continuation, drafted from first."""
     top_k: int = 0
-    """Of sampling."""
     min_p: float = 0.0
-    """Of sampling."""
     top_k_logprobs: int = 0
-    """K of the lists that are reported: of each drawn token, or of each scored one."""
+    """K of the reported lists: of each drawn token, or of each scored one."""
     ticket: int = NO_TICKET
-    """Comes back with each token that is generated."""
     scored: int = 0
     """Last tokens of the prompt to score, in a scoring request."""
     kept: KeptTokens | None = None
-    """What is known of these tokens, if they are to be verified."""
+    """The kept tokens, if they are to be verified."""
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain values that msgpack takes."""
+        """Convert to plain values for msgpack."""
         return {
             "seed": self.seed,
             "generated": self.generated,
@@ -115,23 +111,22 @@ def _kept_from_plain(plain: dict[str, Any]) -> KeptTokens:
 
 
 class StepTable(NamedTuple):
-    """What one step generated, in one piece for all of its requests."""
+    """The tokens of one step, in one piece for all requests."""
 
     ids: IntArray
     """`[N, 1 + K]` the token that was drawn at each place, then its list, padded with -1."""
     logprobs: FloatArray
     """`[N, 1 + K]` their log-probabilities, padded with -inf."""
     tickets: NDArray[np.int64]
-    """`[N]` whose tokens these are; those of a request follow each other. NO_TICKET: nobody's, as
-    the token of a prompt that is not all in, those of a request that was aborted meanwhile, and
-    accepted drafts after a stop token or the limit."""
+    """`[N]` tickets; tokens of a request follow each other. NO_TICKET marks tokens of no request:
+    that of an unfinished prompt, those of a request that was aborted during the step, and accepted
+    drafts after a stop token or the limit."""
 
 
 class Outcome(IntEnum):
-    """What became of a token that was scored."""
+    """Result of verifying a token."""
 
     KEPT = 0
-    """It stays as it is."""
     DRAWN = 1
     """Another one was drawn in its place, with fresh noise."""
     RENAMED = 2
@@ -142,25 +137,23 @@ class Outcome(IntEnum):
 class ScoreColumns:
     """Columns of the table that comes back for a scored request.
 
-    token | outcome | K listed tokens
+        token | outcome | K listed tokens
 
-    It has a row for each scored token. If they were verified, it has rows for the tokens that stay
-    and for the one after them, if one was drawn. Their lists are those of the kept tokens; in all
-    other cases they are the K most probable tokens. The column of outcomes has no log-probability.
+    It has a row for each scored token; after verification, for the tokens that stay and the one
+    after them, if one was drawn, with the lists of the kept tokens. Otherwise lists are the K most
+    probable tokens. The outcome column has no log-probability.
     """
 
     k: int
-    """K."""
     own: int = 0
     outcome: int = 1
-    """An `Outcome`."""
 
     @property
     def listed(self) -> slice:
-        """The list."""
+        """Columns of the list."""
         return slice(2, 2 + self.k)
 
     @property
     def width(self) -> int:
-        """Of the table."""
+        """Number of columns."""
         return 2 + self.k

@@ -1,1 +1,1 @@
-"""From logits to tokens, on every engine: truncation, drawing, verification of drafts, stopping."""
+"""Turns logits into tokens on every engine: truncation, drawing, verification, stop strings."""

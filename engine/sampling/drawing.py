@@ -3,16 +3,15 @@
 The list of a distribution is its K most probable tokens; a *symbol* is one of them, or the tail,
 which stands for all other tokens. One uniform number chooses the symbol. The token of a tail symbol
 is the one with the largest log p - log E, where E is exponential noise keyed by (seed of the noise,
-position, token); -log E is Gumbel noise. So drawn tokens follow p exactly, and a newer policy that
-meets the same noise mostly names the same token: that lets verification keep tokens outside the
-list (`asyncrl.rollout.acceptance.verify_kept`, docs/exactness.md).
+position, token); -log E is Gumbel noise. So drawn tokens follow p exactly, and a newer policy with
+the same noise mostly names the same token: that lets verification keep tokens outside the list
+(`asyncrl.rollout.acceptance.verify_kept`, docs/exactness.md).
 
 The noise of a token is keyed by the seed of its request and the version that drew it. A verified
 token keeps its list and its noise.
 
-On a CPU the draws are compiled code (`engine.sampling.drawing_kernels`), elsewhere tensor
-operations here. On GPUs engines use kernels of their own, which start from logits
-(`asyncrl.engine.sampling.logits_triton`). All compute the same bits of noise.
+`engine.sampling.drawing_kernels` (CPU), the tensor operations here and
+`engine.sampling.logits_triton` (GPU) compute the same bits of noise.
 """
 
 from __future__ import annotations
@@ -34,55 +33,46 @@ _SLAB = 1 << 24
 
 
 class TopK(NamedTuple):
-    """The K most probable tokens of N distributions, where these lie."""
+    """The K most probable tokens of N distributions, on their device."""
 
     ids: torch.Tensor
     """`[N, K]` int32, most probable first, padded with -1."""
     logprobs: torch.Tensor
-    """`[N, K]` float32, padded with -inf; nan where a distribution is not finite."""
+    """`[N, K]` float32, padded with -inf; nan if the distribution is not finite."""
 
 
 class Drawn(NamedTuple):
     """A token of each of N distributions, with its list."""
 
     tokens: torch.Tensor
-    """`[N]` int64; -1 where a distribution is not finite."""
+    """`[N]` int64; -1 if the distribution is not finite."""
     listed: TopK
     logprobs: torch.Tensor
-    """`[N]` float32 of `tokens`; nan where a distribution is not finite."""
+    """`[N]` float32 of `tokens`; nan if the distribution is not finite."""
 
 
 class Streams(NamedTuple):
-    """Where N draws get their random numbers."""
+    """Sources of the random numbers of N draws."""
 
     seeds: SeedArray
-    """`[N]` of the requests."""
     positions: NDArray[np.int64]
-    """`[N]` in the responses."""
     noise_seeds: SeedArray
-    """`[N]` of the noise, see the function of this name."""
+    """`[N]` seeds of the noise, see `noise_seeds`."""
 
     def part(self, part: slice | NDArray[np.int64]) -> Streams:
-        """Some of them; views of a slice."""
+        """Return some of them; a slice gives views."""
         return Streams(self.seeds[part], self.positions[part], self.noise_seeds[part])
 
 
 def noise_seeds(seeds: SeedArray, policy_version: int) -> SeedArray:
-    """`[N]` seeds of the noise that requests draw with under a version; kept with the tokens."""
+    """Return `[N]` seeds of the noise of requests under a version; kept with the tokens."""
     return forked(seeds, Purpose.TAIL, policy_version)
 
 
 def draw(
     logprobs: torch.Tensor, k: int, streams: Streams, rows: NDArray[np.int64] | None = None
 ) -> Drawn:
-    """Draw a token from each distribution.
-
-    Args:
-        logprobs: `[R, V]` float32.
-        k: K.
-        streams: of the N draws.
-        rows: `[N]` the row of each; None: all rows in order.
-    """
+    """Draw a token from each of N distributions, `rows` (None: all) of `[R, V]` float32."""
     if logprobs.device.type == "cpu":
         return _draw_on_cpu(logprobs, k, streams, rows)
     if rows is not None:
@@ -91,7 +81,7 @@ def draw(
 
 
 def top_k(logprobs: torch.Tensor, k: int, rows: NDArray[np.int64] | None = None) -> TopK:
-    """The lists of all rows of `[R, V]`, or of some."""
+    """Return the lists of all rows of `[R, V]`, or of some."""
     if logprobs.device.type == "cpu":
         table, rows = _on_cpu(logprobs, rows)
         ids, values = _lists(len(rows), k)
@@ -109,14 +99,10 @@ def identify(
     positions: NDArray[np.int64],
     noise_seeds: SeedArray,
 ) -> NDArray[np.int64]:
-    """`[N]` the tokens outside lists that noise makes; -1 where no token outside has mass.
+    """Return `[N]` tokens outside lists that noise names; -1 if no token outside has mass.
 
-    Args:
-        logprobs: `[R, V]` float32.
-        rows: `[N]` the row of each.
-        ids: `[N, K]` lists, padded with -1.
-        positions: `[N]` in the responses.
-        noise_seeds: `[N]`
+    `logprobs` are `[R, V]` float32, of which `rows` `[N]` are read; `ids` `[N, K]` are the lists,
+    padded with -1; `positions` and `noise_seeds` are `[N]`.
     """
     if logprobs.device.type == "cpu":
         tokens = np.empty(len(rows), np.int64)
@@ -129,7 +115,7 @@ def identify(
 
 
 def warm_up() -> None:
-    """Compile the kernels, or load them compiled (seconds, once per machine)."""
+    """Compile the kernels, or load the compiled code (seconds, once per machine)."""
     even = torch.full((1, 4), -1.3862944)
     none = np.zeros(1, np.int64)
     streams = Streams(none.astype(np.uint64), none, none.astype(np.uint64))
@@ -162,7 +148,7 @@ def _lists(n: int, k: int) -> tuple[IntArray, FloatArray]:
 
 
 def draw_by_tensors(logprobs: torch.Tensor, k: int, streams: Streams) -> Drawn:
-    """`draw` of all rows in tensor operations, on any device."""
+    """Do `draw` of all rows in tensor operations, on any device."""
     device = logprobs.device
     listed = _top_k_by_tensors(logprobs, k)
     # In the order of ids: in that of probability, nearly equal ones change places by rounding.
@@ -185,7 +171,7 @@ def draw_by_tensors(logprobs: torch.Tensor, k: int, streams: Streams) -> Drawn:
 def _name_tails(
     logprobs: torch.Tensor, ids: torch.Tensor, keys: SeedArray, symbols: torch.Tensor
 ) -> torch.Tensor:
-    """`[N]` names of the rows whose symbol is the tail, -1 of the others."""
+    """Return `[N]` names of the rows whose symbol is the tail, -1 for the others."""
     names = torch.full_like(symbols, -1)
     tail = torch.nonzero(symbols == ids.shape[1]).squeeze(1)
     slab = max(1, _SLAB // logprobs.shape[1])
@@ -198,7 +184,7 @@ def _name_tails(
 def identify_elsewhere(
     logprobs: torch.Tensor, rows: NDArray[np.int64], ids: IntArray, keys: SeedArray
 ) -> torch.Tensor:
-    """`identify` on any device, by the same operations as draws there: `[N]` int64."""
+    """Do `identify` on any device, by the same operations as draws there: `[N]` int64."""
     device = logprobs.device
     at, listed = torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device)
     names = torch.full_like(at, -1)
@@ -221,7 +207,7 @@ def _top_k_by_tensors(logprobs: torch.Tensor, k: int) -> TopK:
 
 
 def identify_by_tensors(logprobs: torch.Tensor, ids: torch.Tensor, keys: SeedArray) -> torch.Tensor:
-    """`identify` of all rows in tensor operations: `[N]` int64 from `[N, V]` and `[N, K]`."""
+    """Do `identify` of all rows in tensor operations: `[N]` int64 from `[N, V]` and `[N, K]`."""
     outside = logprobs.double()
     columns = ids.long()
     listed = columns >= 0
@@ -236,7 +222,7 @@ def identify_by_tensors(logprobs: torch.Tensor, ids: torch.Tensor, keys: SeedArr
 
 
 def _exponentials(keys: SeedArray, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """`[N, V]` float64 noise; `asyncrl.engine.sampling.drawing_kernels` says how it is computed."""
+    """Return `[N, V]` float64 noise, computed as in `asyncrl.engine.sampling.drawing_kernels`."""
     key = torch.from_numpy(keys.view(np.int64)).to(device)[:, None]
     token = torch.arange(vocab_size, device=device)[None, :]
     low = 0xFFFFFFFF
@@ -255,10 +241,8 @@ def _exponentials(keys: SeedArray, vocab_size: int, device: torch.device) -> tor
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of a uint64."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift to the right of int64."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

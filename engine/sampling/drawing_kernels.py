@@ -1,8 +1,8 @@
 """Draws on a CPU (`engine.sampling.drawing`): one pass over a row finds its K most probable tokens.
 
-A row is read in blocks whose largest value is computed as a vector; only blocks that reach the K-th
-largest value so far are looked at token by token. The noise of tokens outside the list is computed
-for the few rows that need it, and of their tokens only those are compared that can still win.
+Only blocks whose largest value reaches the K-th largest so far are looked at token by token. The
+noise of tokens outside the list is computed for the few rows that need it, and only for tokens that
+can still win.
 """
 
 from __future__ import annotations
@@ -44,16 +44,10 @@ def draw_rows(
 ) -> None:
     """List the most probable tokens of some rows and draw a token of each.
 
-    Args:
-        logprobs: `[R, V]`; a row is changed and restored.
-        rows: `[N]`
-        seeds: `[N]` of the requests.
-        positions: `[N]` in the responses.
-        noise_seeds: `[N]` of the noise outside the lists.
-        tokens: `[N]` to fill; -1 where a row is not finite.
-        own: `[N]` to fill, the log-probabilities of `tokens`; nan where a row is not finite.
-        ids: `[N, K]` to fill, most probable first, padded with -1.
-        values: `[N, K]` to fill, padded with -inf; not finite if the row is not.
+    A row of `logprobs` `[R, V]` is changed and restored; `rows`, `seeds`, `positions` and
+    `noise_seeds` are `[N]`. Filled are `tokens` `[N]` and `own`, their log-probabilities (-1 and
+    nan if the row is not finite), and the lists `ids` and `values` `[N, K]`, padded with -1 and
+    -inf.
     """
     k = ids.shape[1]
     order = np.empty(k, np.int64)
@@ -77,7 +71,7 @@ def draw_rows(
 def list_rows(
     logprobs: FloatArray, rows: NDArray[np.int64], ids: IntArray, values: FloatArray
 ) -> None:
-    """The first part of `draw_rows`."""
+    """List the most probable tokens of some rows, as `draw_rows` does."""
     for n in range(len(rows)):
         _most_probable(logprobs[rows[n]], ids[n], values[n])
 
@@ -91,15 +85,9 @@ def identify_rows(
     noise_seeds: SeedArray,
     tokens: NDArray[np.int64],
 ) -> None:
-    """Fill `tokens` `[N]` with the token outside each list that noise makes; -1: none has mass.
+    """Fill `tokens` `[N]` with the token outside each list that noise names; -1: none has mass.
 
-    Args:
-        logprobs: `[R, V]`; a row is changed and restored.
-        rows: `[N]`
-        ids: `[N, K]` the lists, padded with -1.
-        positions: `[N]` in the responses.
-        noise_seeds: `[N]`
-        tokens: see above.
+    `logprobs` is `[R, V]`; a row is changed and restored. `ids` `[N, K]` is padded with -1.
     """
     for n in range(len(rows)):
         tokens[n] = _identity(logprobs[rows[n]], ids[n], _stream_bits(noise_seeds[n], positions[n]))
@@ -115,7 +103,7 @@ def _maximum(values: FloatArray) -> float:
 
 @kernel.released
 def _most_probable(row: FloatArray, ids: IntArray, values: FloatArray) -> int:
-    """Fill a row's list, most probable first, of equal ones the lower id; returns how many."""
+    """Fill a row's list, most probable first, then by id; return its length."""
     k, found = len(ids), 0
     ids[:], values[:] = -1, -np.inf
     if k == 0:
@@ -142,9 +130,9 @@ def _most_probable(row: FloatArray, ids: IntArray, values: FloatArray) -> int:
 def _symbol(
     ids: IntArray, values: FloatArray, found: int, number: float, order: NDArray[np.int64]
 ) -> int:
-    """Place of the listed token at `number` of the cumulative mass, in the order of ids; -1: tail.
+    """Return the place of the listed token at `number` of the cumulative mass; -1: tail.
 
-    In the order of probability, two tokens of nearly the same one would change places by rounding.
+    The mass is summed in the order of ids, which rounding cannot change.
     """
     for at in range(found):
         place = at
@@ -165,7 +153,7 @@ def _symbol(
 
 @kernel.released
 def _identity(row: FloatArray, ids: IntArray, noise: np.uint64) -> int:
-    """The token outside `ids` that wins: the largest log p - log E, E exponential noise."""
+    """Return the token outside `ids` with the largest log p - log E, E exponential noise."""
     size = len(ids)
     held = np.empty(size, np.float32)
     for at in range(size):
@@ -208,7 +196,7 @@ def _winner(row: FloatArray, noise: np.uint64) -> int:
 
 @kernel.released
 def _limit(lead: float) -> np.uint32:
-    """Noise of more bits than this cannot win: E >= v, so it must be that v < exp(lead)."""
+    """Largest noise bits that can win: E >= v, so it must be that v < exp(lead)."""
     return np.uint32(min(math.exp(min(lead, 0.0)) * 2.0**32, 2.0**32 - 1.0))
 
 
@@ -216,11 +204,10 @@ def _limit(lead: float) -> np.uint32:
 def _noise_bits(
     start: int, count: int, low: np.uint32, high: np.uint32, out: NDArray[np.uint32]
 ) -> int:
-    """The first 32 bits of the noise of tokens start .. start + count - 1; returns the least.
+    """Write the first 32 bits of the noise of tokens start .. start + count - 1; return the least.
 
-    A hash of the token and the two halves of a key that is random itself: MurmurHash3's finalizer,
-    with the upper half added in its middle, so that the noise of one key is not that of another one
-    shifted.
+    The hash of the token and the two halves of a random key is MurmurHash3's finalizer with the
+    upper half added in its middle, so that the noise of one key is not that of another one shifted.
     """
     least = np.uint32(0xFFFFFFFF)
     for at in range(count):
@@ -237,13 +224,11 @@ def _noise_bits(
 
 @kernel.released
 def _uniform(seed: np.uint64, position: int) -> float:
-    """As `asyncrl.engine.sampling.truncation.uniforms`."""
     return (float(_stream_bits(seed, position) >> _14) + 0.5) * 2.0**-50
 
 
 @kernel.released
 def _stream_bits(seed: np.uint64, position: int) -> np.uint64:
-    """As `asyncrl.engine.sampling.truncation.stream_bits`."""
     return _mix(_mix(seed + _GAMMA) + np.uint64(position + 1) * _GAMMA)
 
 
@@ -256,6 +241,6 @@ def _mix(z: np.uint64) -> np.uint64:
 
 @kernel.released
 def _exponential(bits: np.uint32, noise: np.uint64, token: int) -> float:
-    """Exponential noise, -log(1 - v), from the first 32 bits of v and 53 more."""
+    """Return exponential noise, -log(1 - v), from the first 32 bits of v and 53 more."""
     more = _mix(noise + np.uint64(token + 1) * _GAMMA) >> _11
     return -math.log1p(-(float(bits) + (float(more) + 0.5) * 2.0**-53) * 2.0**-32)

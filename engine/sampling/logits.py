@@ -1,17 +1,11 @@
-"""What engines do with the logits of a step, in slabs of rows under a limit of memory.
+"""Draws and lookups from the logits of a step, in slabs of rows under a limit of memory.
 
-A distribution over a vocabulary of 151,936 tokens is 0.6 MB in float32, and the operations between
-logits and a token need several of them at once: 4,096 rows in one piece would take more than 5 GB.
-So drawing and looking up go through the rows in slabs. Rows are independent of each other, so slabs
-change no result.
-
-The limit is `engine.logits_mib`. The logits themselves, which the model computes, are not counted.
+The operations between logits and a token need several arrays over the vocabulary at once: 4,096
+rows in one piece would take more than 5 GB. Rows are independent of each other, so slabs change no
+result. The limit is `engine.logits_mib`, without the model's logits themselves.
 
 On a GPU kernels work from the logits directly (`engine.sampling.logits_triton`) and write no array
 over the vocabulary, so only the output layer has to be asked in slabs there.
-
-`Distributions` is what the rest of an engine sees of this: rows that can be drawn from and looked
-up again and again. `distributions_of` chooses how.
 """
 
 from __future__ import annotations
@@ -37,37 +31,35 @@ from asyncrl.engine.sampling.verification import (
 )
 
 BYTES_PER_LOGIT = 12
-"""Most bytes that are held for a logit while its row is processed: a float32 copy, the
-log-probability, and what the device's allocator rounds up."""
+"""Most bytes held per logit while its row is processed: a float32 copy, the log-probability, and
+the rounding of the device's allocator."""
 BYTES_PER_TRUNCATED_LOGIT = 64
-"""The same where top-k, top-p or min-p is on: sorted copies, indices, a cumulative sum in float64.
-"""
+"""The same with top-k, top-p or min-p: sorted copies, indices, a cumulative sum in float64."""
 MAX_FUSED_K = 64
-"""Longest list that the kernels for GPUs find: that of engine.top_k_logprobs."""
+"""Longest list that the kernels for GPUs find, the maximum of engine.top_k_logprobs."""
 
 
 class LogitDraws(NamedTuple):
     """A token of each of N rows, and the table that is reported."""
 
     tokens: torch.Tensor
-    """`[N]` int64; -1 where a distribution is not finite."""
+    """`[N]` int64; -1 if the distribution is not finite."""
     ids: torch.Tensor
-    """`[T, 1 + K]` int32: the token of each row (0 if there is none), then its list."""
+    """`[T, 1 + K]` int32: the token of each row (0 if none), then its list."""
     logprobs: torch.Tensor
-    """`[T, 1 + K]` float32 of `ids`; not finite where the distribution is not."""
+    """`[T, 1 + K]` float32 of `ids`; not finite if the distribution is not."""
 
 
 class LogitReading(NamedTuple):
-    """What the distributions of N rows say of given tokens."""
+    """Values of given tokens in the distributions of N rows."""
 
     reading: Reading
-    """`[N]`"""
     listed: TopK | None
-    """`[N, K]` their most probable tokens, if they were asked for."""
+    """`[N, K]` their most probable tokens, if requested."""
 
 
 class Distributions(Protocol):
-    """The distributions of R rows. Arguments `rows` are `[N]` rows, also repeatedly."""
+    """The distributions of R rows. Arguments `rows` are `[N]` rows, which may repeat."""
 
     def draw(self, k: int, streams: Streams, rows: NDArray[np.int64] | None = None) -> Drawn:
         """Draw a token from each row, and list its K most probable ones; None: all in order."""
@@ -85,11 +77,11 @@ class Distributions(Protocol):
         unnamed: NDArray[np.int64],
         rows: NDArray[np.int64],
     ) -> None:
-        """As `asyncrl.engine.sampling.verification.name_tokens`."""
+        """See `asyncrl.engine.sampling.verification.name_tokens`."""
 
 
 class ProcessedRows:
-    """Distributions that lie as processed log-probabilities, `[R, V]` float32, on any device."""
+    """Distributions stored as processed log-probabilities, `[R, V]` float32, on any device."""
 
     def __init__(self, logprobs: torch.Tensor) -> None:
         self._logprobs = logprobs
@@ -118,13 +110,7 @@ class ProcessedRows:
 
 
 class FusedRows:
-    """Distributions that the kernels for GPUs compute from `[R, V]` logits at each call.
-
-    Args:
-        logits: `[R, V]`
-        sampling: of the R rows.
-        k: shorter lists are cut from lists of this length, for which kernels are compiled.
-    """
+    """Distributions computed from `[R, V]` logits at each call, by kernels for lists of `k`."""
 
     def __init__(self, logits: torch.Tensor, sampling: SamplingColumns, k: int = 1) -> None:
         self._logits = logits
@@ -183,13 +169,9 @@ class FusedRows:
 def distributions_of(
     logits: torch.Tensor, sampling: SamplingColumns, k: int, max_bytes: int | None = None
 ) -> Distributions:
-    """The distributions of rows of logits.
+    """Return the distributions of rows of logits `[R, V]`, which may be overwritten.
 
-    Args:
-        logits: `[R, V]` of any floating-point type; may be overwritten.
-        sampling: of the R rows.
-        k: K of the engine, at least the length of the lists that will be asked for.
-        max_bytes: memory that may be held at once to process rows; None: all at once.
+    `k` is that of the engine, at least that of the lists; `max_bytes` may be held (None: all rows).
     """
     if fused(logits, k):
         return FusedRows(logits, sampling, k)
@@ -206,16 +188,10 @@ def draw_from_logits(
     places: NDArray[np.int64] | None = None,
     table_rows: int | None = None,
 ) -> LogitDraws:
-    """Draw a token from each row of logits.
+    """Draw a token from each row of logits `[N, V]`, which may be overwritten.
 
-    Args:
-        logits: `[N, V]` of any floating-point type; may be overwritten.
-        sampling: of the N rows.
-        k: K of the lists.
-        streams: of the N draws.
-        max_bytes: memory that may be held at once for rows that are processed.
-        places: `[N]` the row of the table that each belongs to; None: all in order.
-        table_rows: T; None: N. Rows that nothing belongs to are 0.
+    `k` is the length of the lists; at most `max_bytes` are held at once. `places` `[N]` are the
+    rows of the table with `table_rows` rows (None: all in order, N); other rows of it are 0.
     """
     n, device = len(logits), logits.device
     if fused(logits, k):
@@ -245,15 +221,10 @@ def read_from_logits(
     *,
     listed: int = 1,
 ) -> LogitReading:
-    """Look up given tokens, and list the most probable ones if `k` > 0. All rows in one piece.
+    """Look up given tokens, and list the `k` most probable ones if `k` > 0, in one piece.
 
-    Args:
-        logits: `[N, V]` of any floating-point type; may be overwritten. The caller takes at most
-            `rows_at_once` rows.
-        sampling: of the N rows.
-        columns: `[N]` what is looked up.
-        k: length of the lists.
-        listed: K of the engine, at least `k`.
+    `logits` `[N, V]` of at most `rows_at_once` rows may be overwritten; `listed` is K of the
+    engine.
     """
     distributions = distributions_of(logits, sampling, max(k, listed))
     reading = distributions.read(np.arange(len(logits)), columns)
@@ -261,14 +232,10 @@ def read_from_logits(
 
 
 def warm_up(logits: torch.Tensor, k: int) -> None:
-    """Compile, or load, what draws and reads, so that no step does: to be called before the first.
+    """Compile or load the code that draws and reads; called before the first step.
 
-    Seconds once per machine on a CPU; on a GPU half a minute, and again for other types of logits,
-    sizes of the vocabulary and K.
-
-    Args:
-        logits: `[n, V]` of the output layer; only type, device and V count.
-        k: K of the engine's draws.
+    Takes seconds once per machine on a CPU; on a GPU half a minute, for each type of logits,
+    vocabulary size and K. Of `logits` `[n, V]` only type, device and V count.
     """
     if not fused(logits, k):
         warm_up_drawing()
@@ -285,17 +252,14 @@ def warm_up(logits: torch.Tensor, k: int) -> None:
 
 
 def fused(logits: torch.Tensor, k: int) -> bool:
-    """Whether the kernels for GPUs are used."""
+    """Return True if the kernels for GPUs are used."""
     return logits.device.type == "cuda" and 0 < k <= MAX_FUSED_K
 
 
 def process_all(
     logits: torch.Tensor, sampling: SamplingColumns, max_bytes: int | None
 ) -> torch.Tensor:
-    """The log-probabilities `[N, V]` that are drawn from; overwrites float32 logits.
-
-    `max_bytes` may be held at once; None: all rows at once.
-    """
+    """Return `[N, V]` log-probabilities that are drawn from; overwrites float32 logits."""
     if max_bytes is None:
         return processed_logprobs(logits, sampling)
     at_once = rows_at_once(logits.shape[1], sampling, max_bytes)
@@ -307,14 +271,14 @@ def process_all(
 
 
 def rows_at_once(vocabulary: int, sampling: SamplingColumns, max_bytes: int) -> int:
-    """How many rows may be processed at once; at least 1."""
+    """Return the number of rows that may be processed at once; at least 1."""
     cut = bool(sampling.truncated.any())
     each = BYTES_PER_TRUNCATED_LOGIT if cut else BYTES_PER_LOGIT
     return max(1, max_bytes // (each * vocabulary))
 
 
 def slabs(n: int, size: int) -> Iterator[slice]:
-    """0 .. n - 1 in slices of at most `size`."""
+    """Yield 0 .. n - 1 in slices of at most `size`."""
     for start in range(0, n, size):
         yield slice(start, min(start + size, n))
 

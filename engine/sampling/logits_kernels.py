@@ -1,15 +1,14 @@
 """The kernels of `asyncrl.engine.sampling.logits_triton`.
 
-Tokens are compared by keys: 32 bits that order floats as integers, then the id, reversed. So a key
-says both how probable a token is and which of equally probable ones comes first.
+Tokens are compared by keys: 32 bits that order floats as integers, then the id, reversed.
 
 Arguments in capitals are compile-time constants. `n` rows, `vocabulary` tokens, `stride` between
-rows of logits, `count` parts of a row. `columns` are what `engine.sampling.logits_triton` packs;
-the last one says which row of the logits a row is.
+rows of logits, `count` parts of a row. `columns` are packed by `engine.sampling.logits_triton`; the
+last one maps rows to rows of the logits.
 
-Triton would compile a kernel again for an `n`, `stride` or `vocabulary` that is 1 or the first one
-that is a multiple of 16, and for logits at an address that is not one: in a step, for seconds. So
-the kernels take all of these as they come.
+Triton would compile a kernel again, in a step, for seconds, for an `n`, `stride` or `vocabulary`
+that is 1 or the first multiple of 16, and for logits at an address that is not one. So the kernels
+are not specialized for any of these.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ _LOWEST = tl.constexpr(-(1 << 63))
 _HIGHEST = tl.constexpr((1 << 63) - 1)
 _IDS = tl.constexpr(0xFFFFFFFF)
 _jit = triton.jit(do_not_specialize=["logits", "n", "vocabulary", "stride", "count", "k", "c"])
-"""For kernels that a step starts."""
 
 
 @_jit
@@ -178,7 +176,7 @@ def _split(  # type: ignore[no-untyped-def]
     logits, base, vocabulary, temperature, top, least, wanted, BLOCK: tl.constexpr,  # noqa: N803
     MASS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """The largest order that tokens of at least `wanted` reach, in number or in mass."""
+    """Return the largest order whose tokens reach `wanted`, in number or in mass."""
     low = tl.full((), -(1 << 31), tl.int64)
     for step in tl.static_range(8):
         bounds = low + (tl.arange(0, 16).to(tl.int64) << (28 - 4 * step))
@@ -200,7 +198,7 @@ def _split(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weight(logits, base, vocabulary, temperature, top, least, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """The mass of tokens of at least this order, in units of the most probable one."""
+    """Return the mass of tokens of at least this order, in units of the most probable one."""
     total = tl.full((), 0.0, tl.float64)
     for start in range(0, vocabulary, BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -213,7 +211,7 @@ def _weight(logits, base, vocabulary, temperature, top, least, BLOCK: tl.constex
 
 @triton.jit
 def _tie(logits, base, vocabulary, temperature, edge, ties, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """The key of the `ties`-th token of this order, by id; of the last one if there are fewer."""
+    """Return the key of the `ties`-th token of this order by id, or of the last one."""
     seen = tl.full((), 0, tl.int64)
     last = tl.full((), 0, tl.int64)
     for start in range(0, vocabulary, BLOCK):
@@ -231,7 +229,7 @@ def _name(  # type: ignore[no-untyped-def]
     logits, base, vocabulary, temperature, floor, edge, listed, k, top, norm, key,
     BLOCK: tl.constexpr, CUT: tl.constexpr, LISTED: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """The token outside a list with the largest log p - log E; -1: none has mass.
+    """Return the token outside a list with the largest log p - log E; -1: none has mass.
 
     A token is outside if its key is less than `edge`, and with LISTED if it is not one of `k` ids.
     """
@@ -259,7 +257,7 @@ def _name(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _exponential(token, key, low, high):  # type: ignore[no-untyped-def]
-    """Exponential noise, -log(1 - v), also for v far below the rounding of 1 - v."""
+    """Return exponential noise, -log(1 - v), also for v far below the rounding of 1 - v."""
     z = token.to(tl.uint32) * 0x9E3779B9 + low
     z = (z ^ (z >> 16)) * 0x85EBCA6B + high
     z = (z ^ (z >> 13)) * 0xC2B2AE35
@@ -274,7 +272,6 @@ def _exponential(token, key, low, high):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _stream_bits(seed, position):  # type: ignore[no-untyped-def]
-    """As `asyncrl.engine.sampling.truncation.stream_bits`."""
     start = _mix(seed + 0x9E3779B97F4A7C15)
     return _mix(start + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
 
@@ -288,13 +285,13 @@ def _mix(z):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _real(columns, index, n, row):  # type: ignore[no-untyped-def]
-    """A packed column that holds the bits of float64."""
+    """Load a packed column that holds the bits of float64."""
     return tl.load(columns + index * n + row).to(tl.float64, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _scaled(logits, base, token, inside, temperature):  # type: ignore[no-untyped-def]
-    """Logits over the temperature, -inf outside."""
+    """Load logits over the temperature, -inf outside."""
     return (
         tl.load(logits + base + token, mask=inside, other=-float("inf")).to(tl.float32)
         / temperature
@@ -303,7 +300,7 @@ def _scaled(logits, base, token, inside, temperature):  # type: ignore[no-untype
 
 @triton.jit
 def _add(x, top, total):  # type: ignore[no-untyped-def]
-    """The largest value and the sum of exponentials relative to it, with more values; nan stays."""
+    """Add values to a running maximum and relative sum of exponentials; nan stays."""
     most = tl.maximum(top, tl.max(x, axis=0))
     scale = tl.where(top == -float("inf"), 0.0, tl.exp(top - most))
     terms = tl.where(x == -float("inf"), 0.0, tl.exp(x - most))
@@ -312,7 +309,7 @@ def _add(x, top, total):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _norm(maxima, sums, row, count, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """A row's largest value, and the logarithm of its sum relative to it."""
+    """Return a row's largest value, and the logarithm of its sum relative to it."""
     part = tl.arange(0, PARTS)
     most = tl.load(maxima + row * count + part, mask=part < count, other=-float("inf"))
     held = tl.load(sums + row * count + part, mask=part < count, other=0.0)
@@ -323,7 +320,7 @@ def _norm(maxima, sums, row, count, PARTS: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def _best(best, keys, K: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """The K largest of K and more keys."""
+    """Return the K largest of K and more keys."""
     return tl.topk(tl.reshape(tl.join(best, tl.topk(keys, K)), [2 * K]), K)
 
 
@@ -344,12 +341,10 @@ def _value(key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _order(x):  # type: ignore[no-untyped-def]
-    """An int32 in the order of floats; both zeros are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _ordered(order):  # type: ignore[no-untyped-def]
-    """The float of an order."""
     return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)

@@ -6,9 +6,9 @@
     cut_kernel         only with top-k, top-p or min-p: finds the least probable token that stays,
                        by splitting the range of floats in 16, eight times. Nothing is sorted.
 
-No array over the vocabulary is written. What is computed is defined by `engine.sampling.drawing`
-and `engine.sampling.truncation`: the same random bits, the order of ids, the same rule for equal
-values (lower id first). Logarithms and sums may differ from theirs in the last bits.
+No array over the vocabulary is written. The results are defined by `engine.sampling.drawing` and
+`engine.sampling.truncation`: the same random bits, the order of ids, the same rule for equal values
+(lower id first). Logarithms and sums may differ from theirs in the last bits.
 
 It has run in Triton's interpreter and was compiled for GPUs from an A100 to a B200, never on a GPU
 (`tests/engine/sampling/test_logits_triton.py`).
@@ -42,10 +42,10 @@ _SEED, _POSITION, _NOISE, _PLACE, _TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _ROW = r
 
 
 class Tables(NamedTuple):
-    """What `draw_rows` writes."""
+    """The output of `draw_rows`."""
 
     tokens: torch.Tensor
-    """`[N]` int64; -1 where a distribution is not finite."""
+    """`[N]` int64; -1 if the distribution is not finite."""
     ids: torch.Tensor
     """`[T, 1 + K]` int32: the token, 0 if there is none, then the list, padded with -1."""
     values: torch.Tensor
@@ -53,19 +53,17 @@ class Tables(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What `look_up_rows` writes."""
+    """The output of `look_up_rows`."""
 
     values: torch.Tensor
     """`[N, 1 + C]` float32 of the tokens and their lists; -inf for padding."""
     names: torch.Tensor
-    """`[N]` int64; -1 where none was asked for, or nothing is outside the list."""
+    """`[N]` int64; -1 if none was asked for, or nothing is outside the list."""
     name_values: torch.Tensor
     """`[N]` float32"""
 
 
 class _Parts(NamedTuple):
-    """The logits, and what is known of their parts."""
-
     logits: torch.Tensor
     columns: torch.Tensor
     floors: torch.Tensor
@@ -84,16 +82,9 @@ def draw_rows(
     table_rows: int | None = None,
     rows: np.ndarray | None = None,
 ) -> Tables:
-    """As `logits.draw_from_logits`, for all rows at once. The logits are not changed.
+    """Do `logits.draw_from_logits` for all rows at once. The logits are not changed.
 
-    Args:
-        logits: `[R, V]`
-        sampling: of the N draws.
-        k: K of the lists, 1 to 64.
-        streams: of the N draws.
-        places: `[N]` rows of the table; None: all in order.
-        table_rows: T; None: N.
-        rows: `[N]` the row of the logits that each draws from; None: all in order.
+    `k` is 1 to 64. Draws are from `rows` `[N]` of the logits `[R, V]`; None: all in order.
     """
     n, device = len(streams.seeds), logits.device
     table_rows = n if table_rows is None else table_rows
@@ -122,14 +113,10 @@ def look_up_rows(
     tail: np.ndarray,
     rows: np.ndarray | None = None,
 ) -> Found:
-    """The log-probabilities of given tokens and lists, and the names of tokens outside the lists.
+    """Look up log-probabilities of given tokens and lists, and name tokens outside the lists.
 
-    Args:
-        logits: `[R, V]`
-        sampling: of the N tokens.
-        columns: `[N]`
-        tail: `[N]` whether a token outside the list is to be named.
-        rows: `[N]` the row of the logits in which each is looked up; None: all in order.
+    `columns` are `[N]`; where `tail` `[N]` is set, a token outside the list is named. `rows` `[N]`
+    are those of the logits `[R, V]`; None: all in order.
     """
     n, device = len(columns.tokens), logits.device
     streams = Streams(columns.noise_seeds, columns.positions, columns.noise_seeds)
@@ -158,10 +145,10 @@ def _pack(
     places: np.ndarray,
     rows: np.ndarray | None,
 ) -> torch.Tensor:
-    """`[9, N]` all parameters of the rows, in one copy to the device, which nobody waits for.
+    """Pack all parameters of the rows, `[9, N]`, in one asynchronous copy to the device.
 
-    From ordinary memory it would be made after everything that was queued before, and the host
-    would wait for that. torch reuses page-locked memory once the copies from it have ended.
+    A copy from pageable memory would make the host wait for everything queued before. torch reuses
+    page-locked memory once the copies from it have ended.
     """
     shape = 9, len(places)
     on_host = torch.empty(shape, dtype=torch.int64, pin_memory=device.type == "cuda")

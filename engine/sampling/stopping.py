@@ -1,13 +1,11 @@
 """Stop strings as a rule over token ids: a response ends with the first token that completes one.
 
-The text of a response is the concatenation of its tokens' bytes, so whether it contains a stop
-string can be followed by an automaton over bytes (Aho and Corasick 1975) that reads a whole token
-at a time. An engine needs no tokenizer: from (state, token) it looks up the next state. That costs
-the same for every token, however long the response and however the strings are split over tokens.
-Bytes of incomplete characters are no special case.
-
-Whether a response has ended is a function of its tokens up to there, as with stop tokens. So
-nothing changes in what is exact, see docs/exactness.md.
+The text of a response is the concatenation of its tokens' bytes, so an automaton over bytes (Aho
+and Corasick 1975) that reads a whole token at a time detects stop strings. An engine needs no
+tokenizer: from (state, token) it looks up the next state. That costs the same for every token,
+however long the response and however the strings are split over tokens. Bytes of incomplete
+characters are not a special case. As with stop tokens, the end of a response is a function of its
+tokens up to there, so exactness is not affected (docs/exactness.md).
 
 Example:
     >>> rule = StopRule.of(["</a>"], [b"x", b"</", b"a>", b"</a>!"])
@@ -38,28 +36,22 @@ ENDED = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StopRule:
-    """When a response of token ids contains a stop string. Made by `of`."""
+    """Detects stop strings in a response of token ids. Made by `of`."""
 
     strings: tuple[str, ...]
     table: NDArray[np.int16]
     """`[S, C]` the state after a token of a class; `ENDED`: the response has ended."""
     classes: IntArray
-    """`[V]` class of each token: tokens of a class do the same in every state. Tokens beyond V
-    have no text."""
+    """`[V]` class of each token: tokens of a class do the same in every state. Tokens beyond V have
+    no text."""
 
     start: int = 0
-    """The state before the first token."""
 
     @classmethod
     def of(cls, strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopRule:
-        """Compile stop strings for a vocabulary.
+        """Compile stop strings for a vocabulary of V tokens with texts `token_bytes`.
 
-        Args:
-            strings: at least one; none empty.
-            token_bytes: `[V]` what each token adds to the text.
-
-        Raises:
-            ValueError: no string, an empty one, or more than `MAX_STOP_BYTES` bytes.
+        Raises ValueError for no string, an empty one, or more than `MAX_STOP_BYTES` bytes.
         """
         patterns = [string.encode() for string in strings]
         if not patterns or not all(patterns):
@@ -73,16 +65,15 @@ class StopRule:
     def follow(self, state: int, tokens: NDArray[np.integer]) -> tuple[int | None, int]:
         """Read tokens from a state.
 
-        Returns:
-            How many tokens the response ends after, None if it continues after all of them; and
-            the state then.
+        Returns the number of tokens up to the response's end (None: it continues), and the new
+        state.
         """
         count, state = _follow(self.table, self.classes, state, np.asarray(tokens, np.int64))
         return (count, self.start) if state == ENDED else (None, int(state))
 
 
 def _automaton(patterns: Sequence[bytes]) -> NDArray[np.int16]:
-    """`[S, 256]` the state after a byte: the longest suffix of the text that begins a pattern."""
+    """Return `[S, 256]` states after a byte, each the longest suffix that begins a pattern."""
     children: list[dict[int, int]] = [{}]
     ends = [False]
     for pattern in patterns:
@@ -112,7 +103,7 @@ def _automaton(patterns: Sequence[bytes]) -> NDArray[np.int16]:
 
 
 def _after_tokens(table: NDArray[np.int16], token_bytes: Sequence[bytes]) -> NDArray[np.int16]:
-    """`[S, V]` the state after each token, from each state."""
+    """Return `[S, V]` states after each token, from each state."""
     lengths = np.array([len(one) for one in token_bytes])
     longest_first = np.argsort(-lengths, kind="stable")
     padded = np.zeros((len(lengths), max(1, int(lengths.max()))), np.uint8)
@@ -131,7 +122,7 @@ def _after_tokens(table: NDArray[np.int16], token_bytes: Sequence[bytes]) -> NDA
 
 
 def _classes(columns: NDArray[np.int16]) -> tuple[IntArray, NDArray[np.int64]]:
-    """`[V]` class of each of V columns, equal where they are, and `[C]` a column of each class."""
+    """Return `[V]` classes of equal columns, and `[C]` a column of each class."""
     classes = np.zeros(columns.shape[1], np.int64)
     examples = np.zeros(1, np.int64)
     for row in columns:
@@ -166,16 +157,10 @@ def cut_rows(
 ) -> None:
     """Follow the new tokens of all rows of a batch; shorten `kept` where a row ends.
 
-    Args:
-        table: of the rule.
-        classes: of the rule.
-        mine: `[n]` rows that have this rule.
-        states: `[n]` of the rows; updated.
-        row: `[M]` of each new token, in order.
-        step: `[M]` its place among its row's new tokens.
-        tokens: `[M]`
-        kept: `[n]` tokens that each row appends; reduced.
-        stopped: `[n]` whether the last of them ends the row; set.
+    `table` and `classes` are those of the rule, which the rows `mine` have. Updated are `states`
+    and `kept` `[n]` (tokens that each row appends), and set is `stopped` `[n]` (the last of them
+    ends the row). `tokens`, `row` (in order) and `step` (place among the row's new tokens) are
+    `[M]`.
     """
     for place in range(len(tokens)):
         r = row[place]

@@ -3,15 +3,15 @@
 A draw (`engine.sampling.drawing`) is a pure function of the distribution, the seed of the request,
 the position in the response and, for tokens outside the list, the policy version. Its numbers are
 the position-th outputs of SplitMix64 streams (Steele, Lea, Flood 2014) started at mixed seeds. So
-neither the batch, nor the slot, nor the drafts can change which token a request generates; the
-tests use that as the strongest form of "drafting is exact". What remains is rounding: logits differ
-in the last bits with the shape of the batch, which moves a draw about once in 10^6 (never with a
-batch-invariant model, see `asyncrl.engine.torch.cpu.invariant_attention`).
+neither the batch, nor the slot, nor the drafts can change which token a request generates, except
+by rounding: logits differ in the last bits with the shape of the batch, which moves a draw about
+once in 10^6 (never with a batch-invariant model, see
+`asyncrl.engine.torch.cpu.invariant_attention`).
 
 A request that continues after a *rejected* token needs a new seed: given the rejection, the old
 number at that position is no longer uniform. For the same reason the numbers that accept or reject
-kept tokens, and those of tail draws, come from streams of their own (`forked`). These differ
-between policy versions, so a token that is judged twice is judged with fresh numbers.
+kept tokens, and those of tail draws, come from separate streams (`forked`), which differ between
+policy versions.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _BITS = 50
 
 
 class Purpose(IntEnum):
-    """What a stream of random numbers decides, other than ordinary draws."""
+    """Purposes of random streams other than ordinary draws."""
 
     ACCEPT = 0xA0761D6478BD642F
-    """Whether a kept token is accepted."""
+    """Acceptance of a kept token."""
     RESIDUAL = 0xE7037ED1A0B428DB
     """The draw in the place of a rejected token."""
     TAIL = 0x8EBC6AF09C88C6E3
@@ -48,22 +48,19 @@ class Purpose(IntEnum):
 
 
 def forked(seeds: SeedArray, purpose: Purpose, policy_version: int) -> SeedArray:
-    """`[N]` seeds of streams that are independent of the ordinary draws of `seeds`.
-
-    Two streams share numbers with a probability of about 2^-40, as those of any two seeds.
-    """
+    """Return `[N]` seeds of streams that are independent of the ordinary draws of `seeds`."""
     step = np.uint64(policy_version * int(_GAMMA) & 0xFFFFFFFFFFFFFFFF)
     return _mix(_mix(seeds ^ np.uint64(purpose)) + step)
 
 
 def uniforms(seeds: SeedArray, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """`[N]` numbers in (0, 1), one for each seed and response position."""
+    """Return `[N]` numbers in (0, 1), one for each seed and response position."""
     bits = stream_bits(seeds, positions) >> np.uint64(64 - _BITS)
     return (bits.astype(np.float64) + 0.5) * 2.0**-_BITS
 
 
 def stream_bits(seeds: SeedArray, positions: NDArray[np.int64]) -> SeedArray:
-    """`[N]` 64 random bits, one number for each seed and response position."""
+    """Return `[N]` 64 random bits, one number for each seed and response position."""
     return _mix(_mix(seeds + _GAMMA) + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA)
 
 
@@ -75,7 +72,7 @@ def _mix(z: NDArray[np.uint64]) -> SeedArray:
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """How the tokens of N rows are drawn: a column for each setting."""
+    """The sampling parameters of N rows: a column for each."""
 
     temperature: FloatArray
     """`[N]` greater than 0."""
@@ -90,13 +87,13 @@ class SamplingColumns:
 
     @classmethod
     def unset(cls, rows: int) -> Self:
-        """Columns that leave every distribution as it is."""
+        """Return columns that leave every distribution as it is."""
         one = np.ones(rows, np.float32)
         return cls(one, np.zeros(rows, np.int64), one.copy(), one * 0, np.zeros(rows, np.bool_))
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> Self:
-        """The columns of some requests."""
+        """Return the columns of some requests."""
         columns = cls.unset(len(params))
         for row, one in enumerate(params):
             columns.set(row, one)
@@ -111,7 +108,7 @@ class SamplingColumns:
         self.truncated[row] = params.truncation.is_active
 
     def at(self, rows: NDArray[np.integer]) -> SamplingColumns:
-        """Some rows, also repeatedly."""
+        """Return some rows, which may repeat."""
         truncated = self.truncated[rows]
         if not truncated.any():  # the usual case: the three columns between are not read
             return SamplingColumns(
@@ -132,13 +129,9 @@ class SamplingColumns:
 
 
 def processed_logprobs(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
-    """`[N, V]` log-probabilities in float32 after temperature and truncation; -inf outside.
+    """Return `[N, V]` float32 log-probabilities after temperature and truncation; -inf outside.
 
-    `asyncrl.rollout.truncation` defines the operations and their order.
-
-    Args:
-        logits: `[N, V]`, float32; may be overwritten.
-        columns: of the N rows.
+    `logits` `[N, V]` are float32 and may be overwritten. See `asyncrl.rollout.truncation`.
     """
     if bool((columns.temperature != 1).any()):
         logits = logits.div_(torch.from_numpy(columns.temperature).to(logits.device)[:, None])
@@ -154,7 +147,6 @@ def processed_logprobs(logits: torch.Tensor, columns: SamplingColumns) -> torch.
 
 
 def _truncated(logprobs: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
-    """Truncate and rescale; overwrites `logprobs`."""
     top_k, top_p, min_p = (
         torch.from_numpy(column).to(logprobs.device)
         for column in (columns.top_k, columns.top_p, columns.min_p)

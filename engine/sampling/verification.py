@@ -1,19 +1,16 @@
 """The verdict on kept tokens, given the current policy at each of them. All engines use it.
 
-An engine runs the kept tokens through its model, which gives the current distribution at each of
-them. `read` looks up what the rules need; the distributions may come in parts. `judge` accepts a
-prefix of each row and draws the symbol after it. If that is the tail, `name_tokens` draws the token
-from the distribution at its position.
+An engine runs the kept tokens through its model. `read` looks up what the rules need in the current
+distributions, which may come in parts. `judge` accepts a prefix of each row and draws the symbol
+after it. If that is the tail, `name_tokens` draws the token from the distribution at its position.
+A token that was drawn outside its list is named again, by the same noise.
 
-The whole current distribution is at hand: tokens of the old lists are looked up in it, and a token
-that was drawn outside its list is named again, by the same noise.
+Both distributions have all mass on an observed token, regardless of the model, so a rule always
+accepts it with the token before it.
 
-Observed tokens were drawn by no policy, old or new. Both distributions have all mass on the token
-there, whatever the model says, so a rule always accepts them with the token before them.
-
-Random numbers are a function of (seed of the request, policy version, position), from streams of
-their own. What follows a fully accepted row, or `lenient` tokens, is drawn freely by the engine
-from the request's own stream, which the protocol demands to be new.
+Random numbers are a function of (seed of the request, policy version, position), from separate
+streams. What follows a fully accepted row, or `lenient` tokens, is drawn freely by the engine from
+the request's own stream, which the protocol demands to be new.
 """
 
 from __future__ import annotations
@@ -42,9 +39,8 @@ class KeptColumns(NamedTuple):
     ids: IntArray
     """`[N, K]` the list of each, padded with -1."""
     positions: NDArray[np.int64]
-    """`[N]` in the responses."""
     noise_seeds: SeedArray
-    """`[N]` of the noise that named tokens outside their lists."""
+    """`[N]` seeds of the noise that named tokens outside their lists."""
     exact: NDArray[np.bool_]
     """`[N]` whether the exact rule judges it. If not, its list and its noise are not used."""
     observed: NDArray[np.bool_]
@@ -52,7 +48,7 @@ class KeptColumns(NamedTuple):
 
     @classmethod
     def only_tokens(cls, tokens: IntArray, k: int) -> Self:
-        """Tokens that no rule judges: only their own log-probabilities are read."""
+        """Make columns of tokens that no rule judges: only their log-probabilities are read."""
         n = len(tokens)
         return cls(
             tokens=tokens,
@@ -64,12 +60,12 @@ class KeptColumns(NamedTuple):
         )
 
     def outside(self) -> NDArray[np.bool_]:
-        """`[N]` whether the exact rule judges a token that was drawn outside its list."""
+        """Return `[N]` whether the exact rule judges a token that was drawn outside its list."""
         outside: NDArray[np.bool_] = symbols_of(self.tokens, self.ids) == self.ids.shape[1]
         return self.exact & ~self.observed & outside
 
     def part(self, part: slice) -> KeptColumns:
-        """Some of them; views."""
+        """Return some of them, as views."""
         tokens, ids, positions, seeds, exact, observed = self
         return KeptColumns(
             tokens[part], ids[part], positions[part], seeds[part], exact[part], observed[part]
@@ -77,7 +73,7 @@ class KeptColumns(NamedTuple):
 
     @classmethod
     def concatenated(cls, parts: Sequence[KeptColumns]) -> KeptColumns:
-        """One after another; their lists are padded to the longest."""
+        """Concatenate; lists are padded to the longest."""
         return cls(
             np.concatenate([part.tokens for part in parts]),
             _stacked([part.ids for part in parts], -1),
@@ -89,7 +85,7 @@ class KeptColumns(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What the current policy says at N kept tokens with lists of K ids."""
+    """The current policy's values at N kept tokens with lists of K ids."""
 
     own: FloatArray
     """`[N]` log-probability of each token; -inf outside of what is sampled."""
@@ -97,13 +93,12 @@ class Reading(NamedTuple):
     """`[N, K]` log-probabilities of the list's ids, -inf for padding."""
     names: NDArray[np.int64]
     """`[N]` the token itself if it is listed. Otherwise the token outside the list that the
-    position's noise makes now; -1 if none has mass."""
+    position's noise names now; -1 if none has mass."""
     name_logprobs: FloatArray
-    """`[N]` log-probabilities of `names`."""
 
     @classmethod
     def empty(cls, n: int, k: int) -> Self:
-        """Arrays to be filled in parts."""
+        """Return arrays to be filled in parts."""
         values = np.full((n, k), np.nan, np.float32)
         return cls(
             np.full(n, np.nan, np.float32),
@@ -121,7 +116,7 @@ class Reading(NamedTuple):
 
     @classmethod
     def concatenated(cls, parts: Sequence[Reading]) -> Reading:
-        """One after another; their lists are padded to the longest."""
+        """Concatenate; lists are padded to the longest."""
         return cls(
             np.concatenate([part.own for part in parts]),
             _stacked([part.listed for part in parts], -np.inf),
@@ -130,7 +125,7 @@ class Reading(NamedTuple):
         )
 
     def given(self, columns: KeptColumns) -> Reading:
-        """The same, with all mass on each observed token; changes these arrays."""
+        """Put all mass on each observed token, in place."""
         at = np.flatnonzero(columns.observed)
         if len(at):
             tokens, ids = columns.tokens[at], columns.ids[at]
@@ -140,7 +135,7 @@ class Reading(NamedTuple):
         return self
 
     def not_finite(self) -> NDArray[np.bool_]:
-        """`[N]` where the distribution is not finite."""
+        """Return `[N]` whether the distribution is not finite."""
         wrong: NDArray[np.bool_] = np.isnan(self.own) | np.isnan(self.listed).any(axis=1)
         return wrong
 
@@ -151,7 +146,6 @@ class KeptBatch:
 
     kept: Sequence[KeptTokens]
     seeds: SeedArray
-    """`[B]` of the requests."""
     first: NDArray[np.int64]
     """`[B]` position in the response of each row's first kept token."""
     row: NDArray[np.int64]
@@ -159,7 +153,7 @@ class KeptBatch:
     offsets: IntArray
     """`[B + 1]` row i has the kept tokens offsets[i] .. offsets[i + 1] - 1."""
     columns: KeptColumns
-    """`[N]`; of lenient rows the lists are empty."""
+    """`[N]`; the lists of lenient rows are empty."""
     behaviour: FloatArray
     """`[N, K]` log-probabilities of the lists' ids when the tokens were drawn."""
 
@@ -167,13 +161,9 @@ class KeptBatch:
     def of(
         cls, kept: Sequence[KeptTokens], seeds: SeedArray, first: NDArray[np.int64], k: int
     ) -> KeptBatch:
-        """Rows of kept tokens.
+        """Collect B rows of kept tokens, none empty, in lists of `k`, at least those in `kept`.
 
-        Args:
-            kept: B of them, none empty.
-            seeds: `[B]` of the requests.
-            first: `[B]` position in the response of each row's first kept token.
-            k: K, at least the length of the lists in `kept`.
+        `seeds` and `first`, the position in the response of a row's first kept token, are `[B]`.
         """
         lengths = np.array([len(one) for one in kept], np.int64)
         row, offsets = np.repeat(np.arange(len(kept)), lengths), offsets_of(lengths)
@@ -199,14 +189,14 @@ class KeptBatch:
         return np.array([one.lenience is not None for one in self.kept])
 
     def uniforms(self, purpose: Purpose, policy_version: int) -> NDArray[np.float64]:
-        """`[N]` numbers in (0, 1), one for each kept token."""
+        """Return `[N]` numbers in (0, 1), one for each kept token."""
         seeds = forked(self.seeds, purpose, policy_version)[self.row]
         return uniforms(seeds, self.columns.positions)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of each row's kept tokens."""
+    """The outcome of each row's kept tokens."""
 
     accepted: IntArray
     """`[B]` kept tokens that stay, with their lists and their noise."""
@@ -215,19 +205,19 @@ class Verdict:
     logprob: FloatArray
     """`[B]` its current log-probability."""
     noise_seed: SeedArray
-    """`[B]` of the noise that belongs to it. Its list is that of the kept token in its place."""
+    """`[B]` seeds of its noise. Its list is that of the kept token in its place."""
     renamed: NDArray[np.bool_]
-    """`[B]` it is the kept token of its place under the new name that the same noise gives it."""
+    """`[B]` whether it is the kept token of its place, renamed by the same noise."""
     unnamed: NDArray[np.bool_]
-    """`[B]` it lies outside its list, and `name_tokens` has not been called for it yet."""
+    """`[B]` whether it lies outside its list and `name_tokens` has not been called for it yet."""
 
     def place(self, batch: KeptBatch, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Index among the N kept tokens of the first one that does not stay, in some rows."""
+        """Return the index among the N kept tokens of each row's first that does not stay."""
         place: NDArray[np.int64] = (batch.offsets[rows] + self.accepted[rows]).astype(np.int64)
         return place
 
     def outside(self, batch: KeptBatch, unnamed: NDArray[np.int64]) -> KeptColumns:
-        """What names the tokens of unnamed rows: their lists, positions and noise."""
+        """Return the lists, positions and noise that name the tokens of unnamed rows."""
         at, columns = self.place(batch, unnamed), batch.columns
         return KeptColumns(
             columns.tokens[at],
@@ -241,19 +231,13 @@ class Verdict:
     def set_names(
         self, unnamed: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: FloatArray
     ) -> None:
-        """Fill in the tokens of unnamed rows, and their current log-probabilities."""
+        """Set the tokens of unnamed rows, and their current log-probabilities."""
         self.token[unnamed], self.logprob[unnamed] = tokens, logprobs
         self.unnamed[unnamed] = False
 
 
 def read(logprobs: torch.Tensor, rows: NDArray[np.int64], columns: KeptColumns) -> Reading:
-    """Look up what the verdict needs. Of observed tokens, nothing in `logprobs` is used.
-
-    Args:
-        logprobs: `[R, V]` processed current distributions.
-        rows: `[N]` the row of `logprobs` at each kept token.
-        columns: `[N]`
-    """
+    """Look up what the verdict needs, at `rows` `[N]` of processed `logprobs` `[R, V]`."""
     tokens, ids = columns.tokens, columns.ids
     found = _at(logprobs, rows, np.concatenate([tokens[:, None], ids], axis=1))
     own, listed = found[:, 0].copy(), found[:, 1:]
@@ -269,13 +253,7 @@ def read(logprobs: torch.Tensor, rows: NDArray[np.int64], columns: KeptColumns) 
 
 
 def judge(batch: KeptBatch, reading: Reading, policy_version: int) -> Verdict:
-    """Accept a prefix of each row, and draw the symbol after it.
-
-    Args:
-        batch: at least one row.
-        reading: of its tokens, all finite.
-        policy_version: of the current weights.
-    """
+    """Accept a prefix of each row and draw the symbol after it. The reading must be finite."""
     rows = len(batch.kept)
     verdict = Verdict(
         accepted=np.zeros(rows, np.int32),
@@ -306,7 +284,7 @@ def _judge_symbols(
     policy_version: int,
     verdict: Verdict,
 ) -> None:
-    """The exact rule, for some rows of the batch; fills their part of the verdict."""
+    """Apply the exact rule to some rows of the batch; fill their part of the verdict."""
     columns = batch.columns
     part = np.flatnonzero(columns.exact)
     k = columns.ids.shape[1]
@@ -339,17 +317,10 @@ def name_tokens(
     logprobs: torch.Tensor,
     rows: NDArray[np.int64],
 ) -> None:
-    """Name tokens that the verdict leaves unnamed, by fresh noise.
+    """Name tokens of the `unnamed` rows of the verdict, by fresh noise.
 
-    A token stays -1 where nothing is outside its list after all: the residual was rounding (about
-    1e-7), and the current policy draws freely there.
-
-    Args:
-        batch: of the verdict.
-        verdict: its `token` and `logprob` are filled, and `unnamed` is cleared.
-        unnamed: rows of the verdict, all of them unnamed.
-        logprobs: `[R, V]` processed current distributions.
-        rows: the row of `logprobs` at `Verdict.place` of each.
+    A token stays -1 if nothing is outside its list after all: the residual was rounding (about
+    1e-7). `rows` are those of processed `logprobs` `[R, V]` at `Verdict.place` of each.
     """
     if not len(unnamed):
         return
@@ -359,7 +330,7 @@ def name_tokens(
 
 
 def _stacked(tables: Sequence[NDArray[ScalarT]], fill: float) -> NDArray[ScalarT]:
-    """`[N, K]` tables one after another, padded to the longest rows."""
+    """Concatenate `[N, K]` tables, padded to the longest rows."""
     k = max(table.shape[1] for table in tables)
     return np.concatenate(
         [np.pad(table, ((0, 0), (0, k - table.shape[1])), constant_values=fill) for table in tables]
@@ -367,7 +338,7 @@ def _stacked(tables: Sequence[NDArray[ScalarT]], fill: float) -> NDArray[ScalarT
 
 
 def _at(logprobs: torch.Tensor, rows: NDArray[np.int64], ids: NDArray[np.integer]) -> FloatArray:
-    """`[N, C]` log-probabilities at some rows of the ids `[N, C]`; -inf where an id is -1."""
+    """Return `[N, C]` log-probabilities at some rows of the ids `[N, C]`; -inf for id -1."""
     columns = ids.astype(np.int64).clip(min=0)
     where = torch.from_numpy(np.stack([np.broadcast_to(rows[:, None], columns.shape), columns]))
     row, column = where.to(logprobs.device)
@@ -376,7 +347,7 @@ def _at(logprobs: torch.Tensor, rows: NDArray[np.int64], ids: NDArray[np.integer
 
 
 def offsets_of(lengths: NDArray[np.integer[Any]]) -> IntArray:
-    """`[n + 1]` offsets of a ragged array with rows of these lengths."""
+    """Return `[n + 1]` offsets of a ragged array with rows of these lengths."""
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

@@ -2,5 +2,5 @@
 
 `client/` runs in the generator's process and does not import SGLang. `worker/` runs in SGLang's
 processes, whose interpreter may be another one (`SglangConfig.python`): SGLang's pins disagree with
-vLLM's. `messages` is what they say to each other.
+vLLM's. `messages` defines the messages between them.
 """

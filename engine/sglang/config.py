@@ -11,29 +11,29 @@ _SHARE_OF_GPU = 0.85
 
 
 class SglangConfig(ProcessConfig):
-    """How SGLang is started, and how many tokens its steps take.
+    """Settings of SGLang's start and of the number of tokens in its steps.
 
     The length of drafts is a setting of the cache (`cache.max_draft_tokens`). With the cache
     disabled SGLang runs without speculation.
     """
 
     python: str | None = Field(default=None, min_length=1)
-    """Python interpreter that SGLang runs in. It may be another one than this, because SGLang's
-    pins disagree with vLLM's; a relative path starts at the current directory. null: this one if it
-    has SGLang, otherwise `.venv-sglang/bin/python`, which `make setup-sglang` makes."""
+    """Python interpreter that SGLang runs in. It may differ from this one, because SGLang's pins
+    disagree with vLLM's; a relative path starts at the current directory. null: this one if it has
+    SGLang, otherwise `.venv-sglang/bin/python`, which `make setup-sglang` makes."""
     kv_cache_gib: float | None = Field(default=None, gt=0, le=4096)
     """Memory for KV, in GiB, on each GPU of a generator. null: 0.5 on a CPU; on a GPU what
     mem_fraction_static leaves."""
     mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
-    """Share that weights and KV may take of the memory that is free when SGLang starts; the rest is
-    for activations, and for a trainer that starts on the same GPU. It bounds kv_cache_gib too.
-    null: 0.85; on a GPU that the trainer shares, what it leaves (docs/gpus.md)."""
+    """Fraction of the memory that is free when SGLang starts for weights and KV; the rest is for
+    activations, and for a trainer that starts on the same GPU. It bounds kv_cache_gib too. null:
+    0.85; on a GPU shared with the trainer, what the trainer leaves (docs/gpus.md)."""
     enable_prefix_caching: bool = True
     """Share the KV of equal prefixes (SGLang's radix cache). Never across versions of the
     weights."""
     max_step_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """null: each step drafts what pays, by the measured step times and acceptance. A number: steps
-    are filled with drafts to this many tokens whatever that costs; rows beyond it run without
+    are filled with drafts to this many tokens regardless of cost; rows beyond it run without
     drafts."""
     max_prefill_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Prompt tokens, including kept tokens that are scored, that one step may take in; longer ones
@@ -45,8 +45,8 @@ class SglangConfig(ProcessConfig):
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """GPUs of one generator, which split every layer among them."""
     log_level: str = Field(default="ERROR", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
-    """What SGLang writes to stderr. INFO and above also goes to a file, whose end is quoted when
-    SGLang fails."""
+    """Log level on stderr. INFO and above also goes to a file, whose end is quoted when SGLang
+    fails."""
 
     @property
     def share_of_gpu(self) -> float:

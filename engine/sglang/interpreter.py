@@ -1,4 +1,4 @@
-"""The Python interpreter that SGLang runs in: found, and asked which versions it has."""
+"""Finds the Python interpreter that SGLang runs in, and checks its versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.engine.errors import EngineStartError
 from asyncrl.engine.sglang.config import SglangConfig
 
 SGLANG_VERSION = "0.5.23"
-"""The only one that `engine/sglang/worker` is written against."""
+"""The only version that `engine/sglang/worker` is written against."""
 DEFAULT = ".venv-sglang/bin/python"
 _SECONDS = 60.0
 _MAKE = "`make setup-sglang` makes an environment with it (docs/sglang.md)"
@@ -31,7 +31,7 @@ print(json.dumps(found))
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """What an interpreter has; "" for a distribution that it does not have."""
+    """Versions in an interpreter; "" for a distribution that it does not have."""
 
     python: tuple[int, int]
     sglang: str = ""
@@ -49,7 +49,7 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 def path_of(config: SglangConfig) -> str:
-    """The setting, or this interpreter if it has SGLang, or that of `make setup-sglang`."""
+    """Return the setting, or this interpreter if it has SGLang, or that of `make setup-sglang`."""
     if config.python is not None:
         return config.python
     try:
@@ -60,11 +60,9 @@ def path_of(config: SglangConfig) -> str:
 
 
 def check_interpreter(config: SglangConfig) -> Versions:
-    """The versions of SGLang's interpreter.
+    """Return the versions of SGLang's interpreter.
 
-    Raises:
-        EngineStartError: there is no such interpreter, or it lacks something, or has another
-            version of it; the message says what to do.
+    Raises EngineStartError if it does not exist or fit; the message says what to do.
     """
     python = path_of(config)
     where = f"engine.sglang.python: {python}"

@@ -1,8 +1,8 @@
-"""What the generator's process and SGLang's scheduler process say to each other.
+"""The messages between the generator's process and SGLang's scheduler process.
 
 Two one-way sockets under a folder that only this user may enter. A frame is one msgpack message;
-arrays travel as little-endian bytes. Nothing is pickled, and neither side reads SGLang's own
-messages from the other: the worker makes SGLang's requests of ours.
+arrays travel as little-endian bytes. Nothing is pickled, and SGLang's own messages do not cross:
+the worker makes SGLang's requests from ours.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ class SglangWorker(RemoteWorker):
     """The calls, by the names of these methods. All ranks execute them; rank 0 answers."""
 
     def asyncrl_pause(self) -> None:
-        """Run no step from now on; requests stay as they are.
-
-        All that was generated has been sent before the answer.
-        """
+        """Run no step from now on, after sending all that was generated."""
         raise NotImplementedError
 
     def asyncrl_resume(self) -> None:
@@ -35,7 +32,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request_id: str
     """Never used twice, and of the same length as all others: SGLang ends requests by prefix."""
     tokens: bytes
-    """`[n]` int32, what to continue."""
+    """`[n]` int32, the tokens to continue or score."""
     max_tokens: int
     """0 scores only."""
     temperature: float
@@ -50,10 +47,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class EndRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End requests; those that are over are ignored.
-
-    A request ends before the next step begins. What was drawn before is sent, then its `End`.
-    """
+    """End requests before the next step, after reporting what was drawn; ended ones are ignored."""
 
     request_ids: list[str]
 
@@ -71,13 +65,11 @@ class Answer(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     number: int
     result: Any = None
-    """Of rank 0."""
     error: str = ""
-    """What was raised; "" if nothing was."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """What one step of the model generated: a `StepTable`."""
+    """The tokens of one step of the model: a `StepTable`."""
 
     policy_version: int
     width: int
@@ -91,7 +83,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True):
-    """The table of a scored request, with columns as `ScoreColumns` says."""
+    """The table of a scored request, with the columns of `ScoreColumns`."""
 
     request_id: str
     policy_version: int
@@ -103,7 +95,7 @@ class Scored(msgspec.Struct, frozen=True, array_like=True):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a request; nothing of it comes later."""
+    """The end of a request; it is the last message about it."""
 
     request_id: str
     reason: Literal["stop", "length", "abort"]
@@ -124,9 +116,9 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True):
     kv_used: float = 0.0
     """0 to 1."""
     prefix_asked: int = 0
-    """Context tokens that new requests came with."""
+    """Context tokens of new requests."""
     prefix_found: int = 0
-    """Of those, tokens whose KV was found in the radix cache."""
+    """Those whose KV was found in the radix cache."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -139,11 +131,10 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The worker takes requests from now on."""
+    """The worker accepts requests from now on."""
 
     vocab_size: int
     pid: int
-    """Of the scheduler process of rank 0."""
 
 
 ToWorker = AddRequest | EndRequests | Call

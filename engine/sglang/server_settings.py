@@ -1,4 +1,4 @@
-"""What SGLang itself is started with, for `asyncrl.engine.sglang.worker.main`."""
+"""Settings that SGLang is started with, for `asyncrl.engine.sglang.worker.main`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Literal
 import msgspec
 
 CPU_ATTENTION = "asyncrl_torch"
-"""Of `worker.tree_attention`, in SGLang's `attention_backend`."""
+"""Name of `worker.tree_attention` in SGLang's `attention_backend`."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an `EngineConfig` that becomes SGLang's `ServerArgs`, by its own device."""
+    """The part of an `EngineConfig` that becomes SGLang's `ServerArgs`."""
 
     folder: str
     """Private to this engine; removed when its generator has ended."""
     model_path: str
-    """A directory in HF format or a hub id."""
     device: Literal["auto", "cpu", "cuda"]
     dtype: Literal["auto", "float32", "bfloat16"]
     """"auto": float32 on a CPU, bfloat16 on a GPU."""
@@ -26,11 +25,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Only on a GPU."""
     seed: int
     max_model_len: int
-    """Tokens of a request, room for drafts included."""
+    """Most tokens of a request, including room for drafts."""
     slots: int
-    """Requests that run at once."""
     prefill_tokens: int | None
-    """Of a step. None: by the device."""
+    """Prompt tokens of a step. None: depends on the device."""
     kv_cache_gib: float | None
     """None: 0.5 on a CPU, on a GPU what `mem_fraction_static` leaves."""
     mem_fraction_static: float

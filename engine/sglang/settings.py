@@ -1,7 +1,7 @@
-"""What the generator's process tells SGLang's processes when it starts them.
+"""Settings that the generator's process passes to SGLang's processes.
 
-SGLang starts its scheduler processes itself and passes them nothing of ours, so the settings travel
-in the environment, which they inherit.
+SGLang starts its scheduler processes and passes them nothing of ours, so the settings travel in the
+environment, which they inherit.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import msgspec
 from asyncrl.engine.remote.extras import DrafterSettings
 
 VARIABLE = "ASYNCRL_SGLANG_SETTINGS"
-"""The variable with a `WorkerSettings` as JSON."""
+"""Environment variable with a `WorkerSettings` as JSON."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where our part of the scheduler process sends and listens, and what it does."""
+    """Addresses and settings of our part of the scheduler process."""
 
     requests: str
     """Address of the client's PUSH socket, from which `ToWorker` messages come. The client binds
@@ -33,21 +33,15 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     logits_bytes: int
     """Memory that drawing and scoring may hold at once (engine.logits_mib)."""
     stage_on_device: bool
-    """Whether new weights wait on the model's device (engine.weight_staging)."""
+    """True if new weights wait on the model's device (engine.weight_staging)."""
     steps_per_message: int
-    """`SglangConfig.steps_per_message`."""
     drafting: DrafterSettings | None = None
-    """None: it does not draft."""
 
     def to_environment(self) -> dict[str, str]:
-        """The variable that SGLang's processes read."""
+        """Return the variable that SGLang's processes read."""
         return {VARIABLE: msgspec.json.encode(self).decode()}
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """Read what `to_environment` made.
-
-        Raises:
-            KeyError: the process was not started by a generator of ours.
-        """
+        """Read what `to_environment` made, or raise KeyError."""
         return msgspec.json.decode(environment[VARIABLE], type=cls)

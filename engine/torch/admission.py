@@ -1,22 +1,18 @@
-"""Giving slots to requests and taking them back.
+"""Gives slots to requests and takes them back.
 
-The order of rows in a step: rows that decode, then new ones that copy the KV of a running sibling's
-prompt (they decode as well, from the prompt's last token), then new ones whose contexts are taken
-in (leaders; first those that continue a session whose KV was parked), then the leaders' siblings
-(followers).
+The order of rows in a step: rows that decode; new ones that copy the KV of a running sibling's
+prompt and decode from its last token; new ones whose contexts are taken in (leaders; first those
+that continue a session whose KV was parked); the leaders' siblings (followers).
 
-KV of responses that wait for their environment, in slots that no row uses.
+A request that ends may be a turn of a longer response (`GenerateRequest.session`) that waits for
+its environment. Its KV stays parked in the slot that becomes free, under the name of the session,
+and the next turn takes it over. Rows come first: when they need the slot, the KV moves to another
+free one; if there is none, the KV that has waited longest is dropped, and that turn is fed from its
+beginning. Results are the same up to rounding. A session without a further turn is dropped when its
+response ends (`Engine.end_session`).
 
-A request that ends may be a turn of a longer response (`GenerateRequest.session`). Its row is freed
-like any other; its KV stays in the slot that becomes free, under the name of the session. The next
-turn takes it along, so only what is new is fed. Rows come first: when they need the slot, the KV
-moves to another free one, and if there is none, what has waited longest is dropped. That turn is
-fed from its beginning then. Results are the same up to rounding. What a response leaves that has no
-further turn is dropped when it ends (`Engine.end_session`): it would take the place of others.
-
-Only KV of the current weights is kept: a turn that begins after an installation is a request of the
-new weights as any other. Requests that run across an installation keep theirs, as the protocol
-says; what they leave is not parked.
+Only KV of the current weights is parked: a turn that begins after an installation is an ordinary
+request of the new weights.
 """
 
 from __future__ import annotations
@@ -45,36 +41,31 @@ class Parked:
 
     slot: int
     tokens: IntArray
-    """`[L]` whose KV is in the slot's first places."""
+    """`[L]` tokens whose KV is in the slot's first places."""
 
 
 class ParkingLot:
-    """The slots `[n, S)` that hold KV of sessions, for n running rows.
-
-    Args:
-        rows: of the core.
-        cache: whose slots.
-    """
+    """The slots `[n, S)` that hold KV of sessions, for n running rows."""
 
     def __init__(self, rows: Rows, cache: SlotCache) -> None:
         self._rows = rows
         self._cache = cache
         self._held: dict[str, Parked] = {}
-        """By session, who waits longest first."""
+        """Keys are sessions, the longest waiting first."""
 
     def __len__(self) -> int:
         return len(self._held)
 
     def clear(self) -> None:
-        """Forget all of it: the weights have changed."""
+        """Forget everything, as the weights have changed."""
         self._held.clear()
 
     def drop(self, session: str) -> None:
-        """Forget what is kept of a session: its turns are over. Idempotent."""
+        """Forget the KV of a session whose turns are over. Idempotent."""
         self._held.pop(session, None)
 
     def known(self, request: GenerateRequest) -> int:
-        """Tokens of a request's context whose KV is here."""
+        """Return the number of a request's context tokens whose KV is parked."""
         held = self._held.get(request.session) if request.session else None
         if held is None or request.kept is not None:
             return 0
@@ -83,10 +74,7 @@ class ParkingLot:
         return size if fits else 0
 
     def claim(self, requests: Sequence[GenerateRequest]) -> dict[str, Parked]:
-        """By request id, what requests continue; it is theirs from now on.
-
-        What another text of a session has left is dropped: its environment has gone back.
-        """
+        """Hand over the KV that requests continue, by request id; drop KV of another text."""
         out: dict[str, Parked] = {}
         for request in requests:
             known = self.known(request)
@@ -96,17 +84,12 @@ class ParkingLot:
         return out
 
     def park(self, session: str, slot: int, tokens: IntArray) -> None:
-        """Keep what lies in a slot that has become free."""
+        """Keep the KV in a slot that has become free."""
         self._held.pop(session, None)
         self._held[session] = Parked(slot, tokens)
 
     def make_room(self, new: range, claimed: dict[int, Parked]) -> None:
-        """Free the slots that new rows take, and bring what they claimed there.
-
-        Args:
-            new: the rows.
-            claimed: by row, what was parked for it.
-        """
+        """Free the slots that new rows take, and move the KV that they claimed there."""
         sources = [one.slot for one in claimed.values()]
         lengths = [len(one.tokens) for one in claimed.values()]
         targets = list(claimed)
@@ -124,7 +107,7 @@ class ParkingLot:
         self._cache.move_rows(sources, targets, lengths)
 
     def check(self) -> None:
-        """Raise EngineError unless each session has a slot of its own that no row uses."""
+        """Raise EngineError unless each session has a separate slot that no row uses."""
         slots = sorted(one.slot for one in self._held.values())
         inside = all(self._rows.n <= slot < self._cache.slots for slot in slots)
         if not inside or len(set(slots)) != len(slots):
@@ -150,7 +133,7 @@ class Admission:
         self.parked = ParkingLot(rows, cache)
 
     def admit(self, requests: Sequence[GenerateRequest], installation: int) -> NewRows:
-        """Give each request a row. There must be as many free slots."""
+        """Give each request a row. There must be enough free slots."""
         if not requests:
             return NewRows.none(self._rows.n)
         claimed = self.parked.claim(requests)
@@ -216,7 +199,7 @@ class Admission:
             self._unreported.move(moved, row)
 
     def _sibling_row(self, context: IntArray, installation: int) -> int | None:
-        """A running row that begins with this context, its KV from the current weights."""
+        """Return a running row that begins with this context and has KV of the current weights."""
         rows, n = self._rows, self._rows.n
         if not n or len(context) < 2:
             return None

@@ -1,4 +1,4 @@
-"""Attention of queries against keys under a mask, as a layer of the model wants it.
+"""Attention of queries against keys under a mask and a layer's score rule.
 
 torch's kernels compute plain scores. Capped ones and sinks are written out
 (`asyncrl.rollout.attention`), and so take several times as long.
@@ -14,17 +14,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from asyncrl.rollout.attention import capped, weights_of
 
 SCORE_BUDGET = 1 << 25
-"""Scores (numbers) of a fresh context in memory at once, where they are written out or masked."""
+"""Scores (numbers) of a fresh context in memory at once, if they are written out or masked."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """What an attention layer makes of queries and keys."""
+    """A layer's rule for attention scores."""
 
     scaling: float | None = None
-    """Of scores; None: by the square root of D."""
+    """Scale of scores; None: by the square root of D."""
     window: int | None = None
-    """Keys that a query sees, its own among them; None: all before it."""
+    """Keys that a query sees, including its own; None: all before it."""
     softcap: float | None = None
     """Bound of scores; None: none."""
     sinks: torch.Tensor | None = None
@@ -32,7 +32,7 @@ class ScoreRule:
 
     @property
     def is_written_out(self) -> bool:
-        """Whether torch has no kernel for it."""
+        """True if torch has no kernel for it."""
         return self.softcap is not None or self.sinks is not None
 
 
@@ -43,17 +43,10 @@ def attend(
     mask: torch.Tensor,
     rule: ScoreRule,
 ) -> torch.Tensor:
-    """Attend under a mask, whatever the rule's window.
+    """Attend under a mask, ignoring the rule's window; return `[m, J, G * Q, E]`.
 
-    Args:
-        query: `[m, J, G * Q, D]`: the G query heads of a key head one after another.
-        key: `[m, J, L, D]`
-        value: `[m, J, L, E]`
-        mask: `[m or 1, 1, G * Q, L]` additive.
-        rule: of scores.
-
-    Returns:
-        `[m, J, G * Q, E]`
+    `query` is `[m, J, G * Q, D]`, the G query heads of a key head one after another, `key` `[m, J,
+    L, D]`, `value` `[m, J, L, E]`, and `mask` `[m or 1, 1, G * Q, L]` additive.
     """
     if not rule.is_written_out:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=rule.scaling)
@@ -72,7 +65,7 @@ def attend(
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
-    """Rows `[m, Q, heads, D]` over themselves. Padding comes last, so no real query sees it."""
+    """Attend causally within rows `[m, Q, heads, D]`, whose padding comes last."""
     query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     length = query.shape[2]
     has_window = rule.window is not None and rule.window < length
@@ -92,7 +85,7 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -
 def _causal_in_parts(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: ScoreRule
 ) -> torch.Tensor:
-    """`[m, H, Q, D]` over themselves, some queries at a time and the keys that these see."""
+    """Attend causally within `[m, H, Q, D]`, some queries at a time with the keys that they see."""
     m, heads, length, size = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads

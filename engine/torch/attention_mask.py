@@ -1,4 +1,4 @@
-"""Which keys each token of a forward pass attends to."""
+"""The keys that each token of a forward pass attends to."""
 
 from __future__ import annotations
 
@@ -11,29 +11,25 @@ from asyncrl.rollout.trajectory import IntArray
 
 BoolArray = NDArray[np.bool_]
 Hidden = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
-"""Earlier new tokens of its row that a new token must not attend to: row, query and key, both
-counted from the row's first new token."""
+"""Row, query and key of masked pairs among a row's new tokens, both counted from its first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The keys that each of T packed tokens attends to.
-
-    These are `first` to `last` of its slot, without the hidden ones.
-    """
+    """The keys of each of T packed tokens: `first` to `last` of its slot but the hidden ones."""
 
     slot: NDArray[np.int64]
     """`[T]`"""
     first: NDArray[np.int64]
     """`[T]`"""
     last: NDArray[np.int64]
-    """`[T]` its own place."""
+    """`[T]` the token's place."""
     base: NDArray[np.int64]
     """`[T]` place of its row's first new token; column 0 of `hidden`."""
     hidden: NDArray[np.bool_]
     """`[T, Q]` new tokens of its row on other paths of its tree; `[T, 0]`: none."""
     packed: bool
-    """Whether the keys are the packed tokens themselves, as one slot; otherwise those of slots."""
+    """True if the keys are the packed tokens themselves, as one slot; otherwise those of slots."""
 
     @classmethod
     def over_slots(
@@ -44,14 +40,10 @@ class Reach:
         counts: IntArray,
         pairs: Hidden | None,
     ) -> Reach:
-        """The keys of a step's tokens: those of their slots up to their own places.
+        """Let a step's tokens see the keys of their slots up to their own places, `[T]` each.
 
-        Args:
-            slot: `[T]`
-            place: `[T]`
-            lengths: `[m]` valid keys of the rows that decode, which come first.
-            counts: `[m]` their new tokens.
-            pairs: what is hidden from what among these tokens; None: nothing.
+        Rows that decode come first, with `lengths` `[m]` valid keys and `counts` `[m]` new tokens;
+        `pairs` are hidden among these; None: nothing.
         """
         base = np.zeros_like(place)
         hidden = np.zeros((len(place), 0), np.bool_)
@@ -64,24 +56,19 @@ class Reach:
 
     @classmethod
     def within(cls, lengths: NDArray[np.integer]) -> Reach:
-        """Whole contexts of `[r]` lengths packed one after another, without slots."""
+        """Pack whole contexts of `[r]` lengths one after another, without slots."""
         tokens = np.arange(int(lengths.sum()))
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths).astype(np.int64)
         hidden = np.zeros((len(tokens), 0), np.bool_)
         return cls(np.zeros_like(tokens), starts, tokens, starts, hidden, packed=True)
 
     def within_window(self, positions: NDArray[np.int64], window: int) -> Reach:
-        """The same keys, without those that are `window` positions or more before their token.
-
-        Args:
-            positions: `[T]` of the tokens in their contexts.
-            window: keys that a token sees, its own among them.
-        """
+        """Drop keys `window` or more positions before their token; `positions` are `[T]`."""
         oldest = positions - (window - 1)
         first, hidden = np.maximum(self.first, self.first + oldest), self.hidden
         in_tree = np.flatnonzero(self.base > 0) if hidden.shape[1] else np.empty(0, np.int64)
         if len(in_tree):
-            # Places are positions up to `base` only. After it, what is too old is hidden.
+            # Places are positions up to `base` only. After it, old keys are hidden.
             first[in_tree] = np.clip(oldest[in_tree], 0, self.base[in_tree])
             row = in_tree - (self.last[in_tree] - self.base[in_tree])
             columns = np.minimum(row[:, None] + np.arange(hidden.shape[1]), len(positions) - 1)

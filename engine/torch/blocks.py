@@ -1,7 +1,4 @@
-"""The attention of one forward pass in blocks of adjacent rows, each a padded batch.
-
-Shapes as in `asyncrl.engine.torch.slots`.
-"""
+"""The attention of one forward pass in blocks of adjacent rows, each a padded batch."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ LongArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """The m rows of a block that decode."""
+    """The m decoding rows of a block."""
 
     lengths: IntArray
     """`[m]` valid keys of each."""
@@ -29,10 +26,10 @@ class Decoding:
     """`[sum(counts)]` positions of the new tokens after the row's first one; None: chains."""
 
     def positions(self, queries: int, keys: int) -> tuple[LongArray, LongArray]:
-        """Positions of the queries `[m, Q]` and the keys `[m, L]` in their contexts."""
+        """Return positions of the queries `[m, Q]` and the keys `[m, L]` in their contexts."""
         rows = len(self.lengths)
         of_keys: LongArray = np.tile(np.arange(keys, dtype=np.int64), (rows, 1))
-        # Padding is given the last position: it sees a key, and nobody reads what it computes.
+        # Padding is given the last position: it sees a key, and its result is not read.
         ends = self.lengths[:, None].astype(np.int64)
         of_queries: LongArray = np.minimum(ends + np.arange(queries), keys - 1)
         if self.depths is not None:
@@ -56,20 +53,15 @@ class Block:
     first_token: int
     tokens: int
     scatter: torch.Tensor | None
-    """`[tokens]` index of each packed token in `[rows * Q]`; None where no row is shorter."""
+    """`[tokens]` index of each packed token in `[rows * Q]`; None if no row is shorter."""
     mask: torch.Tensor | None
     """`[rows, 1, Q, L]` additive; None: causal over the block's own tokens (a fresh context)."""
     decoding: Decoding | None = None
-    """Of a block with a mask."""
+    """Set for a block with a mask."""
     _grouped: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def grouped_mask(self, groups: int, window: int | None = None) -> torch.Tensor:
-        """`[rows, 1, G * Q, L]` for queries whose G heads per key head are folded into Q.
-
-        Args:
-            groups: G.
-            window: keys that a query sees, its own among them; None: all before it.
-        """
+        """Return the mask `[rows, 1, G * Q, L]` for G query heads per key head folded into Q."""
         if self.mask is None:
             raise ValueError("a causal block has no mask")
         if (groups, window) not in self._grouped:
@@ -80,7 +72,7 @@ class Block:
         return self._grouped[groups, window]
 
     def _within(self, window: int) -> torch.Tensor:
-        """The mask without keys that are `window` positions or more before their query."""
+        """Return the mask without keys that are `window` positions or more before their query."""
         if self.mask is None or self.decoding is None:
             raise ValueError("the positions of the block's keys are not known")
         queries, keys = self.decoding.positions(*self.mask.shape[2:])
@@ -111,15 +103,10 @@ def decode_block(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Block:
-    """Rows `[0, m)` with `lengths` valid keys each and `counts` new tokens each.
+    """Make the block of rows `[0, m)` with `lengths` valid keys and `counts` new tokens each.
 
-    Args:
-        lengths: `[m]`
-        counts: `[m]`
-        hidden: pairs of new tokens without attention; None: no such pairs.
-        depths: `[sum(counts)]` as in `Feed.decode_depths`.
-        dtype: of the mask.
-        device: of all tensors.
+    `hidden` pairs of new tokens get no attention; `depths` `[sum(counts)]` as in
+    `Feed.decode_depths`.
     """
     queries = int(counts.max())
     last_key = torch.from_numpy(lengths[:, None] + np.arange(queries)).to(device)
@@ -145,15 +132,9 @@ def resumed_blocks(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Block]:
-    """A block for each row that is fed `counts` new tokens after `lengths` valid keys.
+    """Make a block for each row that is fed `counts` `[r]` tokens after `lengths` `[r]` valid keys.
 
-    Args:
-        lengths: `[r]`
-        counts: `[r]`
-        first_row: slot of the first row.
-        first_token: its first token.
-        dtype: of the masks.
-        device: of all tensors.
+    `first_row` and `first_token` are the slot and the token that the first block begins with.
     """
     blocks = []
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -170,10 +151,7 @@ def resumed_blocks(
 def causal_blocks(
     lengths: IntArray, *, first_row: int, first_token: int, device: torch.device
 ) -> list[Block]:
-    """Blocks of fresh contexts in the order given, cut where padding would double a row's work.
-
-    Contexts sorted by length give few blocks and little padding.
-    """
+    """Make blocks of fresh contexts in order, cut where padding would double a row's work."""
     blocks: list[Block] = []
     start = 0
     for end in range(1, len(lengths) + 1):

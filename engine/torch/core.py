@@ -3,15 +3,13 @@
 One step is one forward pass (`step`):
 
     admit    waiting requests take free slots; siblings of a prompt share its prefill (admission)
-    draft    every decoding row gets a token tree, as much as the planner finds worth it (drafting)
+    draft    every decoding row gets a token tree, as much as the planner allows (drafting)
     forward  last tokens and trees of decoding rows, and whole contexts of new ones with their kept
              tokens, packed (model)
-    draw     a fresh token at every position, from (seed, position in the response) (draws)
+    draw     a fresh token at every position, from (seed, position in the response) (step_sampling)
     judge    the kept tokens that the current policy accepts, and a draw after them (verification)
-    choose   draws that stay in the tree, and the first that leaves it; all other KV is void (paths)
+    choose   draws that stay in the tree, and the first that leaves it; all other KV is void
     report   first tokens, rows with enough unreported ones, and rows that ended (reports)
-
-New weights are staged while the model serves, and copied in between two steps.
 """
 
 from __future__ import annotations
@@ -52,14 +50,9 @@ from asyncrl.wire.weights.reader import WeightBuffer
 
 
 class ModuleWeights:
-    """Replaces the parameters of a loaded module in place.
+    """Replaces the parameters of a loaded module in place, and so all views of them.
 
-    Whatever shares memory with a parameter, such as a fused product of which it is a view, has the
-    new weights too.
-
-    Args:
-        module: whose state dict names the tensors.
-        staging: where a version is staged, for a module on a GPU.
+    `staging` is the location of a staged version, for a module on a GPU.
     """
 
     def __init__(self, module: torch.nn.Module, staging: WeightStaging = "host") -> None:
@@ -80,24 +73,13 @@ class ModuleWeights:
         self._fingerprint: Fingerprint | None = None
 
     def stage(self, manifest: WeightManifest) -> None:
-        """Copy a published version into staging memory, in the module's own data types.
-
-        Safe while the module computes. If it raises, nothing is staged.
-
-        Raises:
-            WeightsSupersededError: this version was overwritten by a newer one, or removed.
-            WeightsError: the weights do not fit the module, or cannot be read.
-        """
+        """Copy a published version into staging memory, as `StagedWeights.stage`."""
         self._staged.clear()
         self._shapes.check(manifest)
         self._staged.stage(manifest)
 
     def install(self, policy_version: int) -> None:
-        """Overwrite the parameters with the staged version. Only copies.
-
-        Raises:
-            WeightsError: this version is not staged; nothing was changed.
-        """
+        """Overwrite the parameters with the staged version, or raise WeightsError."""
         with self._staged.install(policy_version) as tensors, torch.no_grad():
             self._fingerprint = None
             for name, tensor in tensors:
@@ -106,13 +88,13 @@ class ModuleWeights:
                 torch.cuda.synchronize(self._device)  # the staging memory may be overwritten now
 
     def fingerprint(self) -> Fingerprint:
-        """Of the live parameters, by every name of the state dict; once after each installation."""
+        """Return the fingerprint of the live parameters, computed once after each installation."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self._module.state_dict(keep_vars=True).items())
         return self._fingerprint
 
     def _base(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Copies of the weights that the module was loaded with, where versions are staged."""
+        """Return copies of the module's initial weights, in the memory that stages versions."""
         if self._whole.policy_version is not None:
             raise WeightsReadError(
                 "the module has had whole weights, so it is not known what an adapter is added to"
@@ -130,7 +112,7 @@ class ModuleWeights:
 
 
 _STEP_TOKENS = 4096
-"""Most tokens of a decoding step where the planner decides, if their logits fit into memory."""
+"""Most tokens of a decoding step if the planner decides and their logits fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +120,7 @@ class CoreSettings:
     """Bounds of the core; see `TorchConfig` and `EngineConfig`."""
 
     max_step_tokens: int | None
-    """None: what the planner finds worth it, within `_STEP_TOKENS` and `logits_bytes`."""
+    """None: as many as the planner wants, within `_STEP_TOKENS` and `logits_bytes`."""
     max_draft_tokens: int
     max_prefill_tokens: int
     chunk_tokens: int
@@ -150,24 +132,21 @@ class CoreSettings:
     exceed it."""
 
     def max_logits_rows(self, vocab_size: int) -> int:
-        """Rows of float32 logits that one step may have."""
+        """Return the most rows of float32 logits of one step."""
         return self.logits_bytes // (4 * vocab_size)
 
     @property
     def listed(self) -> int:
-        """Tokens that a draw lists at each position; where none is reported, what is quick."""
+        """Tokens that a draw lists at each position; a fast number if none is reported."""
         return self.top_k or UNREPORTED_K
 
 
 class DecodeCore:
     """Continuous batching with exact drafting over a loaded model. Not thread-safe.
 
-    Args:
-        model: what is sampled from.
-        settings: bounds.
-        source: where drafts come from; None: requests' earlier continuations only.
-        seed: of the stream that gives seeds to requests without one.
-        planner: how much to draft; None: one that learns from this core's own step times.
+    `source` proposes drafts (None: requests' earlier continuations only). `seed` is that of the
+    stream that gives seeds to requests without one. `planner` decides how much to draft (None: one
+    that learns from this core's step times).
     """
 
     def __init__(
@@ -206,10 +185,10 @@ class DecodeCore:
         self._busy_seconds = 0.0
         self.policy_version = 0
         self._installations = 0
-        """Of weights, counted: a version may come twice, from two trainers."""
+        """Number of installed weights: a version may come twice, from two trainers."""
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises RequestError when it cannot be served or its id is in use."""
+        """Queue a request. Raises RequestError if it cannot be served or its id is in use."""
         self._limits.check_generate(request)
         name = request.request_id
         if name in self._waiting or name in self._rows:
@@ -220,13 +199,13 @@ class DecodeCore:
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> None:
-        """Forget a request and free its slot; nothing happens when it has ended already."""
+        """Forget a request and free its slot; does nothing if it has ended already."""
         if self._waiting.drop(request_id) is None and request_id in self._rows:
             self._admission.release(self._rows.row_of(request_id), self._installations)
 
     @torch.inference_mode()
     def interrupt(self, request_id: str) -> list[TokenChunk]:
-        """End a request and free its slot; gives its last chunk, with all that it has drawn."""
+        """End a request and free its slot; return its last chunk, with all that it has drawn."""
         waiting = self._waiting.drop(request_id)
         if waiting is not None:
             return [TokenChunk.empty_abort(waiting, self.policy_version)]
@@ -235,12 +214,12 @@ class DecodeCore:
         return [self._end(self._rows.row_of(request_id), "abort")]
 
     def end_session(self, session: str) -> None:
-        """Forget the KV that waits for another turn of this response, if there is any."""
+        """Forget the KV parked for another turn of this response."""
         self._admission.parked.drop(session)
 
     @torch.inference_mode()
     def close(self) -> list[TokenChunk]:
-        """Abort everything. Gives each request's last chunk."""
+        """Abort everything. Return each request's last chunk."""
         chunks = [self._end(row, "abort") for row in reversed(range(self._rows.n))]
         waiting = self._waiting.drain()
         self.check()
@@ -248,7 +227,7 @@ class DecodeCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """True if a step would do anything."""
         return len(self._waiting) > 0 or self._rows.n > 0
 
     def flush(self) -> list[TokenChunk]:
@@ -271,22 +250,13 @@ class DecodeCore:
         )
 
     def stage_weights(self, manifest: WeightManifest) -> None:
-        """Copy published weights into staging memory. May run in another thread during a step.
-
-        Raises:
-            WeightsSupersededError: these were overwritten or removed; nothing is staged.
-            WeightsError: the weights do not fit the model or cannot be read; nothing is staged.
-        """
+        """Copy published weights into staging memory, as `StagedWeights.stage`, during steps."""
         self._weights.stage(manifest)
 
     def install_weights(self, policy_version: int) -> list[TokenChunk]:
         """Replace the weights under the running requests, which keep their KV.
 
-        Returns:
-            What was drawn under the old version and not reported yet.
-
-        Raises:
-            WeightsError: this version is not staged; nothing was changed.
+        Returns unreported tokens of the old version. Raises WeightsError if this one is not staged.
         """
         self._weights.install(policy_version)
         chunks = self.flush()
@@ -299,11 +269,11 @@ class DecodeCore:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of the parameters in use. May run during a step, not during an installation."""
+        """Fingerprint the parameters in use; may run during a step, not an installation."""
         return self._weights.fingerprint()
 
     def stats(self) -> EngineStats:
-        """Counters and gauges."""
+        """Return counters and gauges."""
         n, cache = self._rows.n, self._model.cache
         return EngineStats(
             tokens=TokenCounts(
@@ -326,7 +296,7 @@ class DecodeCore:
 
     @torch.inference_mode()
     def step(self) -> list[TokenChunk]:
-        """One forward pass: admit, draft, verify, draw. Gives what is due to be reported."""
+        """Run one forward pass: admit, draft, verify, draw. Return the chunks that are due."""
         began = time.perf_counter()
         rows = self._rows
         requests = self._waiting.take(
@@ -368,7 +338,7 @@ class DecodeCore:
         return chunks
 
     def _generate(self, trees: TokenTrees, draws: Draws) -> list[TokenChunk]:
-        """Append to each row what it generates, leave only its KV in place, and report."""
+        """Append to each row what it generates, keep only its KV in place, and report."""
         rows, decoding = self._rows, trees.rows
         walks = None
         if len(trees.tokens):

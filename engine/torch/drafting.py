@@ -1,7 +1,4 @@
-"""What decoding rows draft in a step, and what was accepted of it.
-
-Wrong drafts cost time, never exactness.
-"""
+"""Drafts of decoding rows in a step, and their acceptance."""
 
 from __future__ import annotations
 
@@ -22,14 +19,9 @@ from asyncrl.rollout.acceptance import AcceptedPaths, accept_tree
 
 
 class Drafter:
-    """Drafts for the decoding rows of a core.
+    """Drafts for the decoding rows of a core, trees if `branching`, else chains.
 
-    Args:
-        rows: the core's rows.
-        source: what rows draft from and feed; None: rows draft from earlier continuations only.
-        planner: how much to draft.
-        branching: whether to draft trees; otherwise chains.
-        vocab_size: of the model; drafts of other tokens are dropped.
+    Rows draft from `source` and feed it (None: only earlier continuations).
     """
 
     def __init__(
@@ -79,14 +71,10 @@ class Drafter:
             self._source.advance(policy_version)
 
     def draft(self, n: int, other_tokens: int) -> TokenTrees:
-        """Draft for rows `[0, n)`, as much as the planner finds worth it.
+        """Draft for rows `[0, n)`, as much as the planner allows.
 
-        A path is no longer than what its row may generate before the draw after it. A tree may
-        hold more nodes than that, as many as its row's slot has places left.
-
-        Args:
-            n: decoding rows.
-            other_tokens: tokens of new contexts in the same step.
+        A path is no longer than what its row may generate before the draw after it. A tree may have
+        as many nodes as its row's slot has places left. `other_tokens` are those of new contexts.
         """
         if not n or self.planner.declines(n):
             return no_trees(n)
@@ -116,12 +104,7 @@ class Drafter:
         return plant(drafts, np.minimum(keep, room), left - 1, self._vocab_size)
 
     def judge(self, trees: TokenTrees, tokens: NDArray[np.int64]) -> AcceptedPaths:
-        """Follow draws through the trees, and tell the planner which nodes were accepted.
-
-        Args:
-            trees: what was fed.
-            tokens: `[n + N]` the draw after each root and node, in the order of feeding.
-        """
+        """Follow `[n + N]` draws through the trees, and report accepted nodes to the planner."""
         walks = accept_tree(tokens, trees.tokens, trees.parents, trees.offsets)
         accepted = np.zeros(len(trees.tokens), np.bool_)
         accepted[walks.nodes] = True
@@ -129,10 +112,7 @@ class Drafter:
         return walks
 
     def record(self, draws: Draws, paths: Paths) -> None:
-        """Let siblings draft from what rows have generated, and move on in earlier continuations.
-
-        Call it when `Rows.total` counts the new tokens.
-        """
+        """Record what rows have generated, once `Rows.total` counts it: siblings draft from it."""
         rows = self._rows
         n = rows.n
         self._feed_source(draws, paths)
@@ -147,7 +127,7 @@ class Drafter:
             self._continuations.follow_from(draws.judged, draws.accepted[draws.judged] + 1)
 
     def _leave_earlier_turns(self, draws: Draws) -> None:
-        """Let verified rows draft only the rest of the turn that they are in."""
+        """Let verified rows draft only the rest of their current turn."""
         for row in draws.judged.tolist():
             kept = self._rows.requests[row].kept
             if kept is not None and kept.observed.any():

@@ -1,25 +1,17 @@
-"""TorchEngine: the asyncio shell around `DecodeCore`.
+"""TorchEngine: the asyncio shell around `DecodeCore`, and the thread that computes its steps.
 
     decode thread  consumes: requests in the core · produces: token chunks, one queue per request
                    waits for: work, and not being paused · unblocked by: generate, resume
                    bounded by: the core's slots
 
-Steps are computed in a thread of their own, so that the event loop keeps running:
-commands, rewards and finished samples of a generator do not wait for steps, and steps do not wait
-for the event loop. Only that thread touches the core. Whatever is asked for during a step is done
-before the next one, in order.
-
-If a step fails, every waiting consumer is woken with the reason, and later calls raise it.
-
-The thread that computes a core's steps, and what is done between two of them.
+Chunks of a step are delivered while the next one is computed. The core is not thread-safe, so only
+the thread touches it; calls during a step are made before the next one, in order:
 
     thread = DecodeThread(core.step, may_step=lambda: core.has_work, deliver=..., failed=...)
     thread.post(lambda: core.interrupt("r1"), done=deliver, failed=end)  # before the next step
     scores = await thread.run(lambda: core.score(requests))
 
-The core is not thread-safe, so nothing but this thread touches it. Steps follow each other without
-a turn of the event loop in between: what a step reports is handed over while the next one is being
-computed. Whatever is asked for during a step is done before the next one, in order.
+If a step fails, every waiting consumer is woken with the reason, and later calls raise it.
 """
 
 from __future__ import annotations
@@ -52,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Work between two steps, and who hears of its end, in the event loop."""
+    """A call between two steps, and the callbacks of its end in the event loop."""
 
     work: Callable[[], Any]
     done: Callable[[Any], None]
@@ -64,12 +56,9 @@ class _Job:
 class DecodeThread:
     """Runs jobs and steps of one core. Made and called in one event loop.
 
-    Args:
-        step: computes a step and returns what it reports.
-        may_step: whether there is anything to compute; called in the thread.
-        deliver: gets what steps report, in the event loop.
-        failed: is told in the event loop that a step raised. No other step follows, and jobs fail.
-        prepare: called once in the thread.
+    `step` returns a step's chunks, which `deliver` gets in the event loop, and `may_step` returns
+    True if there is anything to compute; both are called in the thread, and `prepare` once.
+    `failed` gets a step's exception in the event loop. No other step follows, and jobs fail.
     """
 
     def __init__(
@@ -100,12 +89,9 @@ class DecodeThread:
         done: Callable[[T], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Have work done between two steps; does not wait.
+        """Call `work` in the thread between two steps, without waiting for it.
 
-        Args:
-            work: to be done in the thread.
-            done: gets its result in the event loop, before anything that later steps report.
-            failed: gets its error in the event loop.
+        `done` gets its result in the event loop, before reports of later steps; `failed` its error.
         """
         self._add(_Job(work, done, failed))
 
@@ -116,13 +102,10 @@ class DecodeThread:
         done: Callable[[T], None] | None = None,
         is_last: bool = False,
     ) -> T:
-        """Do work between two steps and return its result. If cancelled, it is still done.
+        """Call `work` between two steps and return its result. If cancelled, it is still called.
 
-        Args:
-            work: to be done in the thread.
-            done: as in `post`. What later steps report may come before the caller resumes, so what
-                must come before that is for `done`, not for the caller.
-            is_last: the thread ends after it.
+        `done` is as in `post`. Reports of later steps may come before the caller resumes, so what
+        must precede them belongs in `done`. If `is_last`, the thread ends after it.
         """
         result: asyncio.Future[T] = self._loop.create_future()
 
@@ -140,14 +123,13 @@ class DecodeThread:
         return await result
 
     def wake(self) -> None:
-        """Look again whether there is something to compute."""
+        """Check again for something to compute."""
         self._wake.set()
 
     async def close(self, last: Callable[[], list[TokenChunk]]) -> None:
-        """End the thread after the running step and the jobs before; `last` is done even then.
+        """End the thread after the running step and earlier jobs.
 
-        Args:
-            last: what is done at the end, also after a step failed. Its chunks are delivered.
+        `last` is called at the end, also after a failed step. Its chunks are delivered.
         """
         try:
             await self.run(last, done=self._deliver, is_last=True)
@@ -161,7 +143,7 @@ class DecodeThread:
     def _serve(self) -> None:
         self._prepare()
         while True:
-            self._wake.clear()  # before looking: what comes from now on sets it again
+            self._wake.clear()  # before looking: later calls set it again
             if self._do_jobs():
                 return
             if self._failure is None and self._may_step():
@@ -178,7 +160,7 @@ class DecodeThread:
                 self._wake.wait()
 
     def _do_jobs(self) -> bool:
-        """Do what has been asked for; True after the last job of all."""
+        """Run the queued jobs; return True after the very last job."""
         outcomes: list[tuple[Callable[[Any], None], Any]] = []
         ends = False
         while self._jobs and not ends:
@@ -213,7 +195,7 @@ class _Reader:
     deliveries: asyncio.Queue[TokenChunk | Exception] = field(default_factory=asyncio.Queue)
     has_left: bool = False
     is_served: bool = False
-    """The core has taken the request. Only the decode thread looks at it."""
+    """True if the core has the request. Only the decode thread reads it."""
 
 
 class TorchEngine:
@@ -241,7 +223,6 @@ class TorchEngine:
         self._thread: DecodeThread | None = None
         self._paused = False
         self._readers: dict[str, _Reader] = {}
-        """By request id: who reads the stream of a request that the core has."""
         self._ended: EngineError | None = None
 
     async def start(self) -> None:
@@ -287,9 +268,8 @@ class TorchEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response; closing the iterator frees the slot.
 
-        Raises:
-            RequestError: the request cannot be served (at the first chunk asked for).
-            EngineError: the engine is not running, or its loop failed.
+        Raises RequestError at the first chunk if the request cannot be served; EngineError if the
+        engine is not running, or its loop failed.
         """
         core, thread = self._running()
         name, reader = request.request_id, _Reader()
@@ -316,7 +296,7 @@ class TorchEngine:
                 )
 
     def _begin_reading(self, request_id: str, reader: _Reader) -> None:
-        """Deliver to this reader what later steps report. An earlier request had the same id."""
+        """Deliver later chunks to this reader; an earlier request may have had the same id."""
         if not reader.has_left:
             self._readers[request_id] = reader
 
@@ -352,33 +332,28 @@ class TorchEngine:
         thread.wake()
 
     async def stage_weights(self, manifest: WeightManifest) -> None:
-        """Copy published weights into staging memory, in a thread of its own; steps continue.
-
-        Raises:
-            WeightsSupersededError: these were overwritten or removed; nothing is staged.
-            WeightsError: the weights do not fit the model or cannot be read; nothing is staged.
-        """
+        """Stage published weights in a separate thread. Raises as `StagedWeights.stage`."""
         core, _ = self._running()
         await asyncio.to_thread(core.stage_weights, manifest)
 
     async def install_weights(self, policy_version: int) -> None:
         """Replace the weights between two steps. Raises WeightsError if they are not staged."""
         core, thread = self._running()
-        # What was drawn under the old weights must come before what the next steps draw.
+        # Tokens drawn under the old weights must come before those of the next steps.
         await thread.run(lambda: core.install_weights(policy_version), done=self._deliver)
 
     async def fingerprint(self) -> Fingerprint:
-        """Of the parameters in use. Computed in a thread of its own; steps continue."""
+        """Compute the fingerprint of the parameters in use in a separate thread; steps continue."""
         core, _ = self._running()
         return await asyncio.to_thread(lambda: core.fingerprint)
 
     async def save_cache(self) -> int:
-        """Write the snapshot of the cache, if it has a place for one; returns its bytes."""
+        """Write the snapshot of the cache, if it has a path for one; return its bytes."""
         _, thread = self._running()
         return await thread.run(self._save)
 
     def stats(self) -> EngineStats:
-        """Counters and gauges, as of the running step."""
+        """Return counters and gauges, as of the running step."""
         return self._running()[0].stats()
 
     async def close(self) -> None:
@@ -419,17 +394,17 @@ def _add(core: DecodeCore, request: GenerateRequest, reader: _Reader) -> None:
 
 
 def _abort(core: DecodeCore, request_id: str, reader: _Reader) -> None:
-    """End the reader's request, not another one because of whose id it was refused."""
+    """Abort the reader's request, unless it was refused because its id was in use."""
     if reader.is_served:
         core.abort(request_id)
 
 
 def _ignore(_result: None) -> None:
-    """Of work that has no result."""
+    """Ignore the result of a job."""
 
 
 def _use_threads(threads: int | None) -> None:
-    """Set OpenMP's number of threads, which each thread has for itself."""
+    """Set OpenMP's number of threads, which is a setting of each thread."""
     if threads is not None:
         torch.set_num_threads(threads)
 

@@ -25,14 +25,9 @@ from asyncrl.rollout.acceptance import accept_tree, warm_up_verification
 
 @torch.inference_mode()
 def warm_up(model: SlotModel, *, listed: int, drafting: bool) -> None:
-    """Load the kernels that a core uses, or compile them: once per machine, for a few seconds.
+    """Load or compile the kernels that a core uses: a few seconds once per machine.
 
-    On a GPU half a minute.
-
-    Args:
-        model: what is sampled from.
-        listed: K of its draws.
-        drafting: whether there is a cache to draft from.
+    Takes half a minute on a GPU. `listed` is K of the core's draws; `drafting`: there is a cache.
     """
     if drafting:
         tree.warm_up()
@@ -51,7 +46,7 @@ def warm_up(model: SlotModel, *, listed: int, drafting: bool) -> None:
 
 
 def _warm_up_step() -> None:
-    """The loops of `asyncrl.engine.torch.step_kernels`, for two rows with a draw each."""
+    """Compile the loops of `asyncrl.engine.torch.step_kernels`, for two rows with a draw each."""
     zero, none = np.zeros(2, np.int32), np.empty(0, np.int32)
     seeds, flags = np.zeros(2, np.uint64), np.zeros(2, np.bool_)
     row, starts, _, _, noise = place_draws(zero + 1, none, zero, seeds, seeds)

@@ -37,15 +37,12 @@ class _Tokens:
 
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
-    """In their contexts."""
     places: NDArray[np.int64]
-    """In their slots: the positions, except for nodes of a forked token tree."""
+    """Places in their slots: the positions, except for nodes of a forked token tree."""
     rows: NDArray[np.int64]
-    """Their slots."""
 
     @classmethod
     def of(cls, feed: Feed) -> _Tokens:
-        """Lay out what is fed, row after row."""
         m, r = len(feed.decode_counts), len(feed.new_lengths)
         counts = np.concatenate([feed.decode_counts, feed.new_lengths])
         starts = np.zeros(r, np.int32) if feed.new_starts is None else feed.new_starts
@@ -62,14 +59,9 @@ class _Tokens:
 
 
 class SlotModel:
-    """A loaded model with its KV slots.
+    """A loaded transformers model with its KV slots.
 
-    Args:
-        model: of transformers.
-        slots: rows that can run at once.
-        max_len: places of a slot.
-        batch_invariant: whether a row's logits must not depend on what else is in the batch, see
-            `asyncrl.engine.torch.cpu.invariant_attention`.
+    If `batch_invariant`, a row's logits do not depend on the rest of the batch.
     """
 
     def __init__(
@@ -93,15 +85,15 @@ class SlotModel:
 
     @property
     def is_fused(self) -> bool:
-        """Whether it computes in `asyncrl.engine.torch.cpu.fused_model`."""
+        """True if it computes in `asyncrl.engine.torch.cpu.fused_model`."""
         return self._fused is not None
 
     def fuse(self) -> None:
-        """Compute in `engine.torch.cpu.fused_model` from now on, where the slots are allocated."""
+        """Compute in `engine.torch.cpu.fused_model` from now on; the slots must be allocated."""
         self._fused = FusedDecoder(self.module, self.cache, batch_invariant=self._invariant)
 
     def forward(self, feed: Feed) -> torch.Tensor:
-        """Logits in float32: `[sum(decode_counts) + sum(new_wanted), V]`."""
+        """Return float32 logits: `[sum(decode_counts) + sum(new_wanted), V]`."""
         decoding = len(feed.decode_tokens)
         ends = decoding + np.cumsum(feed.new_lengths, dtype=np.int64) - 1
         if feed.new_wanted is not None and (feed.new_wanted != 1).any():
@@ -120,12 +112,9 @@ class SlotModel:
     def forward_fresh(
         self, tokens: IntArray, lengths: IntArray, wanted: NDArray[np.int64]
     ) -> torch.Tensor:
-        """Logits `[len(wanted), V]` of whole contexts packed one after another; no slot is used.
+        """Return logits `[len(wanted), V]` of packed whole contexts, without slots.
 
-        Args:
-            tokens: `[T]` packed contexts, best sorted by length.
-            lengths: `[r]` their lengths.
-            wanted: indices into `[T]`.
+        Contexts are best sorted by length; `wanted` are indices into `tokens` `[T]`.
         """
         none = np.empty(0, np.int32)
         feed = Feed(none, none, none, tokens, lengths)
@@ -212,7 +201,7 @@ class SlotModel:
 
 
 def last_places(ends: NDArray[np.int64], counts: IntArray) -> NDArray[np.int64]:
-    """The last `counts[i]` places before each of `ends`, row after row."""
+    """Return the last `counts[i]` places before each of `ends`, row after row."""
     before = np.cumsum(counts, dtype=np.int64) - counts
     out: NDArray[np.int64] = np.arange(int(counts.sum())) + np.repeat(
         ends - counts - before, counts
@@ -233,19 +222,9 @@ def load_model(
 ) -> SlotModel:
     """Load a model from a directory or hub id, and check that it runs with KV slots.
 
-    Args:
-        path: a directory, or an id.
-        slots: rows that can run at once.
-        max_len: places of a slot.
-        device: where it computes.
-        dtype: of weights and KV.
-        batch_invariant: as in `SlotModel`.
-        fused: whether it may compute in `asyncrl.engine.torch.cpu.fused_model`.
-        wide_logits: whether logits of a 16-bit model are float32 (`engine.logits_dtype`).
-
-    Raises:
-        EngineStartError: it cannot be loaded, or its attention or state does not fit KV slots, or
-            it cannot be batch-invariant on this machine.
+    If `fused`, it may compute in `asyncrl.engine.torch.cpu.fused_model`. If `wide_logits`, logits
+    of a 16-bit model are float32. Raises EngineStartError if it cannot be loaded, its attention or
+    state does not fit KV slots, or it cannot be batch-invariant on this machine.
     """
     if batch_invariant and (device.type, dtype) != ("cpu", torch.float32):
         raise EngineStartError(
@@ -269,7 +248,7 @@ def load_model(
 
 
 def _widen_logits(model: Any) -> None:
-    """Have a plain 16-bit output layer give float32, which models then scale and cap."""
+    """Make a plain 16-bit output layer return float32, which models then scale and cap."""
     head: Any = model.get_output_embeddings()
     is_plain = type(head) is torch.nn.Linear
     if is_plain and head.weight.dtype.itemsize == 2:
@@ -300,7 +279,7 @@ def _refuse_by_config(model: Any, path: str, max_len: int) -> None:
 
 
 def _choose_forward(model: SlotModel, path: str, *, allowed: bool) -> None:
-    """Fuse the forward pass of a model for which it exists, and compare it with transformers'."""
+    """Fuse the forward pass of a supported model, and compare it with transformers'."""
     why_not: str | None = "engine.torch.fused is false"
     if allowed:
         why_not = why_not_fused(model.module, threads=torch.get_num_threads())
@@ -326,7 +305,7 @@ def _choose_forward(model: SlotModel, path: str, *, allowed: bool) -> None:
 
 
 def _window_of(model: SlotModel) -> str | None:
-    """That its attention does not reach all places of a slot; None: it does."""
+    """Return why its attention does not reach all places of a slot; None: it does."""
     config = model.module.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
@@ -336,12 +315,12 @@ def _window_of(model: SlotModel) -> str | None:
 
 
 def _total_variation(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest over the rows of two `[N, V]` logits."""
+    """Return the largest total variation over the rows of two `[N, V]` logits."""
     return (one.softmax(-1) - other.softmax(-1)).abs().sum(-1).max().item() / 2
 
 
 def _check_against_plain_forward(model: SlotModel, path: str) -> None:
-    """Compare a few tokens with a plain forward pass; what slots cannot represent shows here."""
+    """Compare a few tokens with a plain forward pass, which shows what slots cannot represent."""
     rng = np.random.default_rng(0)
     lengths = [min(n, model.cache.max_len) for n in (6, 4)[: model.cache.slots]]
     rows = [rng.integers(0, model.vocab_size, n).astype(np.int32) for n in lengths]
@@ -397,7 +376,7 @@ def _check_batch_invariance(model: SlotModel, path: str) -> None:
 
 
 def _packed_logits(model: SlotModel, rows: list[IntArray], split: list[int]) -> torch.Tensor:
-    """Feed the first tokens as prompts and the rest as drafts; logits from each split on."""
+    """Feed the first tokens as prompts and the rest as drafts; return logits from each split on."""
     none = np.empty(0, np.int32)
     heads = np.array(split, np.int32)
     first = np.concatenate([row[:s] for row, s in zip(rows, split, strict=True)])

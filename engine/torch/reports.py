@@ -1,7 +1,4 @@
-"""Turns the tokens that a step generates into the chunks that requests report.
-
-Chooses which of a step's draws each row appends: pure bookkeeping over flat arrays.
-"""
+"""Chooses the draws that each row appends, and turns them into the chunks that requests report."""
 
 from __future__ import annotations
 
@@ -30,18 +27,17 @@ _NO_WALK = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """The draws that rows append in a step: M in all."""
+    """The M draws that rows append in a step."""
 
     chosen: NDArray[np.int64]
     """`[M]` indices of draws, row after row."""
     row: NDArray[np.int64]
-    """`[M]` of each."""
     step: NDArray[np.int64]
     """`[M]` place of each among its row's new tokens, from 0."""
     kept: IntArray
     """`[n]` tokens that each row appends."""
     accepted: IntArray
-    """`[n]` at most how many of those are accepted drafts or kept tokens; the next one is a free
+    """`[n]` upper bound of accepted drafts or kept tokens among them; the next one is a free
     draw."""
     stopped: NDArray[np.bool_]
     """`[n]` whether the last one is a stop token or completes a stop string."""
@@ -50,10 +46,8 @@ class Paths:
 def choose(rows: Rows, draws: Draws, walks: AcceptedPaths | None) -> Paths:
     """Choose each row's path, cut after its first stop token or string and at its limit.
 
-    Args:
-        rows: before this step's tokens are appended.
-        draws: all draws of this step.
-        walks: of the decoding rows, which come first; None: nothing was drafted.
+    `rows` do not have this step's tokens yet. `walks` are paths of the decoding rows, which come
+    first; None: nothing was drafted.
     """
     n = rows.n
     accepted: IntArray = draws.accepted
@@ -103,16 +97,10 @@ def _follow_strings(
 def moved_places(
     draws: Draws, paths: Paths, decoding: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Accepted tree nodes whose KV does not lie where a chain would have put it.
+    """Return accepted tree nodes whose KV is not where a chain would have put it.
 
-    Args:
-        draws: of a step with forked trees.
-        paths: chosen among them.
-        decoding: decoding rows.
-
-    Returns:
-        Row of each, and its place now and its place in the chain, both counted from the first
-        token that the row was fed.
+    Returns the row of each, its present place and its place in the chain, both counted from the
+    first token that the row was fed. The first `decoding` rows decode.
     """
     row = paths.row
     place = paths.chosen - draws.starts[row]
@@ -125,15 +113,14 @@ class Unreported:
 
     def __init__(self, slots: int, buffer: int, top_k: int) -> None:
         self.count = np.zeros(slots, np.int32)
-        """`[S]` tokens to report."""
         self.begun = np.zeros(slots, np.bool_)
         """`[S]` whether the row has reported anything."""
         self._buffers = GeneratedTokens.empty(slots, buffer, top_k=top_k)
         self._long: dict[int, GeneratedTokens] = {}
-        """By row: what a step with kept tokens generated, however long; reported in that step."""
+        """Tokens of steps with kept tokens, by row, however many; reported in that step."""
 
     def begin(self, row: int) -> None:
-        """A request has taken the row."""
+        """Reset a row for a new request."""
         self.count[row] = 0
         self.begun[row] = False
 
@@ -144,15 +131,11 @@ class Unreported:
             buffer[target] = buffer[source]
 
     def record(self, draws: Draws, paths: Paths, rows: Rows) -> None:
-        """Append what a step generated, here and to the rows' contexts.
+        """Append the tokens of a step, here and to the rows' contexts.
 
         Rows whose kept tokens were judged may have more tokens than the buffers hold and must be
-        reported (`chunks`) before the next step.
-
-        Args:
-            draws: of the step.
-            paths: chosen among them.
-            rows: `total` and `count` do not include these tokens yet: `advance` counts them.
+        reported (`chunks`) before the next step. `total` and `count` of the rows do not include
+        these tokens yet: `advance` counts them.
         """
         judged = np.zeros(len(paths.kept), np.bool_)
         judged[draws.judged] = True
@@ -167,16 +150,10 @@ class Unreported:
     def advance(
         self, draws: Draws, paths: Paths, rows: Rows, chunk_tokens: int
     ) -> tuple[list[int], list[int]]:
-        """Count the tokens that `record` has appended.
+        """Count the tokens that `record` has appended; update `total` and `kv_length` of the rows.
 
-        Args:
-            draws: as for `record`.
-            paths: as for `record`.
-            rows: their `total` and `kv_length` are updated.
-            chunk_tokens: with so many tokens to report, a row reports.
-
-        Returns:
-            Rows that report and continue, and rows that have ended, from the last one down.
+        A row with `chunk_tokens` tokens to report reports. Returns rows that report and continue,
+        and rows that have ended, from the last one down.
         """
         n = len(paths.kept)
         judged = np.zeros(n, np.bool_)
@@ -195,13 +172,9 @@ class Unreported:
         policy_version: int,
         reasons: Sequence[FinishReason | None],
     ) -> list[TokenChunk]:
-        """Report what some rows have generated since their last chunks.
+        """Report what some rows have generated since their last chunks, under `policy_version`.
 
-        Args:
-            rows: each at most once.
-            requests: of these rows.
-            policy_version: that has generated the tokens.
-            reasons: why each request ends; None: it continues.
+        `reasons` are the finish reasons of their requests; None: it continues.
         """
         if not rows:
             return []
@@ -224,7 +197,7 @@ class Unreported:
 
 
 def _judged(draws: Draws, row: int, count: int, kept: KeptTokens | None) -> GeneratedTokens:
-    """What a row with kept tokens has generated, `count` tokens: accepted ones, then a draw."""
+    """Return the `count` tokens of a row with kept tokens: accepted ones, then a draw."""
     start = int(draws.starts[row])
     span = slice(start, start + count)
     provenance = np.full(count, Provenance.SAMPLED, np.uint8)

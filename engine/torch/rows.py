@@ -32,47 +32,41 @@ class Rows:
         self.tokens = np.zeros((slots, width), np.int32)
         """`[S, W]` prompt, prefix and response; the last token is the next one to feed."""
         self.total = np.zeros(slots, np.int32)
-        """`[S]` tokens of the context."""
         self.prompt = np.zeros(slots, np.int32)
-        """`[S]` tokens of the prompt."""
         self.limit = np.zeros(slots, np.int32)
-        """`[S]` most tokens of the context."""
         self.kv_length = np.zeros(slots, np.int32)
-        """`[S]` tokens whose KV is in the slot."""
         self.kv_installation = np.zeros(slots, np.int64)
         """`[S]` installation of weights under which the slot's KV was begun."""
         self.seed = np.zeros(slots, np.uint64)
         self.noise_seed = np.zeros(slots, np.uint64)
-        """`[S]` of what the row draws outside its lists (`engine.sampling.drawing.noise_seeds`)."""
+        """`[S]` seeds of draws outside the lists (`engine.sampling.drawing.noise_seeds`)."""
         self._policy_version = 0
         self.sampling = SamplingColumns.unset(slots)
         self.stops = np.full((slots, 1), -1, np.int64)
-        """`[S, stops]` stop tokens, padded with -1."""
         self.stop_state = np.zeros(slots, np.int32)
-        """`[S]` of the request's stop rule, after the context."""
+        """`[S]` state of the request's stop rule, after the context."""
         self.with_stop_rule = 0
-        """Rows whose requests have a stop rule."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._row_of
 
     def row_of(self, request_id: str) -> int:
-        """Row of a running request. Raises KeyError when it is not running."""
+        """Return the row of a running request. Raises KeyError if it is not running."""
         return self._row_of[request_id]
 
     def left(self) -> NDArray[np.int32]:
-        """`[n]` tokens that each row may still generate."""
+        """Return `[n]` tokens that each row may still generate."""
         return self.limit[: self.n] - self.total[: self.n]
 
     def advance(self, policy_version: int) -> None:
-        """Draw from now on under this version."""
+        """Draw under this version from now on."""
         self._policy_version = policy_version
         self.noise_seed[: self.n] = noise_seeds(self.seed[: self.n], policy_version)
 
     def take(
         self, requests: Sequence[GenerateRequest], *, seeds: Sequence[int], installation: int
     ) -> range:
-        """Give the next rows to requests, in order. Raises EngineError when there are too few."""
+        """Give the next rows to requests, in order. Raises EngineError if there are too few."""
         given = range(self.n, self.n + len(requests))
         if given.stop > self.slots:
             name = requests[self.slots - self.n].request_id
@@ -91,14 +85,13 @@ class Rows:
         return given
 
     def _fill(self, row: int, request: GenerateRequest) -> None:
-        """Fill in what needs a request of its own."""
         start, end = int(self.prompt[row]), int(self.total[row])
         sampling = request.sampling
         self.tokens[row, :start] = request.prompt_tokens
         if end > start:
             self.tokens[row, start:end] = request.prefix_tokens
         if request.kept is not None:
-            # They lie after the context, where they are scored. They do not belong to it yet.
+            # They lie after the context, where they are scored. They are not part of it yet.
             self.tokens[row, end : end + len(request.kept)] = request.kept.tokens
         self.sampling.set(row, sampling)
         self._set_stops(row, sampling.stop_tokens)
@@ -111,7 +104,7 @@ class Rows:
         self._row_of[request.request_id] = row
 
     def contexts(self, new: NewRows) -> IntArray:
-        """`[sum(new.lengths)]` what the leaders feed, one after another."""
+        """Return `[sum(new.lengths)]` tokens that the leaders feed, one after another."""
         if not new.leaders:
             return _NO_TOKENS
         leaders = slice(new.decoding, new.decoding + len(new.leaders))
@@ -122,7 +115,7 @@ class Rows:
         return self.tokens[leaders][fed]
 
     def release(self, row: int) -> int | None:
-        """End a row; gives the row that has moved into its place, or None."""
+        """End a row; return the row that has moved into its place, or None."""
         if not 0 <= row < self.n:
             raise EngineError(f"row {row} released twice")
         last = self.n - 1
@@ -163,19 +156,18 @@ class NewRows:
     decoding: int
     """Rows before them, which decode."""
     leaders: range
-    """Rows whose contexts are fed: first the resumed ones, then others sorted by how much."""
+    """Rows whose contexts are fed: first the resumed ones, then others sorted by length."""
     followers: list[tuple[int, int]]
     """(row, index of its leader): rows that share their leader's KV and logits."""
     lengths: IntArray
     """`[leaders]` tokens that each leader feeds: its context and its kept tokens."""
     starts: IntArray
-    """`[leaders]` tokens of the context whose KV is in the slot: they are not fed."""
+    """`[leaders]` tokens of the context whose KV is in the slot; they are not fed."""
     resumed: int
-    """Leaders for which it is more than none."""
     wanted: IntArray
-    """`[leaders]` how many last positions need logits: one, and one for each kept token."""
+    """`[leaders]` number of last positions that need logits: one, and one for each kept token."""
 
     @classmethod
     def none(cls, decoding: int) -> NewRows:
-        """A step that takes nothing in."""
+        """Return the new rows of a step that takes nothing in."""
         return cls(decoding, range(0), [], _NO_TOKENS, _NO_TOKENS, 0, _NO_TOKENS)

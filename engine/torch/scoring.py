@@ -22,16 +22,11 @@ def score_all(
     listed: int,
     policy_version: int,
 ) -> list[Score]:
-    """Score requests; contexts go through the model packed and sorted by length.
+    """Score requests, in their order; contexts go through the model packed, sorted by length.
 
-    Args:
-        model: what scores; its slots are not used.
-        requests: in any order; scores come back in the same order.
-        max_tokens: most tokens of one pass; a single longer request still goes, alone.
-        max_bytes: memory for the float32 logits of one pass, with the same exception, and as much
-            to process them.
-        listed: K of the engine, at least that of each request.
-        policy_version: of the weights.
+    One pass has at most `max_tokens` tokens and `max_bytes` of float32 logits, and as much to
+    process them; a single longer request runs alone. The model's slots are not used. `listed` is K
+    of the engine, at least that of each request.
     """
     order = sorted(range(len(requests)), key=lambda i: _length(requests[i]))
     scores: dict[int, Score] = {}

@@ -1,12 +1,11 @@
 """KV slots, the layout of one step's tokens, and attention over both.
 
-A step's tokens are packed into one sequence `[1, T]`, so that the model's linear layers never see
-padding: first every decoding row's last token and drafts, row by row, then whole new contexts.
-Only attention depends on rows. It is registered with transformers as an attention backend, so that
-any model built on that interface runs here unchanged.
+A step's tokens are packed into one sequence `[1, T]`: first every decoding row's last token and
+drafts, row by row, then whole new contexts. Only attention depends on rows. It is registered with
+transformers as an attention backend, so any model built on that interface runs unchanged.
 
-Legend of shapes: S slots, n running rows, T packed tokens, Q queries of a row (padded), L keys,
-H query heads, J key/value heads, G = H / J, D head size.
+Legend of shapes: S slots, n running rows, T packed tokens, Q queries of a row (padded), L keys, H
+query heads, J key/value heads, G = H / J, D head size.
 
     slot   0..m-1   decoding rows: Q = 1 + drafts, keys from their slots, explicit mask
     slot   m..n-1   new rows: Q = context length, keys are the queries' own, causal
@@ -43,23 +42,23 @@ class Feed:
     decode_lengths: IntArray
     """`[m]` valid keys of each decoding row."""
     new_tokens: IntArray
-    """`[sum(new_lengths)]` whole contexts, best sorted by length; of resumed rows, which come
-    first, what follows the keys that they have."""
+    """`[sum(new_lengths)]` whole contexts, best sorted by length; resumed rows, which come first,
+    only have the tokens after their valid keys."""
     new_lengths: IntArray
     """`[r]`; these rows take slots m .. m + r - 1."""
     new_starts: IntArray | None = None
     """`[r]` valid keys of each of these rows; None: none."""
     new_wanted: IntArray | None = None
-    """`[r]` how many last tokens of each new row need logits; None: one each."""
+    """`[r]` number of last tokens of each new row that need logits; None: one each."""
     decode_depths: IntArray | None = None
-    """`[sum(decode_counts)]` positions after the row's first new token where rows are token trees;
-    None: chains, each token one position after the one before it."""
+    """`[sum(decode_counts)]` positions after the row's first new token if rows are token trees;
+    None: chains, each token one position after the previous one."""
     hidden: Hidden | None = None
     """Pairs of a row's new tokens on different paths of its tree, see `slots.decode_block`."""
 
     @classmethod
     def of(cls, rows: Rows, trees: TokenTrees, new: NewRows) -> Feed:
-        """What a step feeds: decoding rows' last tokens with their trees, and new contexts."""
+        """Make a step's feed: decoding rows' last tokens with their trees, and new contexts."""
         decoding = new.decoding
         last = rows.tokens[np.arange(decoding), rows.total[:decoding] - 1]
         root = np.zeros(decoding, np.int32)
@@ -78,7 +77,7 @@ class Feed:
 
 @dataclass(slots=True)
 class StepLayout:
-    """Where each packed token of one forward pass belongs."""
+    """Positions and slots of the packed tokens of one forward pass."""
 
     input_ids: torch.Tensor
     """`[1, T]`"""
@@ -87,15 +86,14 @@ class StepLayout:
     places: torch.Tensor
     """`[T]` place in the row's slot: the position, except for nodes of a forked token tree."""
     rows: torch.Tensor
-    """`[T]` slot of each token."""
     blocks: list[Block]
-    """What attention runs, unless there is a `reach`."""
+    """Blocks of attention, unless there is a `reach`."""
     reach: Reach | None = None
-    """For batch-invariant attention; `input_ids` and `positions` are then padded."""
+    """Set for batch-invariant attention; `input_ids` and `positions` are then padded."""
     _within: dict[int, Reach] = field(default_factory=dict)
 
     def reach_within(self, window: int | None) -> Reach:
-        """`reach`, of which each token sees the last `window` positions; None: all."""
+        """Return `reach`, limited to the last `window` positions before each token; None: all."""
         assert self.reach is not None  # noqa: S101 - callers ask for it first
         if window is None:
             return self.reach
@@ -108,9 +106,8 @@ class StepLayout:
 class SlotCache(Cache):
     """Keys and values of every running row: per layer `[S, J, max_len, D]`.
 
-    Rows `[0, n)` are the running ones, so a step reads a view and never a copy. Slots are allocated
-    on the first forward pass, when the shapes are known, and zeroed: an uninitialised NaN would
-    survive a mask.
+    Rows `[0, n)` are the running ones. Slots are allocated on the first forward pass, when the
+    shapes are known, and zeroed: an uninitialised NaN would survive a mask.
     """
 
     def __init__(self, slots: int, max_len: int) -> None:
@@ -130,10 +127,7 @@ class SlotCache(Cache):
         *_args: object,
         **_kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[1, J, T, D]` to the places of the plan, and return it unchanged for attention.
-
-        Tokens after those of the plan are padding and written nowhere.
-        """
+        """Write `[1, J, T, D]` to the places of the plan, without padding, and return it."""
         if self.plan is None:
             raise EngineError(
                 "KV slots were written outside a step; run the model through SlotModel"
@@ -150,14 +144,13 @@ class SlotCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002  (transformers' signature)
-        """0: rows differ in length, and positions are always given."""
+        """Return 0: rows differ in length, and positions are always given."""
         return 0
 
     def join_layers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all layers: `[layers, S, J, max_len, D]` each; the slots become views.
+        """Join keys and values of all layers in `[layers, S, J, max_len, D]`; slots become views.
 
-        The slots must be allocated. What they hold is lost: their memory is freed before that of
-        all layers is allocated, so a start never needs twice the memory of the slots.
+        The slots must be allocated. Their content is lost: they are freed first, to save memory.
         """
         joined = []
         for stored in (self.keys, self.values):
@@ -223,8 +216,7 @@ class SlotAttention:
     ) -> tuple[torch.Tensor, None]:
         """Attend. `query` `[1, H, T, D]`, `key` and `value` `[1, J, T, D]`; gives `[1, T, H, D]`.
 
-        Raises:
-            EngineError: the model asks for something that slots cannot represent.
+        Raises EngineError if the model asks for something that slots cannot represent.
         """
         plan = self.plan
         if plan is None:
@@ -257,10 +249,9 @@ class SlotAttention:
         return (out[0] if len(out) == 1 else torch.cat(out)).unsqueeze(0), None
 
     def _over_slots(self, block: Block, q: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
-        """`[m, Q, H, D]` against the slots of the block's rows.
+        """Attend with `[m, Q, H, D]` to the slots of the block's rows.
 
         Heads that share a key head are folded into the query axis, so that slots are read in place.
-        The usual `repeat_kv` would copy all of them in every layer of every step.
         """
         layer = self._cache.current_layer
         rows = slice(block.first_row, block.first_row + block.rows)

@@ -1,7 +1,7 @@
-"""What a step does for each row, in compiled loops: where draws belong, paths, what rows append.
+"""Per-row work of a step in compiled loops: places of draws, paths, appended tokens.
 
-Each function is one call for all rows of a step, in place of some operations on arrays each.
-None of them gives up Python's lock: another thread would take it at every one.
+Each function is one call for all rows of a step, in place of some operations on arrays each. None
+of them releases Python's lock: another thread would take it at every one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _DRAFTED, _SAMPLED = int(Provenance.DRAFTED), int(Provenance.SAMPLED)
 
 
 class GeneratedTokens(NamedTuple):
-    """M tokens with what is reported of them. As a buffer: B tokens for each of S rows."""
+    """M tokens with everything that is reported about them; as a buffer B for each of S rows."""
 
     tokens: IntArray
-    """`[M]`, of a buffer `[S, B]`."""
+    """`[M]`; in a buffer `[S, B]`."""
     logprobs: FloatArray
     """`[M]`"""
     topk_ids: IntArray
@@ -40,7 +40,7 @@ class GeneratedTokens(NamedTuple):
 
     @classmethod
     def empty(cls, *shape: int, top_k: int) -> GeneratedTokens:
-        """Arrays to be filled."""
+        """Return arrays to be filled."""
         return cls(
             np.empty(shape, np.int32),
             np.empty(shape, np.float32),
@@ -52,32 +52,23 @@ class GeneratedTokens(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where N draws belong, row by row."""
+    """Places of N draws, row by row."""
 
     row: LongArray
-    """`[N]` row of each draw."""
     starts: LongArray
-    """`[n]` each row's first draw."""
     positions: LongArray
-    """`[N]` in the responses."""
     seeds: SeedArray
-    """`[N]` of the requests."""
     noise_seeds: SeedArray
-    """`[N]` of the noise for tokens outside the list."""
+    """`[N]` seeds of the noise for tokens outside the list."""
 
 
 def place_draws(
     sizes: IntArray, depths: IntArray, responses: IntArray, seeds: SeedArray, noise: SeedArray
 ) -> Places:
-    """Say where draws belong.
+    """Return the places of `sizes` `[n]` draws of each row.
 
-    Args:
-        sizes: `[n]` draws of each row.
-        depths: `[D]` of the first D draws: the places of their tokens after the row's last one.
-            The draws of other rows follow each other.
-        responses: `[n]` tokens of each row's response.
-        seeds: `[n]` of the requests.
-        noise: `[n]` of the noise.
+    `depths` `[D]` are, for the first D draws, the places of their tokens after the row's last one;
+    the draws of other rows follow each other. `responses` `[n]` are response lengths.
     """
     n, size = len(sizes), int(sizes.sum())
     places = Places(
@@ -127,25 +118,17 @@ def choose_draws(
     kept: IntArray,
     stopped: Flags,
 ) -> int:
-    """Choose each row's path: what it accepts and one draw more, up to a stop token or its limit.
+    """Choose each row's path: what it accepts and one more draw, up to a stop token or its limit.
 
-    Args:
-        accepted: `[n]` drafts and kept tokens that each row accepts.
-        starts: `[n]` each row's first draw.
-        walked: rows that take their draws from `walk`; others take those from `starts` on.
-        walk: `[P]` draws of these rows' paths, row after row.
-        tokens: `[N]` of the draws.
-        stops: `[n, stops]` stop tokens, padded with -1.
-        begun: `[n]` leading tokens of each path that are of earlier turns, and end nothing.
-        left: `[n]` tokens that each row may still generate.
-        chosen: `[M]` to fill, the draws of the paths, row after row.
-        row: `[M]` to fill, the row of each.
-        step: `[M]` to fill, its place in its path.
-        kept: `[n]` to fill, the length of each path.
-        stopped: `[n]` to fill, whether its last token is a stop token.
+    Each of n rows accepts `accepted` drafts and kept tokens, has its first draw at `starts`, and
+    may still generate `left` tokens; the leading `begun` tokens of its path are of earlier turns,
+    whose stops do not count. `stops` `[n, stops]` are padded with -1. `walked` rows take their
+    draws from `walk` `[P]`, row after row; others take those from `starts` on. `tokens` `[N]` are
+    those of the draws.
 
-    Returns:
-        M.
+    Filled are `chosen` `[M]`, the draws of the paths, row after row, with the `row` of each and the
+    `step`, its place in its path; `kept` `[n]`, the length of each path; and `stopped` `[n]`: its
+    last token is a stop token. Returns M.
     """
     at = passed = 0
     for r in range(len(accepted)):
@@ -184,23 +167,12 @@ def append_draws(
     count: IntArray,
     buffers: GeneratedTokens,
 ) -> None:
-    """Append the chosen draws to the rows' contexts and to what they report.
+    """Append the chosen draws `[M]`, row after row, to the rows' contexts and buffers.
 
-    Args:
-        chosen: `[M]` draws, row after row.
-        row: `[M]` of each.
-        step: `[M]` its place among its row's new tokens.
-        accepted: `[n]` how many of these are accepted drafts.
-        judged: `[n]` rows whose tokens are not reported from the buffers.
-        tokens: `[N]` of all draws.
-        logprobs: `[N]`
-        ids: `[N, K]`
-        values: `[N, K]`
-        noise_seeds: `[N]`
-        contexts: `[S, W]` to fill.
-        total: `[S]` tokens of the contexts, before these.
-        count: `[S]` tokens in the buffers, before these.
-        buffers: to fill.
+    `row` and `step`, the place among a row's new tokens, are `[M]`; `accepted` drafts among them
+    and `judged` rows, which are not reported from the buffers, `[n]`. `tokens` to `noise_seeds` are
+    those of all N draws. `contexts` `[S, W]` had `total` `[S]` tokens before, the buffers `count`
+    `[S]`.
     """
     k = ids.shape[1]
     for m in range(len(chosen)):
@@ -232,23 +204,12 @@ def advance_rows(
     due: LongArray,
     ended: LongArray,
 ) -> tuple[int, int]:
-    """Count what each row has appended, and say which rows report.
+    """Count what each row has appended, and find the rows that report.
 
-    Args:
-        kept: `[n]` tokens that each row has appended.
-        stopped: `[n]` rows that have ended with one of them.
-        judged: `[n]` rows that must report.
-        total: `[S]` tokens of the contexts; updated.
-        limit: `[S]` most tokens of the contexts.
-        kv_length: `[S]` tokens whose KV is in the slots; updated.
-        count: `[S]` tokens to report; updated.
-        begun: `[S]` whether a row has reported anything.
-        chunk_tokens: with so many tokens to report a row reports.
-        due: `[n]` to fill with the rows that report and continue.
-        ended: `[n]` to fill with the rows that have ended, from the last one down.
-
-    Returns:
-        How many are due, and how many have ended.
+    `kept` `[n]` tokens were appended; `stopped` `[n]` rows ended with one of them; `judged` `[n]`
+    rows must report. `total`, `kv_length` and `count`, tokens to report, are `[S]` and updated;
+    `limit` is `[S]`; `begun` `[S]`: whether a row has reported anything. `due` and `ended`, from
+    the last one down, are filled. Returns their numbers.
     """
     dues = ends = 0
     for row in range(len(kept) - 1, -1, -1):
@@ -265,7 +226,7 @@ def advance_rows(
 
 
 def pack(buffers: GeneratedTokens, rows: LongArray, counts: IntArray) -> GeneratedTokens:
-    """The first `counts[i]` tokens of each of some rows of a buffer, row after row."""
+    """Pack the first `counts[i]` tokens of each of some rows of a buffer, row after row."""
     packed = GeneratedTokens.empty(int(counts.sum()), top_k=buffers.topk_ids.shape[2])
     _pack(buffers, rows, counts, packed)
     return packed
@@ -299,18 +260,10 @@ def pick_tokens(
     picked: IntArray,
     offsets: IntArray,
 ) -> int:
-    """Gather the new tokens of some rows.
+    """Gather the new tokens of the `wanted` `[n]` rows; return the number of these rows.
 
-    Args:
-        chosen: `[M]` draws, row after row.
-        tokens: `[N]` of all draws.
-        kept: `[n]` how many of the chosen ones each row has.
-        wanted: `[n]` rows whose tokens are gathered.
-        picked: `[M]` to fill with these, row after row.
-        offsets: `[n + 1]` to fill: where each wanted row's tokens begin, and the end.
-
-    Returns:
-        How many rows are wanted.
+    `chosen` `[M]` are draws, row after row, `kept` `[n]` of each row. `picked` `[M]` and `offsets`
+    `[n + 1]`, the begin of each wanted row's tokens and the end, are filled.
     """
     at = rows = size = 0
     offsets[0] = 0

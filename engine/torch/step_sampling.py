@@ -25,28 +25,26 @@ class Draws:
     """All draws of a step, flat: N of them, row by row, one for each position with logits."""
 
     row: NDArray[np.int64]
-    """`[N]` row of each draw."""
     starts: NDArray[np.int64]
-    """`[n]` each row's first draw."""
     distributions: Distributions
-    """N rows: the processed distribution of each draw."""
+    """The processed distribution of each draw, N rows."""
     tokens: NDArray[np.int64]
     """`[N]` the draw at each position. In a row with kept tokens: the accepted ones, the token
     drawn after them, then -1."""
     logprobs: FloatArray
-    """`[N]` the log-probabilities of `tokens`; where a token is -1, anything."""
+    """`[N]` the log-probabilities of `tokens`; arbitrary for token -1."""
     ids: IntArray
     """`[N, K]` the list at each position; in a row with kept tokens, that of the kept token."""
     values: FloatArray
     """`[N, K]` the log-probabilities of `ids`."""
     noise_seeds: SeedArray
-    """`[N]` of the noise for tokens outside the list."""
+    """`[N]` seeds of the noise for tokens outside the list."""
     judged: NDArray[np.int64]
     """Rows that came with kept tokens, which `verification.judge_rows` accepts or rejects."""
     accepted: IntArray
     """`[n]` accepted kept tokens; 0 for all other rows."""
     begun: IntArray
-    """`[n]` of these, the tokens of earlier turns: what they contain ends nothing."""
+    """`[n]` accepted kept tokens of earlier turns, whose stops do not count."""
 
 
 def draw_step(
@@ -61,17 +59,8 @@ def draw_step(
 ) -> Draws:
     """Draw a token after every token that was fed, except in rows with kept tokens.
 
-    Args:
-        rows: as they were fed.
-        trees: what decoding rows were fed besides their last token.
-        new: rows whose contexts were fed.
-        logits: `[sum(trees.counts) + sum(new.wanted), V]`; may be overwritten.
-        k: tokens listed at each position.
-        max_bytes: memory that may be held at once to process distributions.
-        policy_version: of the weights.
-
-    Raises:
-        EngineError: a distribution is not finite.
+    `logits` `[sum(trees.counts) + sum(new.wanted), V]` may be overwritten. Raises EngineError if a
+    distribution is not finite.
     """
     decoding = trees.rows
     sizes = trees.counts
@@ -123,7 +112,7 @@ def draw_step(
 
 
 def arrays_of(drawn: Drawn) -> tuple[NDArray[np.int64], FloatArray, IntArray, FloatArray]:
-    """Tokens `[N]`, their log-probabilities, and the lists' ids and log-probabilities `[N, K]`."""
+    """Return tokens `[N]`, their log-probabilities, and the lists' ids and values `[N, K]`."""
     tokens, (ids, values), logprobs = drawn
     return (
         tokens.cpu().numpy(),
@@ -134,7 +123,7 @@ def arrays_of(drawn: Drawn) -> tuple[NDArray[np.int64], FloatArray, IntArray, Fl
 
 
 def not_finite(names: Sequence[str], policy_version: int) -> str:
-    """The error message for distributions that are not finite."""
+    """Return the error message for distributions that are not finite."""
     return (
         f"the model's probabilities are not finite for requests {sorted(set(names))[:5]} under "
         f"policy version {policy_version}: its weights or activations overflowed"

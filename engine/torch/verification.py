@@ -1,7 +1,7 @@
 """Verification of kept tokens, inside the step that takes their request in.
 
-The request's context goes through the model with the kept tokens after it, so that one pass gives
-the current policy at each of them and the KV of all. What is accepted
+The context goes through the model with the kept tokens after it: one pass gives the current policy
+at each of them and the KV of all. The KV of accepted tokens
 (`asyncrl.engine.sampling.verification`) stays in the slot; decoding continues after it.
 """
 
@@ -25,7 +25,7 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray, SeedArray
 
 @dataclass(frozen=True, slots=True)
 class KeptVerdicts:
-    """What becomes of the kept tokens of B rows, N in all."""
+    """The outcome of the kept tokens of B rows, N in all."""
 
     accepted: IntArray
     """`[B]` kept tokens that stay."""
@@ -43,11 +43,7 @@ class KeptVerdicts:
 
 
 def judge_rows(rows: Rows, draws: Draws, policy_version: int) -> None:
-    """Verify the kept tokens of `draws.judged`; fills in what is known of their draws.
-
-    Raises:
-        EngineError: a distribution is not finite.
-    """
+    """Verify the kept tokens of `draws.judged`; fill in their draws. Raises EngineError."""
     judged, k = draws.judged, draws.ids.shape[1]
     requests = [rows.requests[row] for row in judged]
     kept = [request.kept for request in requests if request.kept is not None]
@@ -78,16 +74,9 @@ def judge_kept(
 ) -> KeptVerdicts:
     """Accept a prefix of each row and draw the token after it.
 
-    Args:
-        batch: at least one row.
-        names: `[B]` of the requests, for error messages.
-        distributions: the current ones, R rows.
-        mine: `[N + B]` rows of `distributions` at the batch's kept tokens and after each row's last
-            one, in order.
-        policy_version: of the current weights.
-
-    Raises:
-        EngineError: a distribution is not finite.
+    `names` `[B]` are for error messages. `mine` `[N + B]` are rows of the current distributions at
+    the batch's kept tokens and after each row's last one, in order. Raises EngineError if a
+    distribution is not finite.
     """
     columns, rows = batch.columns, np.arange(len(batch.kept))
     place = np.arange(len(batch.row)) + batch.row

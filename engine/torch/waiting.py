@@ -14,7 +14,7 @@ from asyncrl.rollout.trajectory import IntArray
 
 
 def context_of(request: GenerateRequest) -> IntArray:
-    """`[P + S]` prompt and prefix: the tokens before the first draw."""
+    """Return `[P + S]` prompt and prefix: the tokens before the first draw."""
     both = request.prompt_tokens
     if len(request.prefix_tokens):
         both = np.concatenate([both, request.prefix_tokens])
@@ -22,13 +22,13 @@ def context_of(request: GenerateRequest) -> IntArray:
 
 
 def fed_context(request: GenerateRequest) -> IntArray:
-    """`[P + S + L]` prompt, prefix and kept tokens: what is fed when the request gets a slot."""
+    """Return `[P + S + L]` prompt, prefix and kept tokens, which a new row feeds."""
     context = context_of(request)
     return context if request.kept is None else np.concatenate([context, request.kept.tokens])
 
 
 def logits_of(request: GenerateRequest) -> int:
-    """Positions whose logits are needed when the request gets a slot."""
+    """Return the number of positions whose logits are needed when the request gets a slot."""
     return 1 if request.kept is None else 1 + len(request.kept)
 
 
@@ -55,7 +55,7 @@ class Waiting:
         heapq.heappush(self._heap, (request.priority, request.order, arrival, name))
 
     def drop(self, request_id: str) -> GenerateRequest | None:
-        """Remove a request; None when it was not waiting. Its heap entry is skipped later."""
+        """Remove a request; None if it was not waiting. Its heap entry is skipped later."""
         self._arrival_of.pop(request_id, None)
         return self._requests.pop(request_id, None)
 
@@ -76,14 +76,9 @@ class Waiting:
     ) -> list[GenerateRequest]:
         """Remove and return up to `free` requests with at most `budget` tokens of context.
 
-        The first is taken whatever its length. A context that several share counts once; contexts
-        with kept tokens are not shared.
-
-        Args:
-            free: slots.
-            budget: context tokens, kept ones included.
-            positions: most positions whose logits are needed.
-            known: tokens of a request's context that need not be fed.
+        The first is taken in any case. A context that several share counts once, unless it has kept
+        tokens. `positions` limits those whose logits are needed; `known` returns the tokens that
+        need not be fed.
         """
         contexts: set[bytes] = set()
         out: list[GenerateRequest] = []
@@ -108,7 +103,7 @@ class Waiting:
         return out
 
     def check(self) -> None:
-        """Raise EngineError when a waiting request could never be taken."""
+        """Raise EngineError if a waiting request could never be taken."""
         queued = {(name, arrival) for _, _, arrival, name in self._heap}
         if not set(self._arrival_of.items()) <= queued:
             raise EngineError("a waiting request is missing from the queue and would never run")

@@ -15,7 +15,7 @@ _GIB = 1 << 30
 
 
 class VllmConfig(ProcessConfig):
-    """How vLLM is started, and how many tokens its steps take.
+    """Settings of vLLM's start and of the number of tokens in its steps.
 
     The length of drafts is a setting of the cache (`cache.max_draft_tokens`). With the cache
     disabled vLLM runs without speculation.
@@ -25,8 +25,8 @@ class VllmConfig(ProcessConfig):
     """Memory for KV, in GiB, on each GPU of a generator. null: 0.5 on a CPU; on a GPU what
     gpu_memory_utilization leaves."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of a GPU's memory that vLLM may take, and that must be free when it starts. null: 0.85;
-    on a GPU that the trainer shares, what it leaves (docs/gpus.md)."""
+    """Fraction of a GPU's memory that vLLM may take, and that must be free when it starts. null:
+    0.85; on a GPU shared with the trainer, what the trainer leaves (docs/gpus.md)."""
     enforce_eager: bool | None = None
     """Run without compiling the model. null: yes on a CPU (ready sooner, as fast on small models),
     no on a GPU."""
@@ -34,7 +34,7 @@ class VllmConfig(ProcessConfig):
     """Share the KV of equal prompts. Never across versions of the weights."""
     max_step_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """null: each step drafts what pays, by the measured step times and acceptance. A number: steps
-    are filled with drafts to this many tokens whatever that costs; rows beyond it run without
+    are filled with drafts to this many tokens regardless of cost; rows beyond it run without
     drafts."""
     max_prefill_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Prompt tokens, including kept tokens that are scored, that one step may take in; longer ones
@@ -47,7 +47,7 @@ class VllmConfig(ProcessConfig):
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """GPUs of one generator, which split every layer among them."""
     log_level: str = Field(default="ERROR", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
-    """What vLLM writes to stderr. INFO and above also goes to a file, whose end is quoted when vLLM
+    """Log level on stderr. INFO and above also goes to a file, whose end is quoted when vLLM
     fails."""
 
     _lora_rank: int = PrivateAttr(0)
@@ -58,7 +58,7 @@ class VllmConfig(ProcessConfig):
         return self._lora_rank
 
     def with_adapter(self, rank: int) -> Self:
-        """These settings with an adapter of this rank (`trainer.lora.serve: adapter`)."""
+        """Return a copy with an adapter of this rank (`trainer.lora.serve: adapter`)."""
         changed = self.model_copy()
         changed._lora_rank = rank  # noqa: SLF001 - a copy of its own
         return changed
@@ -70,10 +70,10 @@ class VllmConfig(ProcessConfig):
         return _SHARE_OF_GPU if own is None else own
 
     def memory_arguments(self, *, on_cpu: bool) -> dict[str, float]:
-        """Arguments of vLLM's that say what memory it may take.
+        """Return the arguments of vLLM's that limit its memory.
 
         With `kv_cache_memory_bytes` it measures nothing, but still wants the share to be free at
-        its start (its own is 0.92).
+        its start (its default is 0.92).
         """
         if on_cpu:
             return {"kv_cache_memory_bytes": int((self.kv_cache_gib or _CPU_KV_GIB) * _GIB)}

@@ -1,12 +1,10 @@
 """Repairs vLLM's sampling with drafts on a CPU, only where it is broken.
 
-vLLM 0.32.0 on a CPU replaces its Triton kernels by C++ ones. The replacement for `expand_kernel`
-(one value per request -> one value per drafted position) hands the C++ code an int64 *copy* of its
-output and drops it, so temperature, top-p and top-k of drafted positions are uninitialised memory
-unless they happen to be int64. Tokens are then drawn from a wrong distribution, silently.
-
-Our engine draws and verifies drafts itself (`asyncrl.engine.vllm.worker.sampling`) and does not
-depend on this repair. vLLM's own drafters, with which benchmarks compare ours, do.
+The C++ replacement of vLLM 0.32.0 for the Triton kernel `expand_kernel` (one value per request ->
+one value per drafted position) gets an int64 *copy* of its output, so temperature, top-p and top-k
+of drafted positions are uninitialised memory unless they happen to be int64. Tokens are then drawn
+from a wrong distribution, silently. Our own sampling (`asyncrl.engine.vllm.worker.sampling`) does
+not depend on it; vLLM's own drafters, with which benchmarks compare ours, do.
 
 `apply_if_affected` is the entry point `vllm.general_plugins: asyncrl_cpu_sampling`, so it runs in
 every process that vLLM starts, before the replacements are registered. It tests the function and
@@ -47,14 +45,13 @@ def apply_if_affected() -> None:
 
 
 def _tolerate_foreign_handles() -> None:
-    """Keep vLLM's start from failing where numba is imported in its core process.
+    """Keep vLLM's start from failing if numba is imported in its core process.
 
-    vLLM looks through the attributes of all modules for kernels to replace and takes `vars(value)`
-    for a dictionary. For llvmlite's library handle it is something else.
+    vLLM searches all modules for kernels to replace; `vars` of llvmlite's handle is not a dict.
     """
     from vllm.triton_utils import dispatcher
 
-    # On the way vLLM touches a deprecated name of torch, which warns.
+    # During that vLLM touches a deprecated name of torch, which warns.
     warnings.filterwarnings("ignore", message=_OLD_NAME, category=FutureWarning)
 
     def vars_or_nothing(value: object) -> Mapping[str, Any]:
@@ -66,7 +63,7 @@ def _tolerate_foreign_handles() -> None:
 
 
 def writes_its_output(impl: Expand | None) -> bool:
-    """Whether an `expand` fills a float32 output as the Triton kernel does.
+    """Return True if an `expand` fills a float32 output as the Triton kernel does.
 
     A missing function (None) counts as fine: this vLLM does without it.
     """
@@ -87,13 +84,7 @@ def expand(
 ) -> None:
     """Fill `output [sum n_i]` with `input_val [B]`, value i repeated n_i times.
 
-    Args:
-        output: written in place, any dtype.
-        input_val: a value per request.
-        cu_num_tokens: `[B]` running sum of n_i, the drafted tokens of each request.
-        replace_from: values equal to this become `replace_to`.
-        replace_to: see `replace_from`.
-        MAX_NUM_TOKENS: unused; part of the kernel's signature.
+    `cu_num_tokens` `[B]` is the running sum of n_i. `replace_from` becomes `replace_to`.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     values = torch.where(input_val == replace_from, replace_to, input_val)

@@ -1,7 +1,7 @@
-"""What we add to vLLM's configuration and requests.
+"""Our additions to vLLM's configuration and requests.
 
-vLLM carries these values between its two processes without looking at them. Both sides read and
-write them here only. Imports neither vLLM nor torch.
+vLLM carries these values between its two processes without reading them. Both sides read and write
+them only here. Imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -19,21 +19,17 @@ _MESSAGES = "asyncrl_messages"
 
 
 def to_extra_args(extra: RequestExtra) -> dict[str, Any]:
-    """The `extra_args` of a request's `SamplingParams`."""
+    """Return the `extra_args` of a request's `SamplingParams`."""
     return {SECTION: extra.to_plain()}
 
 
 def from_extra_args(extra_args: dict[str, Any] | None) -> RequestExtra:
-    """Read what `to_extra_args` made.
-
-    Raises:
-        KeyError: the request does not carry our section, so this engine did not send it.
-    """
+    """Read what `to_extra_args` made. Raises KeyError if this engine did not send it."""
     return RequestExtra.from_plain((extra_args or {})[SECTION])
 
 
 def drafter_to_config(settings: DrafterSettings) -> dict[str, Any]:
-    """Part of vLLM's `additional_config`."""
+    """Return our part of vLLM's `additional_config`."""
     return {SECTION: msgspec.to_builtins(settings)}
 
 
@@ -43,13 +39,12 @@ def drafter_from_config(additional_config: dict[str, Any]) -> DrafterSettings:
 
 
 class MessageSettings(msgspec.Struct, frozen=True):
-    """What the scheduler's messages are made by, in `additional_config`."""
+    """Settings of the scheduler's messages, in `additional_config`."""
 
     steps_per_message: int
-    """`VllmConfig.steps_per_message`."""
 
     def to_config(self) -> dict[str, Any]:
-        """The value of `additional_config`."""
+        """Return the entry of `additional_config`."""
         return {_MESSAGES: msgspec.to_builtins(self)}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What the generator's process names in vLLM's: our classes, and the calls to its worker.
+"""Our classes that vLLM imports by name, and the calls to its worker.
 
 vLLM's `collective_rpc` carries arguments and results, so both are builtins.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from asyncrl.engine.remote.calls import RemoteWorker
 
 EXTENSION_PATH = "asyncrl.engine.vllm.worker.extension.WorkerExtension"
-"""What `worker_extension_cls` names."""
+"""Value of `worker_extension_cls`."""
 DRAFTER_PATH = "asyncrl.engine.vllm.worker.drafter.make_drafter"
-"""What `speculative_config["model"]` names."""
+"""Value of `speculative_config["model"]`."""
 SCHEDULER_PATH = "asyncrl.engine.vllm.worker.scheduler.make_scheduler"
-"""What `scheduler_cls` names."""
+"""Value of `scheduler_cls`."""
 ADAPTER_ID = 1
-"""Of the adapter that all requests name, where one is kept apart from the model."""
+"""Id of the adapter that all requests name, if one is kept apart from the model."""
 
 
 class VllmWorker(RemoteWorker):
@@ -25,12 +25,8 @@ class VllmWorker(RemoteWorker):
     ) -> None:
         """Install our drawing, scoring and drafting, and exit when process `parent` has ended.
 
-        It also proves how new weights are installed: minutes, for large models.
-
-        Args:
-            parent: id of the generator's process.
-            top_k: K of the reported lists (engine.top_k_logprobs).
-            logits_bytes: memory that drawing and scoring may hold at once (engine.logits_mib).
-            stage_on_device: whether new weights wait on the model's device (engine.weight_staging).
+        It also proves how new weights are installed: minutes, for large models. `top_k` is K of the
+        reported lists (0: none), `logits_bytes` the memory that drawing and scoring may hold at
+        once; new weights wait on the model's device if `stage_on_device`.
         """
         raise NotImplementedError

@@ -13,25 +13,22 @@ ArrayT = TypeVar("ArrayT", IntArray, "torch.Tensor")
 
 
 def accept_chain(samples: ArrayT, drafts: ArrayT, lengths: ArrayT) -> ArrayT:
-    """How many drafted tokens of each row are accepted, given fresh draws at every position.
+    """Count the drafted tokens of each row that are accepted, given fresh draws at every position.
 
     The engine scores a row's context followed by its draft d_1 .. d_n in one forward pass, and
     draws y_t ~ p(. | context, d_1 .. d_{t-1}) with fresh randomness for t = 1 .. n+1. Row b emits
-    the draws that equal its draft, and the next one: the response grows by
-    samples[b, : accepted[b] + 1].
+    the draws that equal its draft, and the next one: the response grows by samples[b, : accepted[b]
+    + 1].
 
-    This is exact for any draft that is fixed before the y_t are drawn. Let k be the number
-    accepted. Each of the emitted y_1 .. y_{k+1} was drawn from p given exactly the tokens emitted
+    This is exact for any draft that is fixed before the y_t are drawn, even one made of trained-on
+    tokens. Each of the emitted y_1 .. y_{k+1} was drawn from p given exactly the tokens emitted
     before it, because y_t is emitted only if d_s = y_s for all s < t. So
 
         P(emit x at t | emitted before t) = p(x | context, emitted before t),
 
-    which is plain sampling; the draft only decides how many of these draws one pass makes.
-    Seen from the draft, d_t is accepted with probability p(d_t), and otherwise the token is drawn
-    from p without d_t, rescaled: P(y = x | y != d) = p(x) / (1 - p(d)), x != d. That is rejection
-    sampling from a proposal q with all its mass on d (Leviathan et al. 2023, arXiv 2211.17192,
-    section 2.3: min(1, p/q) = p(d), and the residual (p - q)+ is p without d).
-    The draft may depend on anything drawn before: old rollouts, siblings, even trained-on ones.
+    which is plain sampling; the draft only decides how many of these draws one pass makes. It
+    equals rejection sampling from a proposal q with all its mass on d (Leviathan et al. 2023, arXiv
+    2211.17192, section 2.3: min(1, p/q) = p(d), and the residual (p - q)+ is p without d).
 
     Args:
         samples: `[B, T+1]` fresh draws; those after position lengths[b] + 1 are ignored.
@@ -39,8 +36,8 @@ def accept_chain(samples: ArrayT, drafts: ArrayT, lengths: ArrayT) -> ArrayT:
         lengths: `[B]` drafted tokens of each row, 0 to T.
 
     Returns:
-        `[B]` drafted tokens accepted, 0 to lengths[b]. All three arguments are NumPy arrays or all
-        are torch tensors (on any device); so is the result.
+        `[B]` drafted tokens accepted, 0 to lengths[b]. All arguments are NumPy arrays or all are
+        torch tensors (on any device); so is the result.
 
     Raises:
         ValueError: the shapes do not fit together.

@@ -1,4 +1,4 @@
-"""Tokens drawn under an older policy, judged under the current one."""
+"""Verification of tokens drawn under an older policy against the current one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ kernel = kernels_of("rollout/acceptance")
 Doubles = NDArray[np.float64]
 
 MASS_TOLERANCE = 0.01
-"""By how much the probabilities of a list may exceed 1 before the arrays are refused."""
+"""Amount by which the probabilities of a list may exceed 1 before the arrays are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class Verdicts:
     accepted: IntArray
     """`[B]` leading tokens that stay as they are. They follow the current policy now."""
     symbol: IntArray
-    """`[B]` symbol of the token to append after them: its place in the list, K for the tail; -1
-    where the whole row was accepted, so that generation simply continues."""
+    """`[B]` symbol of the token to append after them: its place in the list, K for the tail; -1 if
+    the whole row was accepted, so that generation simply continues."""
     renamed: NDArray[np.bool_]
-    """`[B]` the token to append is the tail token that stood there, under its new identity. A tail
-    symbol that is not renamed is drawn outside the list, with fresh noise."""
+    """`[B]` whether the token to append is the tail token that stood there, under its new identity.
+    A tail symbol that is not renamed is drawn outside the list, with fresh noise."""
 
 
 def verify_kept(
@@ -112,14 +112,14 @@ def verify_kept(
 
 
 def symbols_of(tokens: IntArray, ids: IntArray) -> IntArray:
-    """`[N]` the place of each token in its list of ids `[N, K]`; K for a token outside."""
+    """Return `[N]` places of tokens in their lists of ids `[N, K]`; K for a token outside."""
     listed = ids == tokens[:, None]
     place = listed.argmax(axis=1) if ids.shape[1] else np.zeros(len(tokens), np.int64)
     return np.where(listed.any(axis=1), place, ids.shape[1]).astype(np.int32)
 
 
 def warm_up_verification() -> None:
-    """Compile the rule, or load it compiled (seconds, once per machine)."""
+    """Compile the rule, or load the compiled code (seconds, once per machine)."""
     half = np.log(np.full((2, 1), 0.5))
     verify_kept([0, 1], half, half, offsets=[0, 2], uniforms=np.zeros((2, 2)))
 
@@ -174,7 +174,7 @@ def accept_lenient(
 
 
 def _with_tail(name: str, logprobs: ArrayLike, total: int) -> Doubles:
-    """`[N, K + 1]` checked probabilities: the list's, and what it leaves."""
+    """Return `[N, K + 1]` checked probabilities: the list's, and the remainder."""
     values = np.asarray(logprobs, np.float64)
     if values.ndim != 2 or len(values) != total:
         raise ValueError(
@@ -197,7 +197,7 @@ def _with_tail(name: str, logprobs: ArrayLike, total: int) -> Doubles:
 
 @kernel
 def _residual(q: Doubles, p: Doubles, at: int, w: float) -> float:
-    """The residual's mass, sum over all symbols of max(w p - q, 0)."""
+    """Return the residual's mass, sum over all symbols of max(w p - q, 0)."""
     total = 0.0
     for symbol in range(p.shape[1]):
         total += max(w * p[at, symbol] - q[at, symbol], 0.0)
@@ -206,7 +206,6 @@ def _residual(q: Doubles, p: Doubles, at: int, w: float) -> float:
 
 @kernel
 def _draw_residual(q: Doubles, p: Doubles, at: int, w: float, u: float) -> int:
-    """Draw a symbol from the residual."""
     total = _residual(q, p, at, w)
     vanished = total <= 0.0
     if vanished:

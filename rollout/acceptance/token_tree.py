@@ -16,7 +16,7 @@ kernel = kernels_of("rollout/acceptance")
 
 @dataclass(frozen=True, slots=True)
 class AcceptedPaths:
-    """What B rows emit: P accepted nodes in all, and one more token per row."""
+    """The tokens that B rows emit: P accepted nodes in all, and one more token per row."""
 
     accepted: IntArray
     """`[B]` drafted tokens accepted, 0 to the depth of the row's tree."""
@@ -97,7 +97,7 @@ def _walk(
     draws: IntArray,
     ends: IntArray,
 ) -> int:
-    """Fill `draws` and `ends`; returns the number of accepted nodes.
+    """Fill `draws` and `ends`; return the number of accepted nodes.
 
     One pass over the nodes is enough, because a parent precedes its children.
     """

@@ -1,1 +1,1 @@
-"""What the fused layers of the torch engine and of the trainer share on a CPU."""
+"""Common parts of the fused layers of the torch engine and of the trainer on a CPU."""

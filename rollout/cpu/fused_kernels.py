@@ -1,7 +1,4 @@
-"""Compiled functions that the torch engine's and the trainer's fused layers have in common.
-
-All numbers are float32.
-"""
+"""Compiled float32 functions shared by the torch engine's and the trainer's fused layers."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ _C5, _C6, _C7 = (
 
 @kernel.of_vectors
 def exp(x: np.float32) -> np.float32:
-    """e^x within 2 units in the last place, 0 below -87; a loop of it becomes vectors.
+    """Compute e^x within 2 units in the last place, 0 below -87; a loop of it becomes vectors.
 
     Cephes' expf: 2^n times a polynomial on half a binade.
     """
@@ -52,7 +49,7 @@ def exp(x: np.float32) -> np.float32:
 
 @kernel.of_vectors
 def inverse_size(states: FloatArray, epsilon: np.float32) -> np.float32:
-    """The factor of an RMS norm (arXiv 1910.07467, eq. 4) of one vector."""
+    """Return the factor of an RMS norm (arXiv 1910.07467, eq. 4) of one vector."""
     squares = np.float32(0)
     for c in range(len(states)):
         squares += states[c] * states[c]

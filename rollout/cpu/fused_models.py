@@ -1,8 +1,7 @@
-"""Which models the torch engine and the trainer compute in fused layers on a CPU.
+"""The models that the torch engine and the trainer compute in fused layers on a CPU.
 
 Both replace transformers' forward pass of these models (`engine.torch.fused`, `trainer.fused`), and
-both compare theirs with it at start. What the two compute alike is here and in
-`asyncrl.rollout.cpu.fused_kernels`.
+compare theirs with it at start.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ SERIAL_PARAMETERS = 1 << 20
 
 
 def why_not_fused(model: Any, *, threads: int) -> str | None:
-    """Why a model runs through transformers' forward pass; None: it need not.
-
-    Args:
-        model: of transformers, loaded.
-        threads: torch's, of this process.
-    """
+    """Return why a loaded model runs through transformers' forward pass; None: it need not."""
     name, config = type(model).__name__, model.config
     if name not in {f"{family}ForCausalLM" for family in FAMILIES}:
         return f"{name} is not one of {', '.join(FAMILIES)}"
@@ -45,6 +39,6 @@ def why_not_fused(model: Any, *, threads: int) -> str | None:
 
 
 def head_size(config: Any) -> int:
-    """Numbers of one attention head, from transformers' configuration of the model."""
+    """Return the size of one attention head, from transformers' configuration of the model."""
     own = getattr(config, "head_dim", None)
     return int(own or config.hidden_size // config.num_attention_heads)

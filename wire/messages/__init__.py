@@ -1,27 +1,27 @@
 """Every message between processes, one module per direction.
 
 Control plane (the workers connect to the controller):
+
     to_generator    controller -> generator
     from_generator  generator  -> controller
     to_trainer      controller -> trainer
     from_trainer    trainer    -> controller
     to_relay        controller -> relay of a node
     from_relay      relay      -> controller
-Agents (they connect to the controller, before any process of the run):
-    to_agent        controller -> agent of a machine
+
+Others:
+
+    to_agent        controller -> agent of a machine, before any process of the run
     from_agent      agent      -> controller
-Data plane (the generators connect to the trainer):
-    data            trajectories to the trainer, acknowledgements back
-Weights:
-    chain           nodes that ask each other for the weights of a version
-Files:
-    files           relays that ask each other for the files of a node
-User:
+    data            trajectories from generators to the trainer, acknowledgements back
+    chain           nodes that request the weights of a version from each other
+    files           relays that request the files of a node from each other
     control         CLI -> controller and back
 
 The control plane carries decisions and a few numbers per sample. Tokens go straight from the
 generator to the trainer, so the controller's load does not grow with the length of answers.
+
 Messages are msgspec structs tagged with their class name, in MessagePack. Unknown tags and wrong
-types raise `msgspec.ValidationError` at the receiver. Arrays are raw bytes; `wire.messages.frames`
-encodes them and refuses wrong lengths.
+types raise `msgspec.ValidationError` at the receiver. Arrays are raw bytes
+(`wire.messages.frames`).
 """

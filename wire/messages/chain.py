@@ -1,7 +1,7 @@
-"""What nodes say to each other about weights. A chunk's bytes follow its message in the same frame.
+"""Messages between nodes about weights. A chunk's bytes follow its message in the same frame.
 
-A child asks for single chunks and has a bounded number of them outstanding, so a slow child fills
-no memory of its parent.
+A child requests single chunks and has a bounded number of them outstanding, so a slow child does
+not fill its parent's memory.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ Crc32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class Parent(msgspec.Struct, frozen=True):
-    """Where a node can ask for chunks."""
+    """A node that serves chunks."""
 
     name: str
     address: str
-    """Its ZeroMQ address."""
     keys: LineKeys | None
-    """With which this child connects to it; None on this machine only."""
+    """Keys with which this child connects to it; None on this machine only."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", tag_field="type"):
-    """From a child: send one chunk as soon as you have it."""
+    """A child requests one chunk, to be sent as soon as the parent has it."""
 
     version: VersionName
     index: Count
@@ -39,26 +38,27 @@ class Ask(msgspec.Struct, frozen=True, tag="ask", tag_field="type"):
 
 
 class Chunk(msgspec.Struct, frozen=True, tag="chunk", tag_field="type"):
-    """From a parent: the bytes that follow are a chunk, or the delta to it."""
+    """A parent announces that the bytes that follow are a chunk, or the delta to it."""
 
     version: VersionName
     index: Count
     checksum: Crc32
-    """Of the whole chunk, after a delta was applied."""
+    """Checksum of the whole chunk, after a delta was applied."""
     base: VersionName | None = None
     """The version that the delta refers to; None: the bytes are the chunk."""
     more: bool = False
-    """Others that the child asked for are ready too: what limits them is the way to the child."""
+    """True if others that the child asked for are ready too: the path to the child is the
+    bottleneck."""
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting", tag_field="type"):
-    """From a parent: I am alive, and do not have what you asked for yet."""
+    """A parent gives a sign of life while the requested chunk has not arrived there."""
 
     version: VersionName
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone", tag_field="type"):
-    """From a parent: I shall never have the rest of this version."""
+    """A parent reports that the rest of this version will never arrive there."""
 
     version: VersionName
     why: str

@@ -1,4 +1,4 @@
-"""User to controller, and back: what `asyncrl status|watch|stop|pause|scale|set|...` send."""
+"""User to controller, and back: messages of `asyncrl status|watch|stop|pause|scale|set|...`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 WATCH_SECONDS = 60.0
-"""How long a `WatchRequest` holds. A watcher repeats it in time; one that is gone is forgotten."""
+"""A watcher repeats its `WatchRequest` within this time; otherwise it is forgotten."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -15,7 +15,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class StatusRequest(Message, frozen=True):
-    """Ask what the run is doing."""
+    """Ask for the state of the run."""
 
 
 class WatchRequest(Message, frozen=True):
@@ -41,44 +41,41 @@ class ScaleRequest(Message, frozen=True):
 
 
 class DrainRequest(Message, frozen=True):
-    """Start no more groups, train those that were started as far as they fill steps, and end."""
+    """Start no more groups, train the started ones as far as they fill steps, and end."""
 
 
 class CheckpointRequest(Message, frozen=True):
-    """Write a checkpoint after the step that is being trained; accepted once it is on the disk."""
+    """Write a checkpoint after the current step; accepted once it is on the disk."""
 
 
 class SetRequest(Message, frozen=True):
     """Change a setting that is safe to change while a run trains."""
 
     key: str
-    """Such as `trainer.learning_rate`."""
     value: str
-    """As on the command line, in YAML: `1e-5`, `verify`, `null`."""
+    """Value as on the command line, in YAML: `1e-5`, `verify`, `null`."""
 
 
 class StatusReply(Message, frozen=True):
     """A snapshot of the run."""
 
     status: dict[str, Any]
-    """For people and scripts: `asyncrl status --json`."""
+    """Output of `asyncrl status --json`."""
 
 
 class ViewReply(Message, frozen=True):
-    """What those who watch are shown. Newer ones follow unasked."""
+    """The view for watchers. Newer ones follow unasked."""
 
     view: dict[str, Any]
-    """What the live view shows, as plain values (`asyncrl.monitoring.terminal.run_view`)."""
+    """Content of the live view, as plain values (`asyncrl.monitoring.terminal.run_view`)."""
 
 
 class Accepted(Message, frozen=True):
     """The request will be carried out."""
 
     message: str
-    """What happens now."""
     step: int | None = None
-    """For an order that is recorded (`records.command_record.OrderRecord`): the steps that were
-    trained when it took effect."""
+    """Steps trained when a recorded order took effect (`records.command_record.OrderRecord`)."""
 
 
 class Refused(Message, frozen=True):

@@ -15,13 +15,11 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class TrajectoryDelivery(Message, frozen=True):
     """One trajectory with its reward. Sent again until a `Received` names its sample.
 
-    `wire.messages.frames` encodes and decodes it. Its arrays are bytes of a trajectory's arrays or
-    of the received message. The stored top-K does not travel: only verification reads it, and a
-    delivered trajectory is not verified any more. With L response tokens and P prompt tokens:
+    `wire.messages.frames` encodes and decodes it. The stored top-K does not travel: only
+    verification reads it. With L response tokens and P prompt tokens:
     """
 
     step: int
-    """The step that trains on it."""
     sample: SampleId
     prompt_id: str
     prompt_tokens: memoryview
@@ -36,12 +34,11 @@ class TrajectoryDelivery(Message, frozen=True):
     finish_reason: FinishReason
     reward: float
     terms: tuple[Finite, ...] = ()
-    """What each reward function returned, without its weight; empty if the reward failed and
-    counts as 0. Only reported; `reward` is what is trained on."""
+    """Value of each reward function, without its weight; empty if the reward failed and counts as
+    0. Only reported; training uses `reward`."""
     lineage: int = 0
-    """Of the trainer that it is for; another one must not train on it."""
+    """Lineage of the trainer that it is for; another one must not train on it."""
     contexts: tuple[Count, ...] = ()
-    """`asyncrl.rollout.trajectory.Trajectory.contexts`"""
 
 
 class Received(Message, frozen=True):
@@ -49,18 +46,16 @@ class Received(Message, frozen=True):
 
     sample: SampleId
     lineage: int = 0
-    """Of this trainer."""
 
 
 class SendAgain(Message, frozen=True):
-    """The trainer takes this sample now. It came before its order, when there was no room for it.
+    """The trainer takes this sample now; before its order, there was no room for it.
 
     Only a delivery that the trainer has not acknowledged is sent again.
     """
 
     sample: SampleId
     lineage: int = 0
-    """Of this trainer."""
 
 
 FromGeneratorData = TrajectoryDelivery

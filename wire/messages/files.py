@@ -1,7 +1,4 @@
-"""Between relays: the files of a node's folder of the run. Requests, and the answers to them.
-
-A relay answers one request after the other. A peer has one request outstanding.
-"""
+"""Messages between relays about files of a node's folder of the run, one request at a time."""
 
 from __future__ import annotations
 
@@ -15,33 +12,30 @@ from asyncrl.wire.transport.keys import LineKeys
 PART_BYTES = 1 << 20
 """Longest part of a file in one answer."""
 FilePath = Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
-"""Relative to the folder, with forward slashes; which are served: `asyncrl.relay`."""
+"""Relative to the folder, with forward slashes; `asyncrl.relay` decides which are served."""
 
 
 class Server(msgspec.Struct, frozen=True):
-    """Where a relay serves its folder."""
+    """A relay that serves its folder."""
 
     name: str
-    """Of the relay."""
     address: str
-    """Its ZeroMQ address."""
     keys: LineKeys
-    """With which one other relay connects to it."""
+    """Keys with which one other relay connects to it."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of both directions."""
 
     number: Count
-    """Of the request; its answer has it too."""
 
 
 class ListFiles(Message, frozen=True):
-    """Which files are there?"""
+    """Request a list of the files."""
 
 
 class ReadFile(Message, frozen=True):
-    """Send a part of a file."""
+    """Request a part of a file."""
 
     path: FilePath
     offset: Count
@@ -49,13 +43,11 @@ class ReadFile(Message, frozen=True):
 
 
 class RemoveFile(Message, frozen=True):
-    """A file was copied and is not needed here any more, unless it was replaced since."""
+    """Remove a file that was copied, unless it was replaced since."""
 
     path: FilePath
     size: Count
-    """As in the `FileInfo` of what was copied."""
     changed: Count
-    """The same."""
 
 
 ToServer = ListFiles | ReadFile | RemoveFile
@@ -66,7 +58,6 @@ class FileInfo(msgspec.Struct, frozen=True):
 
     path: FilePath
     size: Count
-    """Bytes."""
     changed: Count
     """Nanoseconds since 1970."""
 
@@ -82,13 +73,11 @@ class FilePart(Message, frozen=True):
 
     data: bytes
     size: Count
-    """Of the whole file now."""
     changed: Count
-    """As in `FileInfo`."""
 
 
 class FileRemoved(Message, frozen=True):
-    """It is not there any more."""
+    """The file does not exist any more."""
 
 
 class NotServed(Message, frozen=True):

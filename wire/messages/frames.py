@@ -1,8 +1,7 @@
 """Encode trajectories and token ids as bytes for the wire, and decode them.
 
 All arrays travel as raw little-endian bytes: int32 for token ids, float32 for log-probabilities,
-uint8 for provenance. This module owns that layout; every sender and receiver calls it. The arrays
-of a trajectory are not copied: a delivery to be sent refers to the trajectory's arrays, and the
+uint8 for provenance. They are not copied: a delivery refers to the trajectory's arrays, and the
 arrays of a received one are views of the message.
 """
 
@@ -24,54 +23,46 @@ _UINT64 = "<u8"
 _UINT8 = "u1"
 
 DIGEST_BYTES = 16
-"""Of the digest of a trajectory, in a report and in an order."""
+"""Size of a trajectory's digest, in a report and in an order."""
 
 _TOKEN_BYTES = 64
-"""Bytes of a response token in a segment of its own; without it, 9."""
+"""Bytes of a response token in a separate segment; without it, 9."""
 _HEAD_BYTES = 1 << 16
 """Bytes of a delivery without its tokens: names, ids and a prompt id of any usual length."""
 
 
 def encode_tokens(tokens: IntArray) -> bytes:
-    """Token ids of any shape as bytes."""
+    """Encode token ids of any shape."""
     return tokens.astype(_INT32).tobytes()
 
 
 def decode_tokens(data: bytes | memoryview) -> IntArray:
-    """Token ids as a flat read-only view of the bytes.
-
-    Raises:
-        ValueError: the length is not a multiple of four bytes.
-    """
+    """Decode token ids as a flat read-only view of the bytes, or raise ValueError."""
     return np.frombuffer(data, _INT32)
 
 
 def encode_floats(values: FloatArray) -> bytes:
-    """Log-probabilities of any shape as bytes."""
+    """Encode log-probabilities of any shape."""
     return values.astype(_FLOAT32).tobytes()
 
 
 def decode_floats(data: bytes | memoryview) -> FloatArray:
-    """Log-probabilities as a flat read-only view of the bytes. Raises ValueError as above."""
+    """Decode log-probabilities as a flat read-only view. Raises ValueError as `decode_tokens`."""
     return np.frombuffer(data, _FLOAT32)
 
 
 def encode_seeds(seeds: SeedArray) -> bytes:
-    """Seeds of noise as bytes."""
+    """Encode seeds of noise."""
     return seeds.astype(_UINT64).tobytes()
 
 
 def decode_seeds(data: bytes | memoryview) -> SeedArray:
-    """Seeds of noise as a flat read-only view of the bytes.
-
-    Raises:
-        ValueError: the length is not a multiple of eight bytes.
-    """
+    """Decode seeds of noise as a flat read-only view of the bytes, or raise ValueError."""
     return np.frombuffer(data, _UINT64)
 
 
 def max_delivery_bytes(tokens: int) -> int:
-    """Longest delivery of a run: `tokens` of prompt and response together."""
+    """Return the longest delivery of a run with `tokens` of prompt and response together."""
     return tokens * _TOKEN_BYTES + _HEAD_BYTES
 
 
@@ -83,10 +74,7 @@ def encode_trajectory(
     terms: tuple[float, ...] = (),
     lineage: int = 0,
 ) -> TrajectoryDelivery:
-    """The message that delivers a trajectory to the trainer of this lineage for this step.
-
-    It refers to the trajectory's arrays.
-    """
+    """Make the message that delivers a trajectory, whose arrays it refers to, to a trainer."""
     return TrajectoryDelivery(
         step=step,
         sample=trajectory.id,
@@ -105,7 +93,7 @@ def encode_trajectory(
 
 
 def digest_of(delivery: TrajectoryDelivery) -> bytes:
-    """16 bytes that stand for the trajectory in a delivery, not its step and rewards.
+    """Return 16 bytes that identify the trajectory in a delivery, without its step and rewards.
 
     They are the first of a SHA-256, for which processors have instructions.
     """
@@ -119,12 +107,9 @@ def digest_of(delivery: TrajectoryDelivery) -> bytes:
 
 
 def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
-    """The trajectory inside a delivery; its arrays are read-only views of the message.
+    """Return the trajectory inside a delivery, as read-only views that may be unaligned.
 
-    The views need not be aligned: NumPy reads them all the same, a little more slowly.
-
-    Raises:
-        ValueError: the lengths of the arrays disagree, or there are no segments.
+    Raises ValueError if the lengths of the arrays disagree, or there are no segments.
     """
     if not delivery.segments:
         raise ValueError(f"trajectory {delivery.sample} has no segments")
@@ -155,5 +140,5 @@ def decode_trajectory(delivery: TrajectoryDelivery) -> Trajectory:
 
 
 def _raw(values: NDArray[Any], dtype: str) -> memoryview:
-    """The bytes of an array, which is copied only if it is not of this type and contiguous."""
+    """Return the bytes of an array, copied only if it has another type or is not contiguous."""
     return np.ascontiguousarray(values, dtype).reshape(-1).view(_UINT8).data

@@ -1,4 +1,4 @@
-"""Agent to controller: what its machine has, and what became of its processes."""
+"""Agent to controller: its machine, and the state of its processes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(Message, frozen=True):
-    """An agent that has no process of any run would like to take part."""
+    """Announcement of an agent without processes of any run that offers to take part."""
 
     role: str
     """`generator`, `trainer` or `any`."""
     host: str
-    """By which the machine is called."""
     address: str
-    """Under which other machines reach its processes."""
+    """Address of its processes for other machines."""
     gpus: int
     python: str
     """Major and minor version."""
     asyncrl: str
     """Version and digest of the code (`asyncrl.launch.node_child.code_version`)."""
     beginning: str
-    """Random; the same as long as it says hello again because it is not answered."""
+    """Random; unchanged while it repeats an unanswered hello."""
 
 
 class Hosted(msgspec.Struct, frozen=True):
@@ -32,24 +31,23 @@ class Hosted(msgspec.Struct, frozen=True):
 
     name: str
     code: int | None
-    """Its exit code; None while it runs."""
+    """Exit code; None while it runs."""
     cause: str
-    """Why it ended, if its exit code does not say that."""
+    """Reason of its end, if its exit code does not tell."""
     log: str
-    """Where its log is."""
     log_tail: str
 
 
 class State(Message, frozen=True):
-    """All that the controller needs to know, every second and whenever something changes."""
+    """Everything that the controller needs to know, every second and whenever something changes."""
 
     session: str
-    """Of the controller that this is for."""
+    """Session of the controller that this is for."""
     facts: str = ""
-    """JSON: what was found on the machine; empty: not known yet."""
+    """JSON: facts about the machine; empty: not known yet."""
     processes: tuple[Hosted, ...] = ()
     leaves_in: float | None = None
-    """Seconds after which the agent ends, because it was told to; None: it stays."""
+    """Seconds after which the agent ends, on request; None: it stays."""
 
 
 FromAgent = Hello | State

@@ -28,14 +28,12 @@ class GeneratorReady(Message, frozen=True):
     """The engine is loaded."""
 
     slots: Annotated[int, msgspec.Meta(ge=1)]
-    """Samples that it decodes at once."""
+    """Samples decoded at once."""
     policy_version: int
-    """Of the weights that it starts with. -1: they are no policy of the run, and nothing is
+    """Version of its initial weights. -1: they are not a policy of the run, and nothing is
     generated before others are installed."""
     fingerprint: Fingerprint
-    """Of the weights that it starts with."""
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
-    """None: it serves no metrics."""
 
 
 class SampleFinished(Message, frozen=True):
@@ -43,24 +41,19 @@ class SampleFinished(Message, frozen=True):
 
     sample: SampleId
     length: Annotated[int, msgspec.Meta(ge=1)]
-    """Response tokens."""
     oldest_version: int
-    """Lowest policy version among its segments."""
     finish_reason: FinishReason
     digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-    """`wire.messages.frames.digest_of` its contents; the trainer accepts these contents only."""
+    """`wire.messages.frames.digest_of` its contents; the trainer accepts only these."""
 
 
 class SampleRewarded(Message, frozen=True):
-    """The reward of a sample that it holds; sent with `scheduler.dynamic_sampling` only.
-
-    Follows each `SampleFinished`, as soon as the reward is computed.
-    """
+    """The reward of a held sample, with `scheduler.dynamic_sampling`; follows `SampleFinished`."""
 
     sample: SampleId
     reward: Finite
     digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-    """As in the `SampleFinished` that it follows: the reward is of these contents."""
+    """Digest in the `SampleFinished` that it follows: the reward is of these contents."""
 
 
 class SampleFailed(Message, frozen=True):
@@ -69,7 +62,8 @@ class SampleFailed(Message, frozen=True):
     sample: SampleId
     reason: str
     user_error: bool
-    """The reward or the prompt is at fault: the run ends and `reason` says what to change."""
+    """True if the reward or the prompt is at fault: the run ends and `reason` says what to
+    change."""
 
 
 class SampleDelivered(Message, frozen=True):
@@ -85,24 +79,21 @@ class EvaluationSample(Message, frozen=True):
     index: Count
     reward: Finite
     policy_version: int
-    """Lowest policy version among its segments."""
     newest_version: int = -1
-    """Highest policy version among its segments."""
     tokens: Count = 0
-    """Response tokens."""
     held_seconds: Amount = 0.0
-    """How long its generator has kept its version for this round, when it had a newer one to
-    install."""
+    """Time for which its generator has kept its version for this round although a newer one was
+    ready."""
     verdict: Verdict = "scored"
-    """What is known of it; unless `scored`, `reward` is 0."""
+    """Unless `scored`, `reward` is 0."""
 
 
 class EvaluationMissed(Message, frozen=True):
-    """It cannot finish its samples of a round under the round's version, and has dropped them."""
+    """Samples of a round cannot finish under the round's version, and were dropped."""
 
     round: Count
     reason: str
-    """What happened, a clause that begins with its name."""
+    """A clause that says what happened and begins with the generator's name."""
 
 
 class WeightsInstalled(Message, frozen=True):
@@ -112,7 +103,7 @@ class WeightsInstalled(Message, frozen=True):
 
 
 class WrongPolicyFound(Message, frozen=True):
-    """It samples from another policy than the trainer has for its version."""
+    """The generator's policy differs from the trainer's policy of its version."""
 
     found: WrongPolicy
 
@@ -122,11 +113,9 @@ class Rescored(Message, frozen=True):
 
     number: Count
     policy_version: int
-    """That the tokens were scored under."""
     logprobs: tuple[bytes, ...] = ()
     """`[L]` float32 for each sample; empty if they could not be scored."""
     reason: str = ""
-    """Why not."""
 
 
 class Rewound(Message, frozen=True):
@@ -134,35 +123,31 @@ class Rewound(Message, frozen=True):
 
     lineage: int
     policy_version: int
-    """The version that it samples from; -1 if its weights are gone and it waits for others."""
+    """-1 if its weights are gone and it waits for others."""
 
 
 class Released(Message, frozen=True):
-    """The answer to `Release`: it does not have the samples any more."""
+    """The answer to `Release`: the generator has forgotten the samples."""
 
     file: str
-    """That was to be written."""
     reason: str = ""
-    """Why it was not; empty: it is on the disk."""
+    """Reason if it was not written; empty: it is on the disk."""
 
 
 class GeneratorReport(Message, frozen=True):
-    """What the generator has done and does now, twice a second; also its sign of life."""
+    """Counters and state of the generator, twice a second; also its sign of life."""
 
     engine: EngineStats
-    """Of its engine, with the generator's own token counts added."""
+    """The generator's token counts are added."""
     held: Count
-    """Finished samples that it holds."""
     rewards_waiting: Count
-    """Samples whose reward is not computed yet."""
     rewards: RewardCounts = RewardCounts()
-    """Of its reward workers, since its start."""
+    """Counts of its reward workers, since its start."""
     noise_floor: NoiseFloor = NoiseFloor()
-    """What verification rejects under unchanged weights, since its start."""
+    """Rejections of verification under unchanged weights, since its start."""
     in_environments: Count = 0
-    """Samples that wait for their environment now, and take no slot."""
+    """Samples that wait for their environment, without a slot."""
     environment: EnvironmentCounts = EnvironmentCounts()
-    """Of its environments, since its start."""
 
 
 class Failure(Message, frozen=True):
@@ -173,7 +158,7 @@ class Failure(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """The process ends because it was told to."""
+    """The process ends on request."""
 
 
 FromGenerator = (

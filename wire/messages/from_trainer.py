@@ -13,7 +13,7 @@ from asyncrl.wire.transport.decoding import Finite
 from asyncrl.wire.weights.layout import WeightManifest
 
 CheckpointFault = Literal["disk_full", "quota", "read_only", "io_error", "hanging"]
-"""Why a disk does not take a checkpoint; the label of `asyncrl_checkpoints_failed_total`."""
+"""Cause of a failed checkpoint; the label of `asyncrl_checkpoints_failed_total`."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=lambda name: f"trainer.{name}"):
@@ -28,27 +28,25 @@ class TrainerReady(Message, frozen=True):
     manifest: WeightManifest | None
     """None: another rank of the trainer publishes them."""
     metrics_port: int | None = None
-    """None: it serves no metrics."""
     initial_weights: str = ""
-    """Digest of the weights that the run started from; empty if the checkpoint that it was
-    resumed from does not have it."""
+    """Digest of the run's initial weights; empty if the checkpoint that it was resumed from does
+    not have it."""
     data_address: str = ""
-    """Where it takes trajectories; empty: where every process of the run was told to begin with."""
+    """Address that takes trajectories; empty: the initial address of the run."""
 
 
 class StepFinished(Message, frozen=True):
-    """An optimizer step is done and its weights are published. Rank 0 says it for all ranks."""
+    """An optimizer step is done and its weights are published. Rank 0 reports for all ranks."""
 
     step: int
     """The step trained, from 0; the new policy version is step + 1."""
     groups: tuple[int, ...]
-    """The groups it consumed, each exactly once."""
     manifest: WeightManifest
     metrics: LearnerMetrics
     times: TrainerTimes
     reward_terms: tuple[Finite, ...] = ()
-    """Mean of what each reward function returned, over the samples that it scored; empty if it
-    scored none."""
+    """Mean value of each reward function, over the samples that it scored; empty if it scored
+    none."""
 
 
 class CheckpointWritten(Message, frozen=True):
@@ -59,12 +57,12 @@ class CheckpointWritten(Message, frozen=True):
 
 
 class CheckpointFailed(Message, frozen=True):
-    """The disk did not take a checkpoint. Training continues."""
+    """Writing a checkpoint failed. Training continues."""
 
     policy_version: int
     cause: CheckpointFault
     reason: str
-    """With its path, and the bytes needed and free."""
+    """Includes the path, and the bytes needed and free."""
     retry_version: int
     """The trainer tries again at this policy version, or when it ends."""
 
@@ -78,7 +76,7 @@ class TrainerReport(Message, frozen=True):
 
 
 class DeliveryRefused(Message, frozen=True):
-    """A sample that was ordered came in another form than reported, or cannot be trained on."""
+    """An ordered sample differs from its report, or cannot be trained on."""
 
     generator: str
     sample: SampleId
@@ -86,7 +84,7 @@ class DeliveryRefused(Message, frozen=True):
 
 
 class PeerCutOff(Message, frozen=True):
-    """A generator sent so many frames that were refused that the trainer reads no more of it."""
+    """The trainer stopped reading from a generator that sent too many refused frames."""
 
     generator: str
     reason: str
@@ -100,26 +98,26 @@ class SuspectSample(msgspec.Struct, frozen=True):
     tokens: bytes
     """`[L]` int32"""
     recorded: bytes
-    """`[L]` float32, the engine's."""
+    """`[L]` float32, computed by the engine."""
     expected: bytes
-    """`[L]` float32, the trainer's; 0 for an observed token."""
+    """`[L]` float32, computed by the trainer; 0 for an observed token."""
     observed: bytes = b""
-    """`[L]` uint8, 0 or 1: tokens that no policy has drawn, which are not compared; empty: none."""
+    """`[L]` uint8, 0 or 1: observed tokens, which are not compared; empty: none."""
 
 
 class WrongPolicyFound(Message, frozen=True):
-    """Tokens of a generator do not follow the policy that they should; it is not trained on them.
+    """Tokens of a generator do not follow their policy; they are not trained on.
 
-    With `run.on_wrong_policy: warn` it is.
+    With `run.on_wrong_policy: warn` they are.
     """
 
     found: WrongPolicy
     limit: float = 0.0
     """Mean difference of log-probabilities that rounding explains, in nats."""
     samples: tuple[SuspectSample, ...] = ()
-    """For the generator to score again, where the trainer cannot tell the cause."""
+    """The generator scores these again if the trainer cannot tell the cause."""
     provisional: bool = False
-    """Rounding may explain it: it is said, trained on, and ends nothing."""
+    """True if rounding may explain it: reported and trained on, without ending anything."""
 
 
 class Failure(Message, frozen=True):
@@ -130,7 +128,7 @@ class Failure(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """The process ends because it was told to."""
+    """The process ends on request."""
 
 
 FromTrainer = (

@@ -1,7 +1,7 @@
-"""Controller to agent: what its machine is to do for the run.
+"""Controller to agent: orders for its machine.
 
-What is repeated needs no acknowledgement: the controller sends its orders every second, whole, and
-an agent carries out what is new in them. So a lost message or connection costs a second.
+The controller repeats all orders every second, and an agent carries out what is new in them. So a
+lost message or connection costs a second, and nothing is acknowledged.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 NO_SESSION = ""
-"""Orders of this session tell an agent that it is not known: it ends what it has and says hello."""
+"""Session of orders to an unknown agent, which ends its processes and says hello."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -17,16 +17,15 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(Message, frozen=True):
-    """The agent may take part. Answered by `State`, with what it finds on its machine."""
+    """The agent may take part. It answers with `State` and the facts of its machine."""
 
     session: str
-    """Of this controller; another one has another."""
+    """Session of this controller; another one has another."""
     run: str
-    """Name of the run."""
     question: str
-    """JSON: what the agent is asked about its machine (`asyncrl.launch.node_child.node_facts`)."""
+    """JSON: the questions about its machine (`asyncrl.launch.node_child.node_facts`)."""
     lost_seconds: float
-    """After so long without a message the controller counts as lost."""
+    """The controller counts as lost after this long without a message."""
 
 
 class Refused(Message, frozen=True):
@@ -44,7 +43,6 @@ class Start(msgspec.Struct, frozen=True):
     """`ChildKeys`, for its standard input."""
 
     def __repr__(self) -> str:
-        """Without the keys."""
         return "Start()"
 
 
@@ -55,24 +53,19 @@ class Wanted(msgspec.Struct, frozen=True):
     start: Start | None = None
     """None: the agent has reported it."""
     ending: bool = False
-    """It is to end."""
     by_force: bool = False
-    """It is to be killed, with all that it has started."""
+    """True if it must be killed, with all that it has started."""
     ready: bool = False
-    """It has told the controller that it can take work."""
+    """True if it has reported to the controller that it is ready."""
 
 
 class Orders(Message, frozen=True):
-    """All that the agent is to do.
-
-    Processes that it has and that are not named have ended, and the controller knows it.
-    """
+    """All orders for the agent; its other processes have ended."""
 
     session: str
-    """Of this controller, or NO_SESSION."""
     processes: tuple[Wanted, ...] = ()
     note: str = ""
-    """What the agent waits for, for its log."""
+    """Reason why the agent waits, for its log."""
 
 
 class Over(Message, frozen=True):
@@ -80,7 +73,6 @@ class Over(Message, frozen=True):
 
     session: str
     text: str
-    """How, for the agent's log."""
 
 
 ToAgent = Welcome | Refused | Orders | Over

@@ -26,20 +26,17 @@ class PromptPayload(msgspec.Struct, frozen=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """Tokens of a sample from before the run was resumed, or that another generator drew.
-
-    They are verified first.
-    """
+    """Tokens of a resumed run, or drawn by another generator; they are verified first."""
 
     file: str
     """Absolute path, readable by every generator; see `wire.messages.unfinished_samples`."""
     place: Place
     seed: int
-    """In place of the sample's seed: none of its tokens was drawn or judged with this one."""
+    """Replaces the sample's seed: none of its tokens was drawn or judged with this one."""
 
 
 class Generate(Message, frozen=True):
-    """Generate one sample and hold it until told to deliver or discard it."""
+    """Generate one sample and hold it until a `Deliver` or `Discard`."""
 
     sample: SampleId
     prompt: PromptPayload
@@ -49,7 +46,7 @@ class Generate(Message, frozen=True):
     unfinished: Unfinished | None = None
     """Begin with these tokens. If they cannot be read, begin without any, with `seed`."""
     deadline_seconds: float | None = None
-    """As `scheduler.sample_deadline_seconds` of its step; None: it has none."""
+    """`scheduler.sample_deadline_seconds` of its step; None: no deadline."""
 
 
 class Verify(Message, frozen=True):
@@ -81,10 +78,10 @@ class FixedVersion(msgspec.Struct, frozen=True):
     """Begin under earlier weights, as run-ahead, and verify the tokens when the version is
     installed. Otherwise begin then."""
     hold_seconds: float
-    """Longest time for which this generator keeps the version for unfinished samples when it is to
-    install a newer one."""
+    """Longest time for which this generator keeps the version for unfinished samples although a
+    newer one is ready."""
     verify_seed: int = 0
-    """Of the verification and what follows it; differs from the sample's seed."""
+    """Seed of the verification and what follows it; differs from the sample's seed."""
 
 
 class Evaluate(Message, frozen=True):
@@ -92,11 +89,10 @@ class Evaluate(Message, frozen=True):
 
     round: int
     index: int
-    """Which sample of the round, from 0."""
     prompt: PromptPayload
     seed: int
     fixed: FixedVersion | None = None
-    """None: under the weights that are installed, which do not change meanwhile."""
+    """None: under the installed weights, which do not change until the end."""
     shown_of: str = ""
     """The set of the sample if it is to be recorded in samples.jsonl; otherwise empty."""
 
@@ -114,10 +110,9 @@ class InstallWeights(Message, frozen=True):
     rebuild_kv: bool = False
     """Recompute the KV of running requests, so that none computed by older weights is used."""
     lineage: int = 0
-    """Of the trainer that published them."""
     verify: tuple[Verify, ...] = ()
-    """Begin with these, in this order, as soon as the weights are installed. Drop those whose
-    `min_version` is not reached, because newer weights were published in place of these."""
+    """Samples to verify first, in this order, after the installation. Those whose `min_version` is
+    not reached are dropped, because newer weights were published in place of these."""
 
 
 class Rewind(Message, frozen=True):
@@ -129,14 +124,13 @@ class Rewind(Message, frozen=True):
 
     policy_version: int
     lineage: int
-    """How many trainers the run had before the new one."""
+    """Number of trainers that the run had before the new one."""
 
 
 class Rescore(Message, frozen=True):
     """Score tokens again without any cached KV; answer with `Rescored`."""
 
     number: int
-    """Of this question."""
     samples: tuple[ToRescore, ...]
 
 
@@ -146,11 +140,10 @@ class SaveUnfinished(Message, frozen=True):
     file: str
     """Absolute path; see `asyncrl.wire.messages.unfinished_samples`."""
     policy_version: int
-    """Of the checkpoint that the file goes with."""
+    """Policy version of the checkpoint that the file goes with."""
     settings: str
-    """Stands for the settings that the tokens are drawn with."""
+    """Identifies the settings that the tokens are drawn with."""
     first_group: int
-    """No sample of this group or a later one has been delivered."""
 
 
 class Release(Message, frozen=True):
@@ -162,11 +155,9 @@ class Release(Message, frozen=True):
     file: str
     """Absolute path; see `asyncrl.wire.messages.unfinished_samples`."""
     policy_version: int
-    """For the file's index."""
     settings: str
-    """As in `SaveUnfinished`."""
     samples: tuple[SampleId, ...]
-    """None of them was to be delivered."""
+    """None of them was ordered for delivery."""
 
 
 class Deliver(Message, frozen=True):
@@ -175,12 +166,11 @@ class Deliver(Message, frozen=True):
     step: int
     samples: tuple[SampleId, ...]
     lineage: int = 0
-    """Of the trainer that they are for."""
     data_address: str = ""
-    """Where that trainer takes them; empty: where it always was. A restarted trainer may be on
+    """Address of the trainer's data plane; empty: the initial one. A restarted trainer may be on
     another node."""
     rank: int = 0
-    """Of that trainer, to which they go."""
+    """Rank of the trainer that receives them."""
 
 
 class Discard(Message, frozen=True):
@@ -198,7 +188,7 @@ class Resume(Message, frozen=True):
 
 
 class SetLogLevel(Message, frozen=True):
-    """Write more or less to the log (`monitoring.log_level`)."""
+    """Change the log level (`monitoring.log_level`)."""
 
     level: Literal["debug", "info", "warning", "error"]
 

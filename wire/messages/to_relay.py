@@ -14,7 +14,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class ServeWeights(Message, frozen=True):
-    """The trainer of this relay's node has published these: let other nodes ask for them."""
+    """Serve weights that the trainer of this relay's node has published to other nodes."""
 
     manifest: WeightManifest
     attempt: int
@@ -22,44 +22,42 @@ class ServeWeights(Message, frozen=True):
 
 
 class ForgetWeights(Message, frozen=True):
-    """The trainer of this node is gone: free the memory of its weights."""
+    """Free the memory of this node's trainer's weights, as the trainer is gone."""
 
 
 class FetchWeights(Message, frozen=True):
     """Bring these weights to this relay's node; answer with `WeightsHere` or `WeightsFailed`."""
 
     manifest: WeightManifest
-    """The trainer's."""
     parents: tuple[Parent, ...]
-    """Whom to ask, the nearest first."""
+    """Nodes to ask, the nearest first."""
     attempt: int
     """Number of this order; the answer names it."""
 
 
 class CheckWeights(Message, frozen=True):
-    """A process of this node could not read this file; answer with `WeightsChecked`."""
+    """Check a file that a process of this node could not read; answer with `WeightsChecked`."""
 
     path: str
 
 
 class FileSource(msgspec.Struct, frozen=True):
-    """A node that does not see the run's folder, and has files of it in a folder of its own."""
+    """A node without access to the run's folder, which has files of it in a separate folder."""
 
     server: Server
     folder: str
-    """Id of that folder."""
     processes: tuple[str, ...]
-    """That are or were on the node: only their files are copied."""
+    """Processes that are or were on the node: only their files are copied."""
 
 
 class PullFiles(Message, frozen=True):
-    """Copy what these nodes write into the run's folder, from now on, and of no others."""
+    """Copy what these nodes, and no others, write into the run's folder, from now on."""
 
     sources: tuple[FileSource, ...]
 
 
 class FinishPull(Message, frozen=True):
-    """All other processes have ended: copy what is left; answer with `PullFinished`."""
+    """Copy what is left after all other processes have ended; answer with `PullFinished`."""
 
     seconds: float
 
@@ -68,15 +66,14 @@ class FetchFile(Message, frozen=True):
     """Bring a file to this relay's node; answer with `FileHere` or `FileMissing`."""
 
     attempt: int
-    """Number of this order."""
     path: str
-    """In the folder of the run, here and there."""
+    """Path in the run's folder, here and there."""
     servers: tuple[Server, ...]
-    """Who may have it, the most likely first."""
+    """Relays that may have it, the most likely first."""
 
 
 class RemoveFiles(Message, frozen=True):
-    """The run has ended, and its folder has copies of all files of this node: remove them here."""
+    """Remove the files of this node, as the run has ended and its folder has copies of all."""
 
 
 class Shutdown(Message, frozen=True):

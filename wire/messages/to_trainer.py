@@ -14,7 +14,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class StepPlan(Message, frozen=True):
     """The groups that a step trains on. Sent once per step, when the set is final.
 
-    Each rank of the trainer is told its own groups, and has them all by then. It may have none.
+    Each rank of the trainer receives its own groups, possibly none, and has all of them by then.
     """
 
     step: int
@@ -26,47 +26,39 @@ class ExpectedSample(msgspec.Struct, frozen=True):
 
     sample: SampleId
     length: int
-    """Response tokens."""
     oldest_version: int
-    """Lowest policy version among its segments."""
     digest: bytes
     """`asyncrl.wire.messages.frames.digest_of` its contents."""
 
 
 class Expect(Message, frozen=True):
-    """Samples that a generator is told to deliver; the trainer accepts no others.
+    """Samples that a generator is about to deliver; the trainer accepts no others.
 
-    It is sent before the generator is told, and may come after the delivery all the same.
+    It is sent before the order to the generator, but may still arrive after the delivery.
     """
 
     step: int
-    """The step that trains on them."""
     generator: str
     samples: tuple[ExpectedSample, ...]
 
 
 class Withdraw(Message, frozen=True):
-    """A generator is lost. What it was told to deliver, and has not, is not accepted from it."""
+    """A generator is lost: its outstanding deliveries are not accepted any more."""
 
     generator: str
 
 
 class Configure(Message, frozen=True):
-    """Settings that were changed while the run trains. Replaces those of earlier ones.
-
-    What changes at a step is sent before the plan of that step.
-    """
+    """Settings that change while the run trains, replacing earlier ones, from the next plan on."""
 
     config_json: str
-    """The run's whole configuration."""
 
 
 class WriteCheckpoint(Message, frozen=True):
     """Write a checkpoint of the present version, after the last step whose plan was sent.
 
-    All ranks of a trainer are sent it between the same two plans.
-
-    Answer with CheckpointWritten or CheckpointFailed, also if it is on the disk already.
+    All ranks of a trainer receive it between the same two plans. Answer with CheckpointWritten or
+    CheckpointFailed, also if it is on the disk already.
     """
 
 
@@ -74,7 +66,6 @@ class Shutdown(Message, frozen=True):
     """End the process; answer with `Goodbye`."""
 
     checkpoint: bool
-    """Write a checkpoint first."""
 
 
 ToTrainer = StepPlan | Expect | Withdraw | Configure | WriteCheckpoint | Shutdown

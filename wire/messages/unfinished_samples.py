@@ -33,7 +33,6 @@ from asyncrl.wire.transport.decoding import Count, FrameDecoder
 _MAGIC = b"asyncrl unfinished 2\n"
 """The number rises with the format: 2 has the seeds of the noise."""
 _ANY_MAGIC = b"asyncrl unfinished "
-"""Of all formats."""
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 16
 _TAIL_BYTES = _LENGTH_BYTES + _DIGEST_BYTES
@@ -47,7 +46,7 @@ class UnfinishedRefused(WireError):  # noqa: N818 - says what happened, like Fra
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where the record of a sample is in its file, in bytes."""
+    """Location of a sample's record in its file, in bytes."""
 
     sample: SampleId
     offset: Count
@@ -55,20 +54,19 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Index(msgspec.Struct, frozen=True):
-    """What a file holds."""
+    """Index of a file."""
 
     version: int
     """Policy version of the checkpoint that it goes with."""
     settings: str
-    """Stands for the settings that the tokens were drawn with."""
+    """Identifies the settings that the tokens were drawn with."""
     places: tuple[Place, ...]
 
 
 class UnfinishedSample(msgspec.Struct, frozen=True):
     """The L tokens of one sample, with the distributions that they were drawn from.
 
-    Arrays are those of `asyncrl.rollout.trajectory.KeptTokens`. Versions are left out: a policy of
-    a later version than the checkpoint's no longer exists, and all tokens are verified in any case.
+    Arrays are those of `asyncrl.rollout.trajectory.KeptTokens`; all tokens are verified.
     """
 
     sample: SampleId
@@ -78,7 +76,6 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
     logprobs: bytes
     """`[L]` float32"""
     topk: Count
-    """K"""
     topk_ids: bytes
     """`[L, K]` int32"""
     topk_logprobs: bytes
@@ -86,13 +83,12 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
     noise_seeds: bytes
     """`[L]` uint64"""
     observed: bytes = b""
-    """`[L]` uint8, 0 or 1; empty: no token was observed."""
+    """Each 0 or 1; empty: no token was observed."""
     contexts: tuple[Count, ...] = ()
-    """`asyncrl.rollout.trajectory.Trajectory.contexts`"""
 
     @classmethod
     def of(cls, sample: SampleId, prompt_id: str, kept: KeptTokens) -> UnfinishedSample:
-        """The record of a sample with these tokens."""
+        """Make the record of a sample with these tokens."""
         return cls(
             sample,
             prompt_id,
@@ -107,7 +103,7 @@ class UnfinishedSample(msgspec.Struct, frozen=True):
         )
 
     def kept(self) -> KeptTokens:
-        """Its tokens, to be verified. Raises ValueError if the arrays differ in length."""
+        """Return its tokens, to be verified. Raises ValueError if the arrays differ in length."""
         tokens = decode_tokens(self.tokens)
         shape = (len(tokens), self.topk)
         observed = np.frombuffer(self.observed or bytes(len(tokens)), np.uint8) != 0
@@ -138,7 +134,7 @@ _SAMPLE: FrameDecoder[UnfinishedSample] = FrameDecoder(
 def write_unfinished(
     path: Path, version: int, settings: str, samples: Sequence[UnfinishedSample]
 ) -> None:
-    """Write the file, which takes its name when it is whole and on the disk. Raises OSError."""
+    """Write the file, which takes its name when it is complete and on the disk. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     places: list[Place] = []
@@ -160,11 +156,7 @@ def write_unfinished(
 
 
 def read_index(path: Path) -> Index:
-    """Check a whole file, and say what it holds.
-
-    Raises:
-        UnfinishedRefused: it cannot be read, is damaged, or is no such file.
-    """
+    """Check a whole file, and return its index. Raises UnfinishedRefused."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -199,11 +191,7 @@ def read_index(path: Path) -> Index:
 
 
 def read_sample(path: Path, place: Place, *, prompt_id: str) -> KeptTokens:
-    """The tokens of one sample, of a file that `read_index` has accepted.
-
-    Raises:
-        UnfinishedRefused: the record cannot be read, or is of another sample or prompt.
-    """
+    """Read one sample's tokens from a file that `read_index` accepted. Raises UnfinishedRefused."""
     try:
         with path.open("rb") as file:
             file.seek(place.offset)

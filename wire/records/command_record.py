@@ -13,14 +13,11 @@ class OrderRecord(msgspec.Struct, frozen=True, kw_only=True):
     order: str
     """Its name on the command line: `scale`."""
     arguments: dict[str, bool | int | float | str]
-    """Of the order, such as `{"generators": 3}`."""
     step: int
-    """Steps that were trained when it took effect: the step of this number is the first one with
-    it."""
+    """Steps trained when it took effect: the step of this number is the first one with it."""
     time: float
-    """When it was given, in seconds since 1970."""
+    """Unix time, in seconds."""
     effect: str
-    """What the user was told."""
     before: Value | msgspec.UnsetType = msgspec.UNSET
-    """Of `set` and `scale`: what the configuration says without the order. Whoever names this value
-    again on a resume repeats an old command, and does not take the order back."""
+    """The configured value without this `set` or `scale`. A resume that names this value again
+    repeats an old command, and does not take the order back."""

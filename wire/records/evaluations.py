@@ -1,4 +1,4 @@
-"""What an evaluation came to: a line of evaluations.jsonl, and what everybody shows of it."""
+"""The result of an evaluation: a line of evaluations.jsonl, and the numbers shown of it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ When = Literal["before", "during", "after"]
 """`before` and `after` training, or `during` (`evaluation.every`)."""
 
 Verdict = Literal["scored", "failed", "unscored"]
-"""What is known of a held-out sample: its reward; or that its reward failed, which counts as 0, as
-the sample may have caused it; or nothing: what failed says nothing about the policy, such as a
-server that is down, so the sample is left out (docs/decisions/0086)."""
+"""Outcome of a held-out sample. `failed`: its reward failed and counts as 0, as the sample may have
+caused it. `unscored`: the failure says nothing about the policy, such as a server that is down, so
+the sample is left out (docs/decisions/0086)."""
 
 Z95 = 1.96
 """Half the width of a 95% interval, in standard errors."""
@@ -27,42 +27,37 @@ Z95 = 1.96
 class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     """The estimates of one held-out set.
 
-    Standard errors are over prompts: samples of one prompt are alike, and more of them do not stand
-    for more prompts. None where there are fewer than two prompts.
+    Standard errors are over prompts: samples of one prompt are alike. None below two prompts.
     """
 
     prompts: Count
     samples: Count
-    """That count, of all prompts together."""
+    """Samples that count, of all prompts together."""
     unscored: Count = 0
-    """Further samples, which are left out: nothing is known of them (`Verdict`)."""
+    """Further samples, which are left out (`Verdict`)."""
     failed: Count = 0
-    """Of `samples`: those whose reward failed and counts as 0."""
+    """Those of `samples` whose reward failed and counts as 0."""
     accuracy: Measured
     """Share of samples whose reward is above `evaluation.threshold`, 0 to 1, mean over prompts.
     None: the evaluation is incomplete, too many samples are unscored."""
     accuracy_error: Measured = None
-    """Standard error of `accuracy`."""
     reward: Measured = None
-    """Mean reward, over prompts."""
     reward_error: Measured = None
-    """Standard error of `reward`."""
     pass_at: dict[int, float] = {}
-    """For k: probability that at least one of k samples of a prompt is right, mean over prompts,
-    by the unbiased estimator 1 − C(n − c, k) / C(n, k) (2107.03374, equation 1)."""
+    """Probability, by k, that at least one of k samples of a prompt is right, mean over prompts, by
+    the unbiased estimator 1 − C(n − c, k) / C(n, k) (2107.03374, equation 1)."""
     pass_at_error: dict[int, float] = {}
-    """Standard errors of `pass_at`."""
     tokens: float = 0.0
     """Mean response length in tokens, of all samples."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether enough samples count for an accuracy."""
+        """True if enough samples count for an accuracy."""
         return self.accuracy is not None
 
     @property
     def margin(self) -> float:
-        """Half the width of the 95% interval of `accuracy`; 0 where it is not known."""
+        """Half the width of the 95% interval of `accuracy`; 0 if unknown."""
         return Z95 * (self.accuracy_error or 0.0)
 
 
@@ -75,25 +70,25 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time of its end, in seconds."""
     when: When
     seconds: Amount = 0.0
-    """From the first request to the last sample. Other work was done meanwhile, if `during`."""
+    """Time from the first request to the last sample; during training other work goes on."""
     held_seconds: Amount = 0.0
-    """Of a `during` evaluation: the longest time for which a generator kept its version because
-    held-out samples were unfinished, while the next weights were there."""
+    """Longest time for which a generator kept its version because held-out samples were unfinished,
+    while the next weights were ready; only if `during`."""
     sets: dict[str, SetEvaluation] = {}
-    """By name, the most important first: `held_out`, then `evaluation.sets`."""
+    """Estimates by name, the most important first: `held_out`, then `evaluation.sets`."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether every set has an accuracy."""
+        """True if every set has an accuracy."""
         return all(one.is_complete for one in self.sets.values())
 
     @property
     def main(self) -> SetEvaluation | None:
-        """Of the first set; None if there is no held-out prompt."""
+        """Estimates of the first set; None if there is no held-out prompt."""
         return next(iter(self.sets.values()), None)
 
 
 def accuracy_of(record: EvaluationRecord | None) -> float | None:
-    """The accuracy of a record's first set; None without one, or if it is incomplete."""
+    """Return the accuracy of a record's first set; None without one, or if it is incomplete."""
     main = None if record is None else record.main
     return None if main is None else main.accuracy

@@ -1,4 +1,4 @@
-"""The noise floor: what verification rejects although the weights have not changed.
+"""The noise floor: tokens that verification rejects although the weights have not changed.
 
 Engines decode with other kernels than they score with, so the probabilities of one policy differ in
 their last bits, and verification rejects a few tokens of the very policy that verifies them.
@@ -24,11 +24,10 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
     samples: Count = 0
     """Responses that were verified again."""
     cut_samples: Count = 0
-    """Of these, responses of which a token was rejected."""
     judged: Count = 0
     """Tokens of these responses, without those that an earlier verification had accepted."""
     rejected: Count = 0
-    """Of these, tokens that were rejected: from the first rejected one of a response to its end."""
+    """Rejected tokens: from the first rejected one of a response to its end."""
     abs_mean: Amount | None = None
     """Mean absolute difference, over the accepted tokens, of the log-probability in drawing and in
     verification, in nats. About twice the total variation between the two distributions. None: no
@@ -50,17 +49,15 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def whole_share(self, tokens: int) -> float | None:
-        """Share of responses of so many tokens that verification keeps whole, weights unchanged.
+        """Return the share of responses of this length that verification keeps whole, 0 to 1.
 
-        The logarithm of the ratio of a response's two probabilities is a sum of differences of mean
-        square s: about normal with variance s N and mean -s N / 2. The block rule accepts with the
-        expectation of min(1, ratio), which is 2 (1 - Phi(sqrt(s N) / 2)).
+        None if nothing was measured. The weights are unchanged. The logarithm of the ratio of a
+        response's two probabilities is a sum of differences of mean square s: about normal with
+        variance s N and mean -s N / 2. The block rule accepts with the expectation of min(1,
+        ratio), which is 2 (1 - Phi(sqrt(s N) / 2)).
 
             >>> round(NoiseFloor(square_mean=1e-4).whole_share(3000), 2)
             0.78
-
-        Returns:
-            0 to 1; None if nothing was measured.
         """
         if self.square_mean is None:
             return None
@@ -77,7 +74,7 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
         return self.rejected / self.judged if self.judged else None
 
     def __add__(self, other: Self) -> Self:
-        """Both together; `abs_mean` and `square_mean` are means over all accepted tokens."""
+        """Merge; `abs_mean` and `square_mean` are means over all accepted tokens."""
         accepted = self.accepted + other.accepted
         total = sum(one.accepted * (one.abs_mean or 0.0) for one in (self, other))
         squared = [one for one in (self, other) if one.square_mean is not None]

@@ -1,6 +1,6 @@
-"""Whether the steps of a run trained on exactly on-policy samples.
+"""Tells if the steps of a run trained on exactly on-policy samples.
 
-A step knows it of itself (`LearnerMetrics.exactly_on_policy`), and a run is what all its steps are:
+A step records it (`LearnerMetrics.exactly_on_policy`); a run combines all its steps:
 
     >>> OnPolicySteps(yes=2).exactly
     True
@@ -19,7 +19,7 @@ from asyncrl.wire.records.step import LearnerMetrics
 
 
 class OnPolicySteps(NamedTuple):
-    """How many steps were exactly on-policy."""
+    """Numbers of steps that were exactly on-policy, were not, or are unknown."""
 
     yes: int = 0
     no: int = 0
@@ -28,17 +28,17 @@ class OnPolicySteps(NamedTuple):
 
     @classmethod
     def of(cls, flags: Counter[bool | None], steps: int) -> Self:
-        """The counts of a run of this many steps, from those of its records (`is_on_policy`)."""
+        """Make the counts of a run of `steps` steps from its records' flags (`is_on_policy`)."""
         return cls(flags[True], flags[False], steps - flags[True] - flags[False])
 
     @property
     def exactly(self) -> bool | None:
-        """Whether all steps were. None: as far as is known, but some steps are unknown."""
+        """True if all steps were. None: all known ones were, but some steps are unknown."""
         if self.no:
             return False
         return None if self.unknown else True
 
 
 def is_on_policy(step: LearnerMetrics) -> bool | None:
-    """Whether a step trained on exactly on-policy samples; None if its record does not say so."""
+    """Return True if a step trained on exactly on-policy samples; None if its record is silent."""
     return False if step.staleness.max else step.exactly_on_policy

@@ -1,4 +1,4 @@
-"""What went wrong in reward functions, and what they used of servers: counts of generators."""
+"""Generators' counts of failures of reward functions and of their use of servers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from asyncrl.wire.transport.decoding import Amount, Count
 
 
 class ServiceCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reward function used of a server. Counts add."""
+    """A reward function's use of a server. Counts add."""
 
     requests: Count = 0
-    """Attempts, those that failed included."""
+    """Attempts, including failed ones."""
     retries: dict[str, Count] = {}
-    """Attempts that were repeated, by what was wrong with them."""
+    """Attempts that were repeated, by cause."""
     seconds: Amount = 0.0
-    """Of all calls together, from the beginning of the function to the answer."""
+    """Total time of all calls, from the beginning of the function to the answer."""
     opened: Count = 0
-    """How often a breaker opened, or stayed open after a probe."""
+    """Times that a breaker opened, or stayed open after a probe."""
 
     def __add__(self, other: Self) -> Self:
-        """Both together."""
         kinds = sorted({*self.retries, *other.retries})
         return type(self)(
             requests=self.requests + other.requests,
@@ -35,19 +34,19 @@ class ServiceCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong in reward functions. Counts of several processes add."""
+    """Failures of reward functions. Counts of several processes add."""
 
     failed: dict[str, dict[str, Count]] = {}
     """Calls that gave no reward, by function and reason."""
     retried: Count = 0
     """Calls that were repeated because their process had died."""
     largest: dict[str, float] = {}
-    """By function, the largest absolute value of those that are suspiciously large."""
+    """Largest absolute value by function, if it is suspiciously large."""
     services: dict[str, ServiceCounts] = {}
-    """By function, of those that ask a server."""
+    """Counts of the functions that ask a server, by function."""
 
     def __add__(self, other: Self) -> Self:
-        """Both together; of `largest` the larger value."""
+        """Merge; `largest` takes the larger value."""
         failed = {function: dict(reasons) for function, reasons in self.failed.items()}
         for function, reasons in other.failed.items():
             counts = failed.setdefault(function, {})
@@ -70,11 +69,11 @@ class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> int:
-        """All calls that gave no reward."""
+        """Number of calls that gave no reward."""
         return sum(sum(reasons.values()) for reasons in self.failed.values())
 
     def describe_failures(self) -> str:
-        """The failures by function and reason, for people: `score: 3 raised, 1 timeout`."""
+        """Describe the failures by function and reason: `score: 3 raised, 1 timeout`."""
         return "; ".join(
             f"{function}: "
             + ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in reasons.items())

@@ -1,15 +1,13 @@
-"""The numbers that leave one process and reach a user: one record each.
-
-Each number has one typed record on its whole way.
+"""The numbers that leave one process and reach a user: one typed record each.
 
 ```
 engine ── EngineStats ─► generator ── GeneratorReport ─┐
 learner ── LearnerMetrics ─► trainer ── StepFinished ──┴─► controller ── StepMetrics ─► everyone
 ```
 
-An engine fills `EngineStats`, its generator adds what only it can count, and the controller adds
-up the reports of all generators. `StepMetrics` is the record of one optimizer step: a line of
-metrics.jsonl, and what Prometheus metrics, the live view and the report read.
+An engine fills `EngineStats`, its generator adds what only it can count, and the controller adds up
+the reports of all generators. `StepMetrics` is the record of one optimizer step: a line of
+metrics.jsonl, and the source of Prometheus metrics, the live view and the report.
 
 Counts add and subtract as a whole:
 
@@ -31,15 +29,15 @@ from asyncrl.wire.records.noise_floor import NoiseFloor
 from asyncrl.wire.transport.decoding import Amount, Count
 
 Measured = float | None
-"""A measurement; None where there was nothing to measure or the result was not finite."""
+"""A measurement; None if there was nothing to measure or the result was not finite."""
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Counts of response tokens, by what happened to them. Counts add and subtract."""
+    """Counts of response tokens by their fate. Counts add and subtract."""
 
     generated: int = 0
-    """Drawn by an engine, accepted drafts included. Tokens that verification accepted are not
-    drawn, so they are not counted here."""
+    """Drawn by an engine, accepted drafts included; tokens that verification accepted are not
+    counted."""
     drafted: int = 0
     """Proposed to the engine by the cache."""
     accepted: int = 0
@@ -52,13 +50,11 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Tokens that are not among the top K stored with them, verified ones included."""
 
     def __add__(self, other: Self) -> Self:
-        """The sum, count by count."""
         return type(self)(
             **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
         )
 
     def __sub__(self, other: Self) -> Self:
-        """What was counted since `other`."""
         return type(self)(
             **{name: getattr(self, name) - getattr(other, name) for name in self.__struct_fields__}
         )
@@ -68,20 +64,19 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """One engine's counters since its start, and its gauges as of now."""
 
     tokens: TokenCounts = TokenCounts()
-    """The engine itself counts `generated`, `drafted` and `accepted`; the generator adds the
-    rest before it reports them."""
+    """The engine counts `generated`, `drafted` and `accepted`; the generator adds the rest."""
     steps: Count = 0
     """Forward passes of the decoding loop."""
     busy_seconds: Amount = 0.0
-    """Time inside these passes."""
+    """Time inside these passes, in seconds."""
     running: Count = 0
-    """Requests that hold a slot now."""
+    """Requests that hold a slot."""
     waiting: Count = 0
-    """Requests that wait for a slot now."""
+    """Requests that wait for a slot."""
     slots: Count = 0
     """Requests that can run at once."""
     kv_used: Amount = 0.0
-    """Share of the KV space in use now, 0 to 1."""
+    """Share of the KV space in use, 0 to 1."""
     policy_version: int = 0
     """Version of the weights that the engine samples from."""
 
@@ -90,15 +85,12 @@ class LearningMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Rewards of the samples trained on, and the update made from them."""
 
     reward_mean: float = 0.0
-    """Mean reward of the samples."""
     reward_std: float = 0.0
-    """Standard deviation of these rewards."""
     loss: float = 0.0
     """Loss before the optimizer's step, penalties included."""
     grad_norm: float = 0.0
     """Global norm of the gradient before clipping."""
     learning_rate: float = 0.0
-    """Learning rate of the step."""
     entropy: Measured = None
     """Mean entropy of the policy per token, in nats."""
     optimizer_steps: int = 1
@@ -107,16 +99,14 @@ class LearningMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """How much was trained on."""
+    """Size of the step."""
 
     groups: int = 0
-    """Groups of the step."""
     zero_variance_groups: int = 0
     """Groups whose advantages are all 0."""
     samples: int = 0
-    """Samples of all groups."""
     tokens: int = 0
-    """Their response tokens, observed ones left out, here and below."""
+    """Response tokens of all samples, without observed ones, here and below."""
     tokens_observed: int = 0
     """Tokens of environments in their responses, which are not trained on."""
     tokens_computed: int = 0
@@ -131,24 +121,19 @@ class BatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StalenessMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Age of the trained tokens.
-
-    In optimizer steps, from the policy that a token follows to the policy trained on it.
-    """
+    """Optimizer steps from the policy that a token follows to the policy trained on it."""
 
     mean: float = 0.0
     """Mean over the step's response tokens."""
     max: int = 0
-    """Largest of all tokens."""
 
 
 class MismatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's log-probabilities against the recorded behaviour log-probabilities.
 
-    The `fresh_*` fields are over tokens of staleness 0. Engine and trainer compute the same
-    distribution for these, so what is left is numerical (or the engine reads KV that older weights
-    computed). All others also measure how far the policy has moved since the tokens were drawn.
-    None: no such token was computed.
+    The `fresh_*` fields are over tokens of staleness 0, where the difference is numerical (or the
+    engine reads KV that older weights computed). All others also measure how far the policy has
+    moved since the tokens were drawn. None: no such token was computed.
     """
 
     abs_mean: Measured = None
@@ -164,32 +149,28 @@ class MismatchMetrics(msgspec.Struct, frozen=True, kw_only=True):
     ratio_mean: Measured = None
     """Mean importance ratio, current over behaviour probability."""
     ratio_max: Measured = None
-    """Largest importance ratio."""
     outside_nucleus: Measured = None
-    """Share of tokens outside the trainer's own top-p set, 0 to 1."""
+    """Share of tokens outside the trainer's top-p set, 0 to 1."""
 
 
 class LearnerMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What the learner measures of one optimizer step.
-
-    The defaults describe a step on which nothing was trained.
-    """
+    """The learner's measurements of one optimizer step; by default nothing was trained."""
 
     learning: LearningMetrics = LearningMetrics()
     batch: BatchMetrics = BatchMetrics()
     staleness: StalenessMetrics = StalenessMetrics()
     exactly_on_policy: bool | None = None
-    """Whether staleness was 0, without lenient reuse and without a sample deadline, and no process
-    was known to have another policy (`wrong_policy`), and there was one update of the weights
-    (`learning.optimizer_steps`). None: recorded by an earlier version of
-    asyncrl (`asyncrl.wire.records.on_policy`)."""
+    """True if staleness was 0, without lenient reuse and without a sample deadline, no process was
+    known to have another policy (`wrong_policy`), and there was one update of the weights
+    (`learning.optimizer_steps`). None: recorded by an earlier version of asyncrl
+    (`asyncrl.wire.records.on_policy`)."""
     mismatch: MismatchMetrics = MismatchMetrics()
     algorithm: dict[str, Measured] = {}
     """The algorithm's signals (`asyncrl.trainer.algorithms.base.Signal`), by name."""
 
 
 class TrainerTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the trainer's time of one step went, in seconds."""
+    """The trainer's time of one step, in seconds."""
 
     train_seconds: float = 0.0
     """Forward, backward and optimizer."""
@@ -198,15 +179,15 @@ class TrainerTimes(msgspec.Struct, frozen=True, kw_only=True):
     wait_seconds: float = 0.0
     """Waiting for groups or for the step's plan."""
     wait_first_seconds: float = 0.0
-    """Of `wait_seconds`: until the step's first group was complete."""
+    """Part of `wait_seconds` until the step's first group was complete."""
     wait_last_seconds: float = 0.0
-    """Of `wait_seconds`: for the step's last group, the one with the slowest sample."""
+    """Part of `wait_seconds` for the step's last group, the one with the slowest sample."""
     rank_idle_seconds: float = 0.0
-    """Mean over the trainer's ranks of their wait, at the end of the step, for those that still
-    computed gradients; 0 with one rank."""
+    """Mean wait of the trainer's ranks, at the end of the step, for those that still computed
+    gradients; 0 with one rank."""
 
     def within(self, step_seconds: float) -> TrainerTimes:
-        """The waits that lie within a step of this length.
+        """Return the times with waits cut to a step of this length.
 
         The trainer's first wait begins when its process starts, before the training phase.
         """
@@ -220,10 +201,9 @@ class TrainerTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer knows of an optimizer step.
+    """A trainer's record of an optimizer step.
 
-    A checkpoint holds those of the steps since the one before, so that a resumed run can record
-    steps whose record a killed controller had not written.
+    A checkpoint holds those since the previous one: a killed controller may have lost them.
     """
 
     step: int
@@ -231,17 +211,16 @@ class TrainedStep(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     """Unix time of its end, in seconds."""
     groups: tuple[int, ...]
-    """The groups that it trained on."""
     metrics: LearnerMetrics
     times: TrainerTimes
 
 
 class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
-    """Share of time in which processes did nothing, 0 to 1."""
+    """Idle share of processes' time, 0 to 1."""
 
     generator: Measured = 0.0
-    """By the engines' own clocks over the last seconds, mean over generators. None: lost with a
-    killed controller."""
+    """Mean over generators in the last seconds, by the engines' clocks. None: lost with a killed
+    controller."""
     trainer: float = 0.0
     """Waiting share of the step."""
 
@@ -249,12 +228,11 @@ class IdleShares(msgspec.Struct, frozen=True, kw_only=True):
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of one step, ascending; together they are all groups of the step.
 
-    Step b of a run has the groups `[b * groups_per_step, (b + 1) * groups_per_step)`. With
-    `scheduler.dynamic_sampling`, it has those from the end of the step before to its own last one.
+    Step b has the groups `[b * groups_per_step, (b + 1) * groups_per_step)`; with
+    `scheduler.dynamic_sampling`, those from the end of the previous step to its own last one.
     """
 
     trained: tuple[int, ...] = ()
-    """The step trained on them."""
     failed: tuple[int, ...] = ()
     """Left out because a sample failed."""
     without_signal: tuple[int, ...] = ()
@@ -262,27 +240,22 @@ class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end(self) -> int:
-        """The first group after those that are named; 0 if none is."""
+        """The first group after the listed ones; 0 if there are none."""
         return max([*self.trained, *self.failed, *self.without_signal], default=-1) + 1
 
 
 class StepMetrics(LearnerMetrics, frozen=True):
-    """One optimizer step: a line of metrics.jsonl.
-
-    The trainer sends its part (`LearnerMetrics`, `TrainerTimes`) in `StepFinished`; the controller
-    adds the rest. Metrics, live view and report read this record and nothing else.
-    """
+    """One optimizer step, as the trainer and the controller know it: a line of metrics.jsonl."""
 
     step: int
     """Index of the step, from 0."""
     time: float
     """Unix time of its end, in seconds."""
     groups: StepGroups = StepGroups()
-    """Which groups the step trained on, and which failed."""
     wall_seconds: float = 0.0
-    """Training time so far, that before a resume included."""
+    """Training time so far in seconds, including that before a resume."""
     step_seconds: float = 0.0
-    """Time since the previous step ended."""
+    """Time since the previous step ended, in seconds."""
     tokens_per_second: Measured = 0.0
     """Response tokens generated per second over the last seconds, all generators together. None:
     lost with a killed controller."""
@@ -290,37 +263,35 @@ class StepMetrics(LearnerMetrics, frozen=True):
     """Time inside engine steps, all generators together, since this process began to train. None:
     lost with a killed controller."""
     tokens: TokenCounts = TokenCounts()
-    """Of all generators, since the run began."""
+    """Counts of all generators since the run began."""
     noise_floor: NoiseFloor = NoiseFloor()
-    """Of all generators, since the run began."""
+    """Noise floor of all generators since the run began."""
     idle: IdleShares = IdleShares()
     times: TrainerTimes = TrainerTimes()
     rewards: dict[str, Measured] = {}
-    """Mean of what each reward function returned for the samples trained on, without weights and
-    without samples whose reward failed, by the function's label (`RewardConfig.labels`)."""
+    """Mean value of each reward function for the samples trained on, without weights and without
+    samples whose reward failed, by the function's label (`RewardConfig.labels`)."""
     reward_failures: dict[str, dict[str, int]] = {}
-    """Reward calls that gave no reward, by function and reason, since the run began. Evaluation
-    is included. Environments that failed count as the function `environment`."""
+    """Reward calls that gave no reward, by function and reason, since the run began. Evaluation is
+    included. Environments that failed count as the function `environment`."""
     environments: EnvironmentCounts = EnvironmentCounts()
-    """Of all generators, since the run began."""
+    """Counts of all generators since the run began."""
     wrong_policy: tuple[str, ...] = ()
-    """What was found since the step before: generators that sample from another policy than the
-    trainer has (`run.on_wrong_policy`). The steps after it are not exactly on-policy either, until
-    the policies agree again. Of many, the last sentence says how many more there were."""
+    """Findings since the previous step: generators that sample from another policy than the
+    trainer's (`run.on_wrong_policy`). Later steps are not exactly on-policy either, until the
+    policies agree again. Of many, the last sentence says how many more there were."""
 
 
 class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """How many groups a run has settled, those before a resume included."""
+    """Groups that a run has settled, including those before a resume."""
 
     trained: int = 0
-    """Trained on."""
     failed: int = 0
     """Reported failed and left out."""
     without_signal: int = 0
     """Left out because their rewards are all equal (`scheduler.dynamic_sampling`)."""
 
     def __add__(self, other: Self) -> Self:
-        """The sum, count by count."""
         return type(self)(
             trained=self.trained + other.trained,
             failed=self.failed + other.failed,
@@ -329,39 +300,36 @@ class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run came to: the contents of result.json."""
+    """The result of a run: the contents of result.json."""
 
     run: str
-    """Name of the run."""
     engine: str
     """Kind of the engine: "torch" or "vllm"."""
     steps: int
-    """Optimizer steps done, those before a resume included."""
+    """Optimizer steps done, including those before a resume."""
     wall_seconds: float
-    """Training time, that before a resume included."""
+    """Training time in seconds, including that before a resume."""
     total_seconds: float
-    """Time of this process, with the start of the other processes and evaluation."""
+    """Time of this process in seconds, with the start of the other processes and evaluation."""
     tokens: TokenCounts
-    """Of all generators in the training phase, that before a resume included."""
+    """Counts of all generators in the training phase, including those before a resume."""
     groups: GroupTotals = GroupTotals()
-    """Groups settled by the steps of the run."""
     staleness: StalenessMetrics
     """Mean of the steps' means, and maximum over all steps."""
     exactly_on_policy: bool | None
-    """Whether every step was, those before a resume included. None: no step is known not to have
-    been, but some have no record or one of an earlier version of asyncrl."""
+    """True if every step was, including those before a resume. None: all known steps were, but some
+    have no record or one of an earlier version of asyncrl."""
     accuracy_before: float | None = None
-    """Held-out accuracy before training, 0 to 1; None where it was not measured."""
+    """Held-out accuracy before training, 0 to 1; None if not measured."""
     accuracy_after: float | None = None
-    """Held-out accuracy after training, 0 to 1; None where it was not measured."""
+    """Held-out accuracy after training, 0 to 1; None if not measured."""
     evaluation_samples: int = 0
     """Held-out samples behind each accuracy."""
     best_step: int | None = None
-    """The step after 0 with the best held-out accuracy (`evaluation.best_of`); None: none has been
+    """The step after 0 with the best held-out accuracy (`evaluation.best_of`); None: none was
     evaluated."""
     best_accuracy: float | None = None
-    """Its accuracy, 0 to 1."""
     reward_failures: dict[str, dict[str, int]] = {}
-    """As in `StepMetrics`."""
+    """See `StepMetrics`."""
     wrong_policy: tuple[str, ...] = ()
     """The first findings of the run, as in `StepMetrics`; one of them may have ended it."""

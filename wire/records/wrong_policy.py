@@ -1,8 +1,8 @@
-"""What is reported when a run samples from another policy than the one that it trains.
+"""Reports of a run that samples from another policy than the one that it trains.
 
 WrongPolicy         one finding: the cause, the process, the version, and a sentence
-compare_weights     what an engine decodes with against what the trainer has
-compare_tokenizers  what a process has loaded against what the controller has
+compare_weights     an engine's weights against the trainer's
+compare_tokenizers  a process's tokenizer against the controller's
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class WrongPolicy(msgspec.Struct, frozen=True):
 
     cause: Cause
     generator: str
-    """The process that it is about."""
+    """Name of the process."""
     policy_version: int
-    """The version that the process claims to sample from; -1: it is about all of them."""
+    """The version that the process claims to sample from; -1: all of them."""
     text: str
     """A sentence for people: which tensor, which temperature, what to do."""
 
@@ -41,14 +41,10 @@ def compare_weights(
     found: Fingerprint,
     before: tuple[int, Fingerprint] | None = None,
 ) -> WrongPolicy | None:
-    """What is wrong with the weights of an engine; None if all that can be compared agree.
+    """Compare an engine's weights with the trainer's; None if all that can be compared agree.
 
-    Args:
-        generator: whose engine it is.
-        policy_version: that the engine says it decodes with.
-        expected: the trainer's, of that version.
-        found: the engine's.
-        before: the version that the engine decoded with before, and its fingerprint.
+    `policy_version` is the version that the engine claims to decode with, `expected` the trainer's
+    fingerprint of it; `before` is the engine's previous version and its fingerprint.
     """
     differing = [
         name
@@ -67,18 +63,18 @@ def compare_weights(
 
 
 class TokenizerDigest(msgspec.Struct, frozen=True):
-    """What two processes with the same tokenizer have in common."""
+    """Digests that are equal for two processes with the same tokenizer."""
 
     vocabulary: str
-    """Of the way from text to ids and back, special tokens included: 32 hexadecimal digits."""
+    """Digest of the mapping from text to ids and back, special tokens included: 32 hexadecimal
+    digits."""
     chat_template: str
-    """Of the chat template: 32 hexadecimal digits."""
 
 
 def compare_tokenizers(
     process: str, *, expected: TokenizerDigest, found: TokenizerDigest
 ) -> WrongPolicy | None:
-    """What is wrong with the tokenizer of a process; None if it is the one of the prompts."""
+    """Compare a process's tokenizer with the one of the prompts; None if they agree."""
     parts = []
     if expected.vocabulary != found.vocabulary:
         parts.append("another tokenizer")
@@ -91,7 +87,7 @@ def compare_tokenizers(
 
 
 def not_compared(expected: Fingerprint, found: Fingerprint) -> list[str]:
-    """Tensors that nobody can compare: one side lacks them or holds another data type."""
+    """List tensors that cannot be compared: one side lacks them or holds another data type."""
     both = expected.tensors.keys() & found.tensors.keys()
     return sorted(
         (expected.tensors.keys() ^ found.tensors.keys())
@@ -100,7 +96,7 @@ def not_compared(expected: Fingerprint, found: Fingerprint) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and the number of the others."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
@@ -114,7 +110,7 @@ def _which(differing: list[str], total: int) -> str:
 def _as_before(
     differing: list[str], found: Fingerprint, before: tuple[int, Fingerprint] | None
 ) -> str:
-    """Whether the differing tensors are those of the version before."""
+    """Say if the differing tensors are those of the previous version."""
     if before is None:
         return ""
     version, earlier = before

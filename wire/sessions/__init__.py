@@ -1,13 +1,12 @@
-"""Sessions: two ends between which nothing is lost or doubled, whatever happens to relays.
+"""Sessions: two ends between which nothing is lost or doubled, even if relays are lost.
 
     child ── ipc ── relay ── TCP ── controller
       └──────────── session ───────────┘
 
-A relay and its connections may be lost at any time, with whatever they hold. So the two ends number
-their frames, acknowledge what they have, and send again what the other end lacks.
+The two ends number their frames, acknowledge received ones, and resend what the other end lacks.
 
-session   one end: what to send, deliver, acknowledge and send again. No sockets, no clock
-peers     the controller's ends: who is reached through which relay. No sockets, no clock
-urgency   which messages do not wait
-line      a child's end, on a socket
+    session   one end: send, deliver, acknowledge, resend. No sockets, no clock
+    peers     the controller's ends: the relay of each peer. No sockets, no clock
+    end       a child's end, and the urgency of its messages
+    line      a child's end, on a socket
 """

@@ -1,11 +1,8 @@
-"""A child's end of a session, over whatever hands its frames to a relay.
+"""A child's end of a session, and the messages that may wait in its relay.
 
-Which messages of a child wait in its relay for others, and which leave at once.
-
-Urgent is what the scheduler or the trainer waits for before a device gets work. The rest only adds
-to counts, or is about samples of run-ahead, whose slots are filled from a queue meanwhile. The
-sender may know better than the table: the report of a finished run-ahead sample and the last
-delivery of a generator are told so when they are sent.
+A message is urgent if the scheduler or the trainer waits for it before a device gets work. The
+sender may override the table: for the report of a finished run-ahead sample and the last delivery
+of a generator.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ WAIT: frozenset[type] = frozenset(
 
 
 def is_urgent(message: msgspec.Struct) -> bool:
-    """Whether a message leaves at once."""
+    """Return True if a message leaves at once."""
     return type(message) not in WAIT
 
 
@@ -47,10 +44,7 @@ In = TypeVar("In")
 class SessionEnd(Generic[In]):
     """Turns messages into frames of one session, and back. Used from one event loop.
 
-    Args:
-        incoming: union of the message types that the controller may send.
-        max_bytes: longest message that is accepted.
-        transmit: hands a frame to the relay, or drops it: then it is sent again.
+    `transmit` passes a frame to the relay, or drops it; dropped frames are sent again.
     """
 
     def __init__(self, incoming: Any, *, max_bytes: int, transmit: Callable[[bytes], None]) -> None:
@@ -69,7 +63,7 @@ class SessionEnd(Generic[In]):
 
     @property
     def count_resent(self) -> Callable[[int], None]:
-        """As `Session.count_resent`."""
+        """See `Session.count_resent`."""
         return self._session.count_resent
 
     @count_resent.setter
@@ -77,14 +71,9 @@ class SessionEnd(Generic[In]):
         self._session.count_resent = count
 
     def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:
-        """Queue a message until the end of this turn of the event loop.
+        """Queue a message for the controller until the end of this turn of the event loop.
 
-        Args:
-            message: to the controller.
-            urgent: whether the relay passes it on at once; None: as its type says.
-
-        Raises:
-            Unreachable: the controller has acknowledged nothing for so long that no more is kept.
+        `urgent` None depends on its type. Raises Unreachable if too many are unacknowledged.
         """
         if self._full is not None:
             raise self._full
@@ -92,7 +81,7 @@ class SessionEnd(Generic[In]):
         self._outbox.add("", message)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message now, after those that are queued. Raises as `send_soon`."""
+        """Send a message now, after the queued ones. Raises as `send_soon`."""
         self.send_soon(message)
         self.flush()
         if self._full is not None:
@@ -113,11 +102,7 @@ class SessionEnd(Generic[In]):
         self._arm()
 
     def arrived(self, frame: bytes) -> list[In]:
-        """The new messages in a frame.
-
-        Raises:
-            FrameRefused: it is not of this session, or what it holds are no messages.
-        """
+        """Return the new messages in a frame. Raises FrameRefused."""
         taken = self._session.take(frame, time.monotonic())
         for reply in taken.replies:
             self._transmit(reply)
@@ -125,12 +110,12 @@ class SessionEnd(Generic[In]):
         return [] if taken.body is None else self._decoder.decode_all(taken.body)
 
     def ask(self) -> None:
-        """Have the controller say at once what it has."""
+        """Ask the controller to acknowledge at once."""
         for frame in self._session.probe(time.monotonic()):
             self._transmit(frame)
 
     def _arm(self) -> None:
-        """Look again when the session has something to send."""
+        """Set the timer for the session's next frame."""
         due = self._session.next_due
         if due is None or (self._timer is not None and self._timer.when() <= due):
             return
@@ -146,7 +131,7 @@ class SessionEnd(Generic[In]):
         self._arm()
 
     def close(self) -> None:
-        """Send what is queued, and look at the clock no more."""
+        """Send what is queued, and stop the timer."""
         self.flush()
         if self._timer is not None:
             self._timer.cancel()

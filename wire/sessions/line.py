@@ -26,10 +26,7 @@ _ASK_SECONDS = 0.2
 
 
 class SessionLine(Line[In]):
-    """A `Line` that loses and doubles nothing while relays come and go.
-
-    The address is known before there is a relay: ZeroMQ connects once one listens there.
-    """
+    """A `Line` that neither loses nor doubles messages while relays come and go."""
 
     def __init__(
         self, address: str, keys: LineKeys, incoming: Any, refusals: Refusals | None = None
@@ -45,19 +42,19 @@ class SessionLine(Line[In]):
         return self._end
 
     def _transmit(self, frame: bytes) -> None:
-        """Give a frame to the relay. One that its queue does not take is sent again later."""
+        """Pass a frame to the relay. One that its queue does not take is sent again later."""
         error_of(self._socket.send_multipart(split(frame), flags=zmq.NOBLOCK))
 
     def send_soon(self, message: msgspec.Struct, *, urgent: bool | None = None) -> None:
-        """As `Line.send_soon`; `urgent` as in `SessionEnd.send_soon`."""
+        """See `Line.send_soon`; `urgent` as in `SessionEnd.send_soon`."""
         self._end.send_soon(message, urgent=urgent)
 
     async def send(self, message: msgspec.Struct) -> None:
-        """As `Line.send`."""
+        """See `Line.send`."""
         self._end.send(message)
 
     async def receive(self) -> In:
-        """As `Line.receive`."""
+        """See `Line.receive`."""
         while not self._ready:
             self._accept(await self._socket.recv_multipart())
             if not self._ready:

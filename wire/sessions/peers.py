@@ -1,25 +1,23 @@
-r"""The controller's ends of sessions: which peer is reached through which relay.
+r"""The controller's ends of sessions, the relay of each peer, and bundles of frames.
 
-A peer's route is learned from the bundle in which its frame came. A relay that replaces another
-one is heard of later, so a route changes to relays that were heard of later only: a frame that the
-lost relay had under way changes nothing. When it changes, both ends send again what may be lost.
+A peer's route is learned from the bundle in which its frame came. It changes only to relays that
+were first heard of later, such as the replacement of a lost one. When it changes, both ends resend
+what may be lost.
 
-What a relay can do: it carries the passes of its own node's children, so it can speak for these.
-It does not know the passes of others, without which no frame in a bundle is read
-(`asyncrl.wire.transport.keys`).
+A relay carries the passes of its own node's children, and can speak for these only: without a pass
+no frame in a bundle is read (`asyncrl.wire.transport.keys`).
 
-No sockets, no clock.
-
-Bundles: many frames of many sessions in one frame between a relay and the controller.
+A bundle is many frames of many sessions in one frame between a relay and the controller:
 
     b"\xc1" + MessagePack [[peer, frame], ...]
 
-`peer` is the routing id of a child: its name and its pass, which the controller checks. No
-MessagePack begins with 0xc1, so a bundle is no message.
+`peer` is the routing id of a child: its name and its pass, which the controller checks. MessagePack
+never begins with 0xc1, so a bundle differs from a message.
 
-`Gatherer` decides what leaves a relay when: what is urgent at once, with all that waits; the rest
-at once if nothing has left for `GATHER_SECONDS`, otherwise after that time at the latest. So a
-relay with little to do delays nothing, and one with much to do sends few frames.
+`Gatherer` decides when frames leave a relay: urgent ones at once, with all that waits; the others
+at once if nothing has left for `GATHER_SECONDS`, otherwise after that time at the latest.
+
+No sockets, no clock.
 """
 
 from __future__ import annotations
@@ -37,29 +35,27 @@ from asyncrl.wire.transport.refusals import Refusals
 GATHER_SECONDS = 0.05
 """Longest wait of a frame that is not urgent."""
 MAX_FRAMES = 256
-"""Frames that leave at once, however urgent."""
+"""Number of frames that leave at once, however urgent."""
 MAX_BYTES = 1 << 20
-"""Bytes of the frames in a bundle of several, at most. A longer frame goes alone."""
+"""Most bytes of the frames in a bundle of several. A longer frame goes alone."""
 EXTRA_BYTES = 4096
-"""Of a bundle of one frame, beyond its message: more than the headers need."""
+"""Bytes of a bundle of one frame, beyond its message: more than the headers need."""
 
 _MARK = b"\xc1"
 _FRAME_BYTES = 64
-"""Counted for what a frame has besides its bytes."""
 
 Entry = tuple[bytes, bytes]
-"""A routing id and a frame."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[Entry]).decode
 
 
 def is_bundle(body: bytes) -> bool:
-    """Whether it is a bundle, and no message."""
+    """Return True if it is a bundle, not a message."""
     return body[:1] == _MARK
 
 
 def bundles_of(entries: list[Entry]) -> Iterator[bytes]:
-    """The bundles in which frames travel, in their order."""
+    """Yield the bundles in which frames travel, in their order."""
     first = size = 0
     for index, (_, frame) in enumerate(entries):
         length = len(frame) + _FRAME_BYTES
@@ -72,11 +68,7 @@ def bundles_of(entries: list[Entry]) -> Iterator[bytes]:
 
 
 def entries_of(body: bytes) -> list[Entry]:
-    """The frames of a bundle.
-
-    Raises:
-        FrameRefused: it is none.
-    """
+    """Return the frames of a bundle. Raises FrameRefused if it is not a bundle."""
     try:
         return _decode(memoryview(body)[1:])
     except (msgspec.DecodeError, RecursionError) as error:
@@ -84,7 +76,7 @@ def entries_of(body: bytes) -> list[Entry]:
 
 
 class Gatherer:
-    """What waits in a relay for its way to the controller. No sockets, no clock."""
+    """The frames that wait in a relay for the controller. No sockets, no clock."""
 
     def __init__(self) -> None:
         self._waiting: list[Entry] = []
@@ -103,16 +95,16 @@ class Gatherer:
 
     @property
     def waiting(self) -> int:
-        """Frames that have not left."""
+        """Number of frames that have not left."""
         return len(self._waiting)
 
     @property
     def due(self) -> float | None:
-        """When what waits is to leave; None: nothing waits."""
+        """Time at which waiting frames must leave; None: nothing waits."""
         return self._due
 
     def leave(self, now: float) -> list[Entry]:
-        """Everything that waits, if it is time for any of it."""
+        """Return everything that waits, if any of it is due."""
         if self._due is None or now < self._due:
             return []
         leaving, self._waiting = self._waiting, []
@@ -124,29 +116,23 @@ _NO_PASS = FrameRefused(Reason.UNKNOWN_PEER, "its name and its pass do not belon
 
 
 LIMITS = Limits()
-"""Of what a peer has not acknowledged. One that exceeds them is cut off."""
+"""Limits of what a peer has not acknowledged. One that exceeds them is cut off."""
 
 
 @dataclass(slots=True)
 class _Peer:
-    """A child that speaks through a relay."""
+    """A child behind a relay."""
 
     name: str
     identity: bytes
     session: Session
     relay: str
     since: int
-    """The place of that relay in the order in which relays were first heard of."""
+    """That relay's place in the order in which relays were first heard of."""
 
 
 class SessionPeers:
-    """All sessions of a hub.
-
-    Args:
-        keys: of the hub.
-        refusals: of the hub.
-        send: hands a bundle for a relay to the socket; a later tick sends again what does not go.
-    """
+    """All sessions of a hub; `send` passes a bundle for a relay to the socket, or drops it."""
 
     def __init__(
         self, keys: HubKeys, refusals: Refusals, send: Callable[[str, bytes], object]
@@ -163,30 +149,25 @@ class SessionPeers:
         """Called with the number of frames that are sent again."""
 
     def __contains__(self, peer: str) -> bool:
-        """Whether a peer of this name has spoken in a session."""
         return peer in self._peers
 
     @property
     def active(self) -> bool:
-        """Whether `tick` has anything to look after."""
+        """True if `tick` has anything to do."""
         return bool(self._active)
 
     @property
     def unacknowledged(self) -> int:
-        """Frames that peers may lack, all together. May be asked from any thread."""
+        """Number of frames that peers may lack. Thread-safe."""
         return sum(peer.session.unacknowledged for peer in list(self._peers.values()))
 
     def relay_of(self, peer: str) -> str | None:
-        """The relay through which a peer is reached."""
+        """Return the relay through which a peer is reached."""
         known = self._peers.get(peer)
         return None if known is None else known.relay
 
     def take(self, relay: str, bundle: bytes, now: float) -> Iterator[tuple[str, bytes]]:
-        """The new contents of a bundle, each with its sender, in order.
-
-        Raises:
-            FrameRefused: it is no bundle.
-        """
+        """Yield the new contents of a bundle with their senders, in order. Raises FrameRefused."""
         since = self._relays.setdefault(relay, len(self._relays))
         for identity, frame in entries_of(bundle):
             peer = self._by_identity.get(identity)
@@ -223,20 +204,13 @@ class SessionPeers:
         return peer
 
     def send(self, peer: str, body: bytes, now: float) -> None:
-        """Send to a peer; it leaves with the next `flush`.
-
-        Raises:
-            asyncrl.wire.errors.SessionFull: the peer acknowledges nothing.
-        """
+        """Send to a peer with the next `flush`. Raises SessionFull if it acknowledges nothing."""
         known = self._peers[peer]
         self._leave(known, [known.session.send(body, now)])
         self._active[peer] = known
 
     def tick(self, now: float) -> None:
-        """Acknowledge, ask and send again where it is time.
-
-        If it is for one peer of a relay, all of its peers hear what came of theirs: in one bundle.
-        """
+        """Acknowledge, ask and send again if it is time; acknowledge all of a relay at once."""
         relays: set[str] = set()
         for name, peer in list(self._active.items()):
             due = peer.session.next_due
@@ -249,7 +223,7 @@ class SessionPeers:
                 self._leave(peer, peer.session.due(now, leaves=True))
 
     def abandon(self, peer: str) -> None:
-        """A peer is gone: forget what it did not acknowledge. What it has sent may still come."""
+        """Forget what a lost peer did not acknowledge. What it has sent may still come."""
         known = self._peers.get(peer)
         if known is not None:
             known.session.abandon()
@@ -261,7 +235,7 @@ class SessionPeers:
 
     @property
     def leaving(self) -> bool:
-        """Whether `flush` would send anything."""
+        """True if `flush` would send anything."""
         return bool(self._leaving)
 
     def flush(self) -> None:

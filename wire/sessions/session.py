@@ -1,28 +1,27 @@
-"""One end of a session: numbered frames, acknowledgements, and what is sent again.
+"""One end of a session: numbered frames, acknowledgements, and resending.
 
-    frame = session.send(body, now)          # hand it to the relay
+    frame = session.send(body, now)          # pass it to the relay
     taken = session.take(frame, now)         # from the relay: taken.body is new, or None
-    frames = session.due(now)                # acknowledgements and questions whose time has come
+    frames = session.due(now)                # acknowledgements and questions that are due
 
 What the other end has not acknowledged is kept and sent again
-- when it asks (AGAIN): a frame is missing before one that came, or its way has changed;
+
+- when it asks (AGAIN): a frame is missing before one that came, or its route has changed;
 - when this end has waited for `PATIENCE_SECONDS`: the oldest frame goes out once more as a PROBE,
-  and its answer says what is missing.
-Frames that came before are dropped, and so are those that come too early: between two relays their
-order may change, and what was dropped comes again in order. So each body is delivered once, in the
-order in which it was sent.
+  and the answer tells what is missing.
 
-Bounded: what is not acknowledged. The owner of a full session ends it and says so (`SessionFull`).
-No sockets, no clock.
+Repeated frames are dropped, and so are those that come too early, so each body is delivered once,
+in the order in which it was sent. Unacknowledged content is bounded: the owner of a full session
+ends it (`SessionFull`).
 
-The header of a session's frame.
+The header of a session's frame:
 
     session  8 bytes   drawn by the child at its start; a replacement draws another one
-    number   uint64    of this frame in its direction, from 1; 0: it has no content
+    number   uint64    number of this frame in its direction, from 1; 0: it has no content
     ack      uint64    the last number that its sender has, all before it included
     flags    uint8
 
-The content follows: one message or several (`asyncrl.wire.transport.outbox`).
+The content follows: one message or several (`asyncrl.wire.transport.outbox`). No sockets, no clock.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ HEADER_BYTES = _HEADER.size
 AGAIN = 1
 """Its sender lacks what follows `ack`: send it again."""
 PROBE = 2
-"""Its sender has waited for an acknowledgement for long: answer at once, with AGAIN."""
+"""Its sender has waited long for an acknowledgement: answer at once, with AGAIN."""
 URGENT = 4
 """A relay passes it on at once."""
 _FLAGS = AGAIN | PROBE | URGENT
@@ -58,7 +57,7 @@ class Header(NamedTuple):
 
 
 def new_session() -> bytes:
-    """A random name of a session."""
+    """Draw a random name of a session."""
     return os.urandom(8)
 
 
@@ -68,11 +67,7 @@ def encode(header: Header, body: bytes = b"") -> bytes:
 
 
 def header_of(frame: bytes) -> Header:
-    """The header of a frame.
-
-    Raises:
-        FrameRefused: it has none.
-    """
+    """Return the header of a frame. Raises FrameRefused if it has none."""
     if len(frame) < HEADER_BYTES:
         raise FrameRefused(Reason.MALFORMED, f"a session's frame of {len(frame)} bytes")
     header = Header._make(_HEADER.unpack_from(frame))
@@ -82,15 +77,15 @@ def header_of(frame: bytes) -> Header:
 
 
 def is_urgent(frame: bytes) -> bool:
-    """Whether a relay passes it on at once. A frame without a header is, so that it is refused."""
+    """Return True if a relay passes it on at once; also for a malformed frame, to be refused."""
     return len(frame) < HEADER_BYTES or bool(frame[HEADER_BYTES - 1] & URGENT)
 
 
 ACK_SECONDS = 0.5
-"""A frame is acknowledged after this time at the latest, with what else is sent or on its own. All
-processes report twice a second, so acknowledgements hardly ever need frames of their own."""
+"""Longest delay of an acknowledgement, alone or with another frame. All processes report twice a
+second, so separate acknowledgements are rare."""
 ACK_FRAMES = 64
-"""So many frames are acknowledged at once."""
+"""An acknowledgement is sent at once after this many frames."""
 ASK_SECONDS = 0.2
 """Shortest time between two questions for what is missing, and between two answers."""
 PATIENCE_SECONDS = 2.0
@@ -99,7 +94,7 @@ MAX_PATIENCE_SECONDS = 16.0
 
 
 class Limits(NamedTuple):
-    """Of what one end sent and the other has not acknowledged."""
+    """Limits of what the other end has not acknowledged."""
 
     frames: int = 1 << 16
     bytes: int = 64 << 20
@@ -107,7 +102,7 @@ class Limits(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What follows from a frame."""
+    """The result of taking a frame."""
 
     body: bytes | None
     """New content, the next in order; None: it has none, or not now."""
@@ -116,12 +111,7 @@ class Taken(NamedTuple):
 
 
 class Session:
-    """One end.
-
-    Args:
-        name: of the session, as `asyncrl.wire.sessions.session.new_session` draws it.
-        limits: of what is not acknowledged.
-    """
+    """One end of the session `name`, drawn by `new_session`."""
 
     def __init__(self, name: bytes, limits: Limits = Limits()) -> None:  # noqa: B008 - immutable
         self.name = name
@@ -133,7 +123,6 @@ class Session:
         self.dropped = 0
         """Frames that came a second time or too early."""
         self.count_resent: Callable[[int], None] = lambda _frames: None
-        """Called with the number of frames that are sent again."""
         self._owed = 0
         self._owed_since: float | None = None
         self._asked = self._answered = float("-inf")
@@ -143,15 +132,11 @@ class Session:
 
     @property
     def unacknowledged(self) -> int:
-        """Frames that the other end may lack."""
+        """Number of frames that the other end may lack."""
         return len(self._unacknowledged)
 
     def send(self, body: bytes, now: float, *, urgent: bool = False) -> bytes:
-        """The frame in which a body travels; it is kept until it is acknowledged.
-
-        Raises:
-            SessionFull: too much is not acknowledged; the session cannot go on.
-        """
+        """Return the frame for a body, kept until acknowledged. Raises SessionFull."""
         waiting = self._unacknowledged
         if waiting and (
             len(waiting) >= self._limits.frames or self._bytes + len(body) > self._limits.bytes
@@ -168,11 +153,7 @@ class Session:
         return self._frame(self._sent, body, flags)
 
     def take(self, frame: bytes, now: float) -> Taken:
-        """Note what the other end says.
-
-        Raises:
-            FrameRefused: it is no frame of this session.
-        """
+        """Process a frame of the other end. Raises FrameRefused if it is not of this session."""
         header = header_of(frame)
         if header.session != self.name:
             raise FrameRefused(Reason.UNEXPECTED, "a frame of another session under this name")
@@ -211,25 +192,25 @@ class Session:
         return None
 
     def rerouted(self, now: float) -> list[bytes]:
-        """The way to the other end has changed: what either end sent may be lost on the old one."""
+        """Ask and resend after the route has changed: frames may be lost on the old one."""
         return [self._question(now), *self._again(now)]
 
     def abandon(self) -> None:
-        """The other end is gone: forget what it did not acknowledge. Late frames may still come."""
+        """Forget what a lost other end did not acknowledge. Late frames may still come."""
         self._unacknowledged.clear()
         self._bytes = 0
         self._probe_at = self._answer_at = None
 
     @property
     def next_due(self) -> float | None:
-        """When `due` has something to send; None: when something was sent or taken."""
+        """Time at which `due` has something to send; None until something is sent or taken."""
         times = [self._probe_at, self._answer_at]
         if self._owed_since is not None:
             times.append(self._owed_since + ACK_SECONDS)
         return min((one for one in times if one is not None), default=None)
 
     def due(self, now: float, *, leaves: bool = False) -> list[bytes]:
-        """Frames whose time has come; if something leaves anyway, acknowledgements too."""
+        """Return frames that are due; if something leaves anyway, acknowledgements too."""
         frames: list[bytes] = []
         if self._answer_at is not None and now >= self._answer_at:
             frames += self._again(now)
@@ -241,7 +222,7 @@ class Session:
         return frames
 
     def probe(self, now: float) -> list[bytes]:
-        """The oldest frame that is not acknowledged, as a question for what is missing."""
+        """Return the oldest unacknowledged frame, as a question for what is missing."""
         if not self._unacknowledged:
             return []
         number, body, flags = self._unacknowledged[0]
@@ -260,7 +241,6 @@ class Session:
         self._probe_at = now + self._patience if waiting else None
 
     def _again(self, now: float) -> list[bytes]:
-        """All that is not acknowledged."""
         self._answered, self._answer_at = now, None
         if self._unacknowledged:
             self._probe_at = now + self._patience

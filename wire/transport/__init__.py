@@ -1,1 +1,1 @@
-"""How bytes get from one process to another: addresses, keys, limits, decoding and refusals."""
+"""Transport of bytes between processes: addresses, keys, limits, decoding and refusals."""

@@ -1,9 +1,9 @@
 """The private folder that holds a run's Unix sockets.
 
-The path of a Unix socket is limited to 107 bytes and the run's own folder may have a long path, so
-each run gets a folder of mode 0700 under the user's runtime folder. Its process holds a lock on it,
-which the kernel releases however the process ends; so folders of killed runs are known as such.
-The processes of one node that meet in a folder (`MeetingPlace`) share its lock.
+The path of a Unix socket is limited to 107 bytes, so each run gets a folder of mode 0700 under the
+user's runtime folder. Its process holds a lock on it, which the kernel releases however the process
+ends; so folders of killed runs are recognized. The processes of one node that meet in a folder
+(`MeetingPlace`) share its lock.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ _MAX_BYTES = 80
 
 
 class RuntimeDirectory:
-    """A private folder for the sockets of one run; removed by `close`.
-
-    Raises:
-        AddressTooLong: the folder's path is too long for Unix sockets.
-    """
+    """A private folder for a run's sockets, removed by `close`. Raises AddressTooLong."""
 
     def __init__(self) -> None:
         parent = _parent()
@@ -43,7 +39,7 @@ class RuntimeDirectory:
             )
 
     def address(self, name: str) -> str:
-        """The ZeroMQ address of one of the run's sockets."""
+        """Return the ZeroMQ address of one of the run's sockets."""
         return f"ipc://{self.path / name}"
 
     def _locked(self) -> int:
@@ -53,11 +49,9 @@ class RuntimeDirectory:
         return lock
 
     def restore(self) -> bool:
-        """Make the folder again if it was removed, or its lock; whether it was.
+        """Make the folder or its lock again if it was removed; return True if it was.
 
-        Raises:
-            OSError: it cannot be made.
-            FolderNotPrivate: there is another one in its place.
+        Raises OSError if it cannot be made, FolderNotPrivate if another one is in its place.
         """
         if self._lock is None or (self.path / _LOCK).exists():
             return False
@@ -79,12 +73,8 @@ class RuntimeDirectory:
 class MeetingPlace:
     """A private folder whose path several processes of a node know; the last one removes it.
 
-    Args:
-        address: of a socket in it.
-
-    Raises:
-        AddressTooLong: the folder's path is too long for Unix sockets.
-        FolderNotPrivate: others can access it.
+    `address` is that of a socket in it. Raises AddressTooLong if its path is too long for Unix
+    sockets, FolderNotPrivate if others can access it.
     """
 
     def __init__(self, address: str) -> None:
@@ -97,7 +87,7 @@ class MeetingPlace:
         self._lock: int | None = self._enter()
 
     def _enter(self) -> int:
-        """Make the folder if it is not there, and hold its lock with others."""
+        """Make the folder if it is not there, and share its lock."""
         while True:
             self._path.mkdir(mode=0o700, exist_ok=True)
             if self._path.is_symlink() or not is_private(self._path):
@@ -122,7 +112,7 @@ class MeetingPlace:
 
 
 def runtime_directory_of(address: str) -> Path | None:
-    """The runtime folder that an address lies in, if it exists and only this user can access it."""
+    """Return an address's runtime folder, if it exists and only this user can access it."""
     folder = Path(address.removeprefix("ipc://")).parent
     if not address.startswith("ipc://") or not folder.name.startswith(_PREFIX):
         return None
@@ -133,7 +123,7 @@ def remove_stale_directories() -> None:
     """Remove the runtime folders of this user's runs whose process was killed."""
     parents = {Path(_parent()), Path(tempfile.gettempdir())}
     for folder in [found for parent in parents for found in parent.glob(f"{_PREFIX}*")]:
-        with contextlib.suppress(OSError):  # another user's, or none of ours
+        with contextlib.suppress(OSError):  # another user's, or not ours
             if not is_private(folder):
                 continue
             lock = os.open(folder / _LOCK, os.O_RDWR)
@@ -145,12 +135,12 @@ def remove_stale_directories() -> None:
 
 
 def _parent() -> str:
-    """The folder for runtime folders: XDG_RUNTIME_DIR where it can be written, or TMPDIR."""
+    """Return the folder for runtime folders: XDG_RUNTIME_DIR if writable, or TMPDIR."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     return base if base and os.access(base, os.W_OK) else tempfile.gettempdir()
 
 
 def is_private(path: Path) -> bool:
-    """Whether only this user can access the folder."""
+    """Return True if only this user can access the folder."""
     status = path.stat()
     return status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077

@@ -1,4 +1,4 @@
-"""Replace a file so that it is whole after a crash, of the process or of the machine."""
+"""Replaces a file so that it is complete after a crash, of the process or of the machine."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file for the new contents of `path`, which takes its name at the end of the block.
+    """Yield a file for the new contents of `path`, renamed at the end of the block.
 
-    Readers see either the old or the new contents. The new ones are on the disk before the file
-    takes its name, so that a machine that loses power never leaves an empty file.
-
-    Args:
-        path: to create or replace.
-        mode: permissions, less those that the umask takes away.
-
-    Raises:
-        OSError: it could not be written; the old contents are still there.
+    Readers see either the old or the new contents, even after a loss of power. `mode` has the
+    permissions, less those that the umask takes away. Raises OSError if it could not be written;
+    the old contents are still there.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -43,7 +37,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold the contents of a file, or the names in a folder. Raises OSError."""
+    """Flush the contents of a file, or the names in a folder, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

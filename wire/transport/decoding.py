@@ -5,8 +5,7 @@
     messages = decoder.decode_all(body)  # of a socket: one, or those that were sent together
 
 A body is a message of the expected union, or an array of such messages (`wire.transport.outbox`),
-or it is refused as a whole: both raise `FrameRefused` and nothing else, whatever the bytes are.
-Hub, Line and the reward pool's stream decode through it.
+or it is refused as a whole: both methods raise only `FrameRefused`, for any bytes.
 """
 
 from __future__ import annotations
@@ -31,21 +30,20 @@ Finite = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=_LARGEST)]
 """A finite field that is not negative."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
-"""A whole number from 0."""
 
 _QUOTED = 200
 """Characters of a refusal's text; the rest could be the peer's own megabytes."""
 
 
 class Reason(StrEnum):
-    """Why a frame is refused; the label of `asyncrl_frames_refused_total`."""
+    """Reasons for refusing a frame; the label of `asyncrl_frames_refused_total`."""
 
     PARTS = "parts"
     """It does not consist of the ZeroMQ parts that a message has."""
     UNAUTHENTICATED = "unauthenticated"
     """A connection that failed to authenticate, so that no frame of it was read."""
     UNKNOWN_PEER = "unknown_peer"
-    """Its sender's name is not the one that its key stands for (`asyncrl.wire.transport.keys`)."""
+    """Its sender's name does not match its key (`asyncrl.wire.transport.keys`)."""
     TOO_LONG = "too_long"
     """It is longer than any message of its socket."""
     NOT_TEXT = "not_text"
@@ -53,24 +51,19 @@ class Reason(StrEnum):
     TOO_DEEP = "too_deep"
     """Its values are nested too deeply."""
     MALFORMED = "malformed"
-    """It is not MessagePack, or it is cut short."""
+    """It is not MessagePack, or it is truncated."""
     UNEXPECTED = "unexpected"
-    """It is no message of its socket: an unknown tag, a missing field, a wrong type or range."""
+    """It is not a message of its socket: an unknown tag, a missing field, a wrong type or range."""
     IMPOSSIBLE_EVENT = "impossible_event"
-    """It decodes, but no state of the run allows what it says."""
+    """It decodes, but is impossible in any state of the run."""
     TRAJECTORY = "trajectory"
-    """A trajectory that was not ordered, is not what was reported, or cannot be trained on."""
+    """A trajectory that was not ordered, differs from its report, or cannot be trained on."""
     CUT_OFF = "cut_off"
     """It was dropped undecoded, since too many frames of its sender were refused before."""
 
 
 class FrameRefused(WireError):  # noqa: N818 - says what happened
-    """A frame is not accepted; its sender or the connection is faulty.
-
-    Args:
-        reason: the kind.
-        text: what was wrong with this frame; shortened.
-    """
+    """A frame is not accepted; its sender or the connection is faulty. `text` is shortened."""
 
     def __init__(self, reason: Reason, text: str) -> None:
         shown = text if len(text) <= _QUOTED else text[:_QUOTED] + "..."
@@ -79,12 +72,7 @@ class FrameRefused(WireError):  # noqa: N818 - says what happened
 
 
 class FrameDecoder(Generic[In]):
-    """Decodes the messages of one direction.
-
-    Args:
-        incoming: union of the message types that are accepted.
-        max_bytes: length of the longest body that is decoded.
-    """
+    """Decodes the messages of one direction: `incoming`, of at most `max_bytes` each."""
 
     def __init__(self, incoming: Any, *, max_bytes: int) -> None:
         self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
@@ -92,19 +80,11 @@ class FrameDecoder(Generic[In]):
         self._max_bytes = max_bytes
 
     def decode(self, body: bytes) -> In:
-        """The message in `body`.
-
-        Raises:
-            FrameRefused: it is not an accepted message.
-        """
+        """Decode the message in `body`. Raises FrameRefused if it is not an accepted message."""
         return self._decode(self._decoder, body)
 
     def decode_all(self, body: bytes) -> list[In]:
-        """The messages in `body`, in the order in which they were sent; at least one.
-
-        Raises:
-            FrameRefused: one of them is not an accepted message.
-        """
+        """Decode the messages in `body`, in order; at least one. Raises FrameRefused."""
         if body[:1] != _ARRAY:
             return [self.decode(body)]
         messages = self._decode(self._several, body)

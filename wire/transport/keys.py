@@ -4,15 +4,14 @@
     Hub(address, run_key.hub("control"), incoming)
     Line(address, run_key.line("control", "generator-0"), incoming)
 
-All keys of a run are derived from 32 random bytes, and each process gets those that it needs.
+All keys of a run are derived from 32 random bytes, and each process gets only the keys it needs.
 
-- **The hub.** Its CURVE key pair is derived from the run key and the hub's name. CURVE encrypts and
-  authenticates every connection. A client must know the hub's public key to complete the
-  handshake, and it is told to children only, so it is treated as a secret too. A socket that was
-  put in the hub's place cannot complete the handshake either.
+- **The hub.** Its CURVE key pair is derived from the run key and the hub's name. A client must know
+  the hub's public key to complete the handshake, and only children receive it, so it is treated as
+  a secret too. A socket that was put in the hub's place cannot complete the handshake either.
 - **The name.** A peer connects under its name followed by a *pass*, a keyed hash of the name. Only
-  who knows the key of passes can make one, so a process can take no name but its own, and a name
-  has one holder: if the holder connects again, the new connection replaces the old one.
+  the holder of the key of passes can make one, so a process can take no name but its own. If the
+  holder connects again, the new connection replaces the old one.
 """
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ _PASS_BYTES = 16
 
 
 class HubKeys(msgspec.Struct, frozen=True):
-    """The secrets of the end that binds. Printing them shows nothing."""
+    """The secrets of the end that binds. Its repr shows nothing."""
 
     secret: bytes
-    """The CURVE secret key, as Z85."""
+    """Z85."""
     passes: bytes
-    """The key that passes are made with."""
 
     @property
     def public(self) -> bytes:
@@ -49,11 +47,11 @@ class HubKeys(msgspec.Struct, frozen=True):
         return public
 
     def identity_of(self, name: str) -> bytes:
-        """The routing id of a peer: its name and its pass."""
+        """Return the routing id of a peer: its name and its pass."""
         return name.encode() + _hash(self.passes, name, _PASS_BYTES)
 
     def name_in(self, identity: bytes) -> str | None:
-        """The name in a routing id; None unless the pass belongs to the name."""
+        """Return the name in a routing id; None unless the pass belongs to the name."""
         try:
             name = identity[:-_PASS_BYTES].decode()
         except UnicodeDecodeError:
@@ -61,21 +59,19 @@ class HubKeys(msgspec.Struct, frozen=True):
         return name if hmac.compare_digest(identity, self.identity_of(name)) else None
 
     def __repr__(self) -> str:
-        """Without the secrets."""
         return "HubKeys()"
 
 
 class LineKeys(msgspec.Struct, frozen=True):
-    """What one peer needs to connect to one hub. Printing it shows the name only."""
+    """The keys with which one peer connects to one hub. Its repr shows the name only."""
 
     name: str
     hub: bytes
-    """The hub's CURVE public key, as Z85."""
+    """Z85."""
     identity: bytes
     """The peer's routing id: its name and its pass."""
 
     def __repr__(self) -> str:
-        """Without the secrets."""
         return f"LineKeys({self.name!r})"
 
 
@@ -87,15 +83,14 @@ class RunKey:
 
     @classmethod
     def new(cls) -> Self:
-        """A random key."""
+        """Draw a random key."""
         return cls(os.urandom(_KEY_BYTES))
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The key in a file.
+        """Read the key in a file.
 
-        Raises:
-            KeyUnusable: there is no such file, it holds no key, or other users can read it.
+        Raises KeyUnusable if there is no such file, it holds no key, or other users can read it.
         """
         try:
             with path.open("rb") as file:
@@ -115,19 +110,19 @@ class RunKey:
             file.write(self.secret)
 
     def hub(self, hub: str) -> HubKeys:
-        """The keys of the end that binds, of the hub of this name."""
+        """Return the keys of the binding end of the hub of this name."""
         secret = z85.encode(_hash(self.secret, f"curve {hub}", _KEY_BYTES))
         return HubKeys(secret, _hash(self.secret, f"passes {hub}", _KEY_BYTES))
 
     def relayed_line(self, hub: str, relays: str, name: str) -> LineKeys:
-        """The keys with which the peer `name` speaks to a hub through a relay.
+        """Return the keys with which the peer `name` reaches a hub through a relay.
 
         It connects to the hub of all relays, which knows no passes: the first hub checks them.
         """
         return LineKeys(name, self.hub(relays).public, self.hub(hub).identity_of(name))
 
     def line(self, hub: str, name: str) -> LineKeys:
-        """The keys with which the peer `name` connects to the hub of this name."""
+        """Return the keys with which the peer `name` connects to the hub of this name."""
         keys = self.hub(hub)
         return LineKeys(name, keys.public, keys.identity_of(name))
 

@@ -1,19 +1,16 @@
-"""Messages that leave together: those for one peer travel in one frame.
+"""Gathers messages for one peer in one frame, and splits long messages into parts.
 
     outbox = Outbox(send)          # send(peer, body)
     outbox.add("generator-0", to_generator.Discard(...))
     outbox.add("generator-0", to_generator.Deliver(...))
     # at the end of this turn of the event loop: one frame with both, in this order
 
-A frame costs its sender and its receiver tens of microseconds each (system calls, encryption, a
-turn of the event loop), and a message in it a few. An engine step that ends thirty samples is
-therefore told in one frame. A body is one message, or a MessagePack array of messages.
+A frame costs its sender and its receiver tens of microseconds each, and a message in it a few. A
+body is one message, or a MessagePack array of messages.
 
-Long messages travel in parts of one ZeroMQ message.
-
-CURVE copies each part several times on its way, into memory that it allocates each time. Beyond
-malloc's threshold that memory comes from the system and goes back to it: zeroing its pages cost
-more than the encryption. Parts below the threshold use the same memory again.
+CURVE copies each part several times into newly allocated memory. Beyond malloc's threshold that
+memory comes from the system, and zeroing its pages cost more than the encryption. Parts below the
+threshold reuse memory.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ PART_BYTES = 96 << 10
 
 
 def split(body: bytes) -> list[bytes | memoryview]:
-    """The parts in which a message is sent. A short one is a single part."""
+    """Return the parts in which a message is sent. A short one is a single part."""
     if len(body) <= PART_BYTES:
         return [body]
     view = memoryview(body)
@@ -38,16 +35,9 @@ def split(body: bytes) -> list[bytes | memoryview]:
 
 
 def join(parts: Sequence[bytes], *, max_bytes: int) -> bytes:
-    """The message that was sent in these parts.
+    """Join the parts of one ZeroMQ message, without its routing id.
 
-    A single part may be of any length; its receiver's decoder limits it.
-
-    Args:
-        parts: of one ZeroMQ message, without its routing id.
-        max_bytes: the longest message that is put together.
-
-    Raises:
-        FrameRefused: `split` does not make such parts, or they are too long together.
+    Raises FrameRefused if `split` does not make such parts, or they exceed `max_bytes`.
     """
     if len(parts) == 1:
         return parts[0]
@@ -64,21 +54,20 @@ def join(parts: Sequence[bytes], *, max_bytes: int) -> bytes:
 
 
 MAX_MESSAGES = 1024
-"""Messages of a body at most."""
+"""Most messages of a body."""
 MAX_BYTES = 1 << 20
-"""Bytes of the messages in a body of several, at most. A longer message goes alone."""
+"""Most bytes of the messages in a body of several. A longer message goes alone."""
 _ARRAY_BYTES = 3
 ONE_PART = PART_BYTES - _ARRAY_BYTES
-"""As `max_bytes`: a body of several is never split. A long body that is put together from parts
-needs new memory, which costs its receiver more than a few frames."""
+"""A `max_bytes` with which a body of several is never split. Joining parts needs new memory, which
+costs the receiver more than a few frames."""
 
 
 class Outbox:
     """Gathers messages by peer until the event loop has had its turn. Used from one event loop.
 
-    Args:
-        send: sends a body to a peer; called in the order of the peers' first messages.
-        max_bytes: of the messages in a body of several. A longer message goes alone.
+    `send` is called in the order of the peers' first messages, with bodies of at most `max_bytes`
+    or one message.
     """
 
     def __init__(self, send: Callable[[str, bytes], None], *, max_bytes: int = MAX_BYTES) -> None:
@@ -115,7 +104,7 @@ class Outbox:
 
 
 def body_of(messages: list[bytes]) -> bytes:
-    """The body of 1 to `MAX_MESSAGES` encoded messages."""
+    """Return the body of 1 to `MAX_MESSAGES` encoded messages."""
     if len(messages) == 1:
         return messages[0]
     return b"".join([b"\xdc", len(messages).to_bytes(2, "big"), *messages])

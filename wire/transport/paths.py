@@ -24,13 +24,13 @@ MAX_THREADS = 1024
 MAX_TOKENS = 1 << 24
 """Most tokens of one sequence or one step: 16 times the longest context in use."""
 MAX_STEPS = 10**9
-"""Most optimizer steps."""
 MAX_STOP_BYTES = 256
-"""Of all stop strings together, in UTF-8. Each byte is a state of the automaton over tokens."""
+"""Bytes of all stop strings together, in UTF-8. Each byte is a state of the automaton over
+tokens."""
 
 
 _MAX_NAME = 255
-"""Bytes of a file's or folder's name that Linux allows."""
+"""Longest name of a file or folder in Linux, in bytes."""
 
 FOLDER = "folder"
 """Key of the folder of the configuration file, a Path, in the context of a validation."""
@@ -60,14 +60,11 @@ def kept_variable(name: str, value: str | None = None) -> Iterator[None]:
 
 
 def expand(path: str) -> str:
-    """The path with a leading `~` or `~user` and each `${NAME}` of the environment expanded.
+    """Expand a leading `~` or `~user` and each `${NAME}` of the environment in a path.
 
-    The result holds no dollar sign, so that a configuration that a run has saved means the same
-    when it is read again.
-
-    Raises:
-        ValueError: a variable or a user does not exist, a dollar sign is no part of `${NAME}`, or
-            the path has a NUL character or a name that is too long for any file system.
+    The result holds no dollar sign: a saved configuration means the same when it is read again.
+    Raises ValueError if a variable or a user does not exist, a dollar sign is not part of
+    `${NAME}`, or the path has a NUL character or a name too long for any file system.
     """
     if "\0" in path:
         raise ValueError("a path cannot contain a NUL character")
@@ -97,7 +94,7 @@ def _value(match: re.Match[str]) -> str:
 
 
 def _from_its_folder(path: str, info: ValidationInfo) -> str:
-    """What is not here, but next to the configuration file, by its whole path."""
+    """Return the full path of a file that is not here, but next to the configuration file."""
     folder = (info.context or {}).get(FOLDER)
     if folder is None or Path(path).exists() or not (folder / path).exists():
         return path
@@ -105,7 +102,7 @@ def _from_its_folder(path: str, info: ValidationInfo) -> str:
 
 
 def _in_its_folder(name: str, info: ValidationInfo) -> str:
-    """The same for the file of a function."""
+    """Do the same for the file of a function."""
     found = _FUNCTION.fullmatch(name)
     return name if found is None else found[1] + _from_its_folder(found[2], info) + found[3]
 
@@ -119,10 +116,10 @@ def _absolute(path: str) -> str:
 LocalPath = Annotated[str, AfterValidator(expand)]
 """A setting that names a file or folder."""
 InputPath = Annotated[LocalPath, AfterValidator(_from_its_folder)]
-"""One that a run reads. A relative path that is not found at the current directory starts at the
-folder of the configuration file."""
+"""A file or folder that a run reads. A relative path that is not found at the current directory
+starts at the folder of the configuration file."""
 FunctionName = Annotated[LocalPath, AfterValidator(_in_its_folder)]
 """A function or class that may be in a file, which is found as an `InputPath` is."""
 AbsolutePath = Annotated[str, AfterValidator(expand), AfterValidator(_absolute)]
-"""One that other commands look up too, from wherever they are called: a relative path is that of
-the folder in which the run was started."""
+"""A path that other commands look up too, from any directory: a relative path starts at the folder
+in which the run was started."""

@@ -1,4 +1,4 @@
-"""What a socket does about refused frames: count them, log a few, cut their senders off."""
+"""Handles refused frames of a socket: counts them, logs a few, cuts their senders off."""
 
 from __future__ import annotations
 
@@ -15,42 +15,31 @@ logger = logging.getLogger(__name__)
 
 
 class Limit(NamedTuple):
-    """When a sender is cut off."""
+    """Limit above which a sender is cut off."""
 
     frames: int
     """Refused frames that are allowed within the window."""
     seconds: float
-    """The window."""
 
 
 LIMIT = Limit(100, 10.0)
-"""Of a socket that is not told otherwise."""
 MAX_SENDERS = 1024
-"""Senders that are remembered. With more names than this in use, the one whose last frame is the
-oldest is forgotten, so the memory for names is bounded however many an attacker invents."""
+"""Number of senders that are remembered. Beyond it, the one whose last frame is the oldest is
+forgotten, so the memory for names is bounded however many an attacker invents."""
 _LOG_SECONDS = 1.0
 """Shortest time between two log lines about refused frames."""
 
 
 @dataclass(slots=True)
 class _Sender:
-    """The refused frames of one sender."""
-
     since: float
-    """When its present window began."""
+    """Start of its present window."""
     refused: int = 0
-    """Frames refused in that window."""
     cut_off: bool = False
 
 
 class Refusals:
-    """The refused frames of one socket.
-
-    Args:
-        count: called with the reason of each refused frame.
-        limit: when a sender is cut off.
-        clock: seconds of a monotonic clock.
-    """
+    """The refused frames of one socket; `count` is called with the reason of each."""
 
     def __init__(
         self,
@@ -60,7 +49,7 @@ class Refusals:
     ) -> None:
         self.count = count
         self.on_cut_off: Callable[[str, str], None] = lambda *_: None
-        """Called once for each sender that is cut off, with its name and why."""
+        """Called once for each sender that is cut off, with its name and the reason."""
         self._limit = limit
         self._clock = clock
         self._senders: OrderedDict[str, _Sender] = OrderedDict()
@@ -68,12 +57,12 @@ class Refusals:
         self._unlogged = 0
 
     def is_cut_off(self, sender: str) -> bool:
-        """Whether frames of this sender are dropped undecoded."""
+        """Return True if frames of this sender are dropped undecoded."""
         known = self._senders.get(sender)
         return known is not None and known.cut_off
 
     def note(self, sender: str, error: FrameRefused) -> None:
-        """Count a refusal, and log it unless others were logged just now."""
+        """Count a refusal, and log it unless others were logged recently."""
         self.count(error.reason)
         self._log(sender, error, self._clock())
 

@@ -1,16 +1,14 @@
-"""LoRA: what is published of an adapter, and the one arithmetic that merges it into a matrix.
+"""LoRA: the published form of an adapter, and the one arithmetic that merges it into a matrix.
 
 An adapter of a matrix W `[O, I]` is A `[R, I]` and B `[O, R]`. The merged matrix is
 
     D = 0;  D = D + b[:, k] a[k, :]  for k = 0 .. R - 1
     merged = W in the engine's data type + scaling * D, rounded to that data type
 
-where each product and each sum is rounded to float32.
-
-Products and sums are separate operations on single elements, so IEEE arithmetic fixes every bit: a
-CPU and a GPU, any number of threads and any partition of W give the same matrix. A matrix product
-would not, as each library adds in an order of its own. So the trainer and every engine merge for
-themselves, and fingerprints compare what came of it.
+where each product and each sum is rounded to float32. So IEEE arithmetic fixes every bit: a CPU and
+a GPU, any number of threads and any partition of W give the same matrix, which matrix products
+would not. So the trainer and every engine merge for themselves, and fingerprints compare the
+results.
 
 Cost: 2 R operations an element, on blocks that stay in a core's or a GPU's cache.
 """
@@ -28,7 +26,7 @@ from asyncrl.wire.weights.layout import ADAPTER_ENDINGS
 
 _A, _B = ADAPTER_ENDINGS
 _ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Of a block, by kind of device."""
+"""Elements of a block, by kind of device."""
 
 
 class Pair(NamedTuple):
@@ -41,7 +39,7 @@ class Pair(NamedTuple):
 
 
 def names_of(layer: str) -> tuple[str, str]:
-    """What the two tensors of a layer's adapter are published as.
+    """Return the names under which a layer's adapter is published.
 
     Example:
         >>> names_of("model.layers.0.mlp.up_proj")[0]
@@ -51,7 +49,7 @@ def names_of(layer: str) -> tuple[str, str]:
 
 
 def layer_of(name: str) -> str | None:
-    """The layer of a published tensor; None: it is not of an adapter."""
+    """Return the layer of a published tensor; None: it is not of an adapter."""
     for ending in (_A, _B):
         if name.endswith(ending):
             return name.removesuffix(ending)
@@ -59,10 +57,9 @@ def layer_of(name: str) -> str | None:
 
 
 def pairs_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Pair]:
-    """The adapters of all layers, by the name of the layer's weight in the HF state dict.
+    """Return the adapters of all layers, by the name of the layer's weight in the HF state dict.
 
-    Raises:
-        WeightsReadError: one of a pair is missing, or something else is among them.
+    Raises WeightsReadError if one of a pair is missing, or something else is among them.
     """
     given = dict(tensors)
     pairs: dict[str, Pair] = {}
@@ -78,11 +75,7 @@ def pairs_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Pair]:
 def merge(base: Tensor, pair: Pair, scaling: float, out: Tensor) -> None:
     """Write the merged matrix to `out`, whose data type is the engine's; all on one device.
 
-    Args:
-        base: `[O, I]` of the model without adapter.
-        pair: converted to float32 first.
-        scaling: of the adapter.
-        out: `[O, I]`
+    `base` and `out` are `[O, I]`; `pair` is converted to float32 first.
     """
     a, b = (one.detach().to(out.device, torch.float32) for one in pair)
     factor = torch.tensor(scaling, dtype=torch.float32, device=out.device)
@@ -102,7 +95,7 @@ def merge(base: Tensor, pair: Pair, scaling: float, out: Tensor) -> None:
 
 
 def merged(base: Tensor, pair: Pair, scaling: float, dtype: torch.dtype) -> Tensor:
-    """`[O, I]`: the merged matrix in the engine's data type, on the device of `base`."""
+    """Return `[O, I]`: the merged matrix in the engine's data type, on the device of `base`."""
     out = torch.empty(base.shape, dtype=dtype, device=base.device)
     merge(base.detach(), pair, scaling, out)
     return out
@@ -111,15 +104,10 @@ def merged(base: Tensor, pair: Pair, scaling: float, dtype: torch.dtype) -> Tens
 def served_apart(
     tensors: Iterable[tuple[str, Tensor]], scaling: float, dtype: torch.dtype
 ) -> list[tuple[str, Tensor]]:
-    """A and scaling * B as an engine holds them that keeps an adapter apart from the model.
+    """Return published A and scaling * B for an engine that keeps the adapter apart.
 
-    Each number of B is multiplied in float32 and rounded to the engine's data type once, so the
-    trainer and every engine come to the same bits.
-
-    Args:
-        tensors: A and B as they are published.
-        scaling: of the adapter.
-        dtype: the engine's.
+    Each number of B is multiplied in float32 and rounded to the engine's data type `dtype` once, so
+    the trainer and every engine compute the same bits.
     """
     found = []
     for name, tensor in tensors:
@@ -133,13 +121,7 @@ def served_apart(
 def adapter_mistakes(
     given: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], rank: int
 ) -> list[str]:
-    """What does not fit the model, a line each.
-
-    Args:
-        given: published shapes by name.
-        shapes: of the HF state dict.
-        rank: R.
-    """
+    """List what does not fit the model, a line each; `given` and `shapes` are shapes by name."""
     wrong = [f"{name} is not of an adapter" for name in given if layer_of(name) is None]
     for layer in dict.fromkeys(one for name in given if (one := layer_of(name)) is not None):
         shape = shapes.get(f"{layer}.weight")

@@ -15,17 +15,13 @@ from asyncrl.wire.errors import WeightsReadError
 from asyncrl.wire.weights.layout import ALIGNMENT, HEADER_BYTES, TensorSpec, WeightManifest
 
 CHUNK_BYTES = 1 << 20
-"""A node passes a chunk on when it has all of it, so a chain of n nodes takes as long as one link
-and n - 1 chunks; a chunk costs each node some 0.2 ms of Python."""
+"""A node passes a chunk on when it is complete, so a chain of n nodes takes as long as one link and
+n - 1 chunks; a chunk costs each node some 0.2 ms of Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Where the chunks of a file lie.
-
-    Raises:
-        WeightsReadError: no file of published weights has this size.
-    """
+    """Places of the chunks of a file. Raises WeightsReadError for an impossible size."""
 
     nbytes: int
     """Size of the file; a multiple of 64."""
@@ -45,13 +41,13 @@ class Grid:
         return -(-(self.nbytes - HEADER_BYTES) // self.chunk_bytes)
 
     def span(self, index: int) -> slice:
-        """The bytes of a chunk; the last one may be shorter."""
+        """Return the bytes of a chunk; the last one may be shorter."""
         start = HEADER_BYTES + index * self.chunk_bytes
         return slice(start, min(start + self.chunk_bytes, self.nbytes))
 
 
 def checksum(parts: Iterable[bytes | memoryview]) -> int:
-    """CRC-32 of bytes that come in parts: it tells damage and mistakes, not malice."""
+    """Return the CRC-32 of bytes in parts: it detects damage and mistakes, not malice."""
     value = 0
     for part in parts:
         value = zlib.crc32(part, value)
@@ -59,7 +55,7 @@ def checksum(parts: Iterable[bytes | memoryview]) -> int:
 
 
 def word_bytes(tensors: Iterable[TensorSpec]) -> int:
-    """Bytes of a word in deltas: those of most weights, 2 or 4."""
+    """Return the bytes of a word in deltas: those of most weights, 2 or 4."""
     halves = sum(
         spec.nbytes if spec.dtype in ("bfloat16", "float16") else -spec.nbytes for spec in tensors
     )
@@ -67,20 +63,20 @@ def word_bytes(tensors: Iterable[TensorSpec]) -> int:
 
 
 def name_of(manifest: WeightManifest) -> str:
-    """What nodes call a version: equal names are of equal bytes."""
+    """Return the nodes' name of a version: equal names mean equal bytes."""
     whole = "" if manifest.fingerprint is None else manifest.fingerprint.whole
     text = f"{manifest.policy_version} {manifest.path} {manifest.nbytes} {whole}"
     return f"{manifest.policy_version}-{blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 def trainer_of(manifest: WeightManifest) -> str:
-    """Names the trainer of a version: the path of its files but for their number.
+    """Return the name of a version's trainer: the path of its files but for their number.
 
-    Each trainer of a run has files of its own (`asyncrl.launch.shared_memory`).
+    Each trainer of a run has separate files (`asyncrl.launch.shared_memory`).
     """
     return manifest.path.rpartition("-")[0]
 
 
 def alike(one: WeightManifest, other: WeightManifest) -> bool:
-    """Whether two versions have the same tensors at the same places."""
+    """Return True if two versions have the same tensors at the same places."""
     return one.nbytes == other.nbytes and one.tensors == other.tensors

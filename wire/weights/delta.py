@@ -1,19 +1,17 @@
-"""What changed between two versions of the same bytes, exactly.
+"""The exact difference between two versions of the same bytes.
 
 One optimizer step at a small learning rate moves few weights by enough to change their 16 bits. A
 delta lists the words that changed, and for each the XOR of its bits:
 
     byte 0      bytes of a word: 2 (bfloat16, float16) or 4 (float32)
     then, for each changed word in ascending order
-      gap       words between the changed word before and this one
+      gap       words between the previous changed word and this one
       change    old XOR new, never 0
 
-both as LEB128: seven bits a byte, the lowest first, the top bit set on all bytes but the last. A
-gap below 128 words and a change of the lowest seven bits take a byte each.
+both as LEB128: seven bits a byte, the lowest first, the top bit set on all bytes but the last.
 
-Cost: both versions are read once. The floor is the bandwidth of memory. One core of a 2-core
-machine encodes 4 to 5 GB/s of weights where 1 to 4 in a hundred words changed, 3 GB/s where 15 did;
-applying a delta is five times faster.
+Both versions are read once. One core of a 2-core machine encodes 4 to 5 GB/s of weights if 1 to 4
+in a hundred words changed, 3 GB/s if 15 did; applying a delta is five times faster.
 """
 
 from __future__ import annotations
@@ -33,18 +31,15 @@ Buffer = bytes | bytearray | memoryview | NDArray[np.uint8]
 Words = NDArray[np.uint16] | NDArray[np.uint32]
 _WORDS: Final[dict[int, Any]] = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 _LONGEST: Final = 10
-"""Bytes that one changed word can take: two LEB128 numbers of 32 bits."""
+"""Most bytes of one changed word: two LEB128 numbers of 32 bits."""
 _BLOCK: Final = 4096
 """Words whose changes are found before the first one is written."""
 
 
 def encode(new: Buffer, old: Buffer, word_bytes: int) -> bytes | None:
-    """The delta that turns `old` into `new`; None if it would not be shorter than `new`.
+    """Return the delta from `old` to `new`; None if it would not be shorter than `new`.
 
-    Args:
-        new: a multiple of 4 bytes.
-        old: as long as `new`.
-        word_bytes: 2 or 4.
+    Both have the same length, a multiple of 4 bytes; `word_bytes` is 2 or 4.
     """
     words = _WORDS[word_bytes]
     one, other = np.frombuffer(new, words), np.frombuffer(old, words)
@@ -59,8 +54,7 @@ def encode(new: Buffer, old: Buffer, word_bytes: int) -> bytes | None:
 def apply(target: NDArray[np.uint8], body: Buffer) -> None:
     """Turn the old bytes in `target` into the new ones, in place.
 
-    Raises:
-        FrameRefused: `body` is no delta of so many bytes; the target may have changed.
+    Raises FrameRefused if `body` is not a delta of this length; the target may have changed.
     """
     changes = np.frombuffer(body, np.uint8)
     words = _WORDS.get(int(changes[0])) if len(changes) else None
@@ -71,7 +65,7 @@ def apply(target: NDArray[np.uint8], body: Buffer) -> None:
 
 
 def warm_up() -> None:
-    """Compile the kernels, or load them: at first use, peers would hear nothing for seconds."""
+    """Compile or load the kernels: at first use, peers would wait for seconds."""
     for word_bytes in _WORDS:
         body = encode(bytes(63) + b"\1", bytes(64), word_bytes)
         if body is not None:
@@ -80,7 +74,7 @@ def warm_up() -> None:
 
 @kernel.released
 def _encode(new: Words, old: Words, changed: NDArray[np.int64], body: NDArray[np.uint8]) -> int:
-    """Write the delta after byte 0 of `body`; its length, or -1 if it does not fit."""
+    """Write the delta after byte 0 of `body`; return its length, or -1 if it does not fit."""
     end, after = 1, 0
     for start in range(0, len(new), len(changed)):
         count = 0
@@ -103,7 +97,7 @@ def _encode(new: Words, old: Words, changed: NDArray[np.int64], body: NDArray[np
 
 @kernel.released
 def _put(body: NDArray[np.uint8], end: int, value: int) -> int:
-    """Append a number; where it ends."""
+    """Append a number; return its end."""
     while value >= 128:
         body[end] = (value & 127) | 128
         value >>= 7
@@ -114,7 +108,7 @@ def _put(body: NDArray[np.uint8], end: int, value: int) -> int:
 
 @kernel.released
 def _apply(words: Words, body: NDArray[np.uint8]) -> bool:
-    """Change the words in place; False, and some are changed, if `body` is no delta of them."""
+    """Change the words in place; False, with some changed, if `body` is not their delta."""
     largest = (1 << (8 * words.itemsize)) - 1
     place, position = 1, -1
     while place < len(body):
@@ -131,7 +125,7 @@ def _apply(words: Words, body: NDArray[np.uint8]) -> bool:
 
 @kernel.released
 def _take(body: NDArray[np.uint8], place: int) -> tuple[int, int]:
-    """The number at a place and where it ends; -1 if it is cut short or longer than 32 bits."""
+    """Return the number at a place and its end; -1 if it is truncated or longer than 32 bits."""
     value = 0
     for shift in range(0, 35, 7):
         if place >= len(body):

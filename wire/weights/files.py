@@ -1,8 +1,7 @@
 """Files of published weights as bytes: made, opened and checked. Imports no torch.
 
-Two kinds of process write files in the layout of `asyncrl.wire.weights.layout`: the trainer
-(`asyncrl.wire.weights.writer`), and a node that receives the weights from another
-(`asyncrl.wire.weights.chain`).
+The trainer (`asyncrl.wire.weights.writer`) and nodes that receive weights from others
+(`asyncrl.wire.weights.chain`) write them in the layout of `asyncrl.wire.weights.layout`.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ _CALL_BYTES = 1 << 28
 
 
 def reserve(path: Path, nbytes: int, *, of: int) -> mmap.mmap:
-    """Create one of `of` files in place of an old one, with all its memory reserved.
-
-    Raises:
-        PublishError: there is not enough memory, or the file cannot be created.
-    """
+    """Create one of `of` files anew, with its memory reserved. Raises PublishError."""
     try:
         # A killed run of this id may have left a file. O_EXCL refuses to follow a planted link.
         path.unlink(missing_ok=True)
@@ -53,17 +48,16 @@ def mark(memory: mmap.mmap, version: int) -> None:
 
 
 def marked(memory: mmap.mmap) -> int:
-    """The version in the header."""
+    """Return the version in the header."""
     return int.from_bytes(memory[:8], "little", signed=True)
 
 
 @contextmanager
 def held_version(manifest: WeightManifest) -> Iterator[int]:
-    """The descriptor of a file that holds a version at the beginning and at the end of the block.
+    """Yield the descriptor of a file that holds a version before and after the block.
 
-    Raises:
-        WeightsSupersededError: the file no longer holds this version, or was removed.
-        WeightsReadError: the file is not ours, or the manifest does not describe it.
+    Raises WeightsSupersededError if the file no longer holds this version, or was removed;
+    WeightsReadError if the file is not ours, or the manifest does not describe it.
     """
     descriptor = open_published(manifest)
     try:
@@ -80,12 +74,7 @@ def held_version(manifest: WeightManifest) -> Iterator[int]:
 
 
 def open_published(manifest: WeightManifest) -> int:
-    """A descriptor of the file of a version, which the caller closes.
-
-    Raises:
-        WeightsSupersededError: it was removed.
-        WeightsReadError: the file is not ours, or the manifest does not describe it.
-    """
+    """Return a descriptor of a version's file, to be closed. Raises as `held_version`."""
     try:
         descriptor = os.open(manifest.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as error:
@@ -120,11 +109,7 @@ def check_version(descriptor: int, manifest: WeightManifest) -> None:
 
 
 def fill(target: memoryview, descriptor: int, offset: int) -> None:
-    """Fill memory from a place in a file. Other threads run meanwhile.
-
-    Raises:
-        WeightsReadError: the file is shorter.
-    """
+    """Fill memory from a place in a file. Raises WeightsReadError if it is shorter."""
     done = 0
     while done < len(target):
         read = os.preadv(descriptor, [target[done : done + _CALL_BYTES]], offset + done)

@@ -1,4 +1,4 @@
-"""Fingerprints of weights: do an engine and the trainer hold the same numbers?
+"""Fingerprints of weights, which compare an engine's numbers with the trainer's.
 
 A tensor is taken as a matrix of bit patterns x[r, c]; its last dimension has the columns. Its
 digest is two sums modulo 2**64 with fixed pseudo-random weights a and b:
@@ -6,17 +6,13 @@ digest is two sums modulo 2**64 with fixed pseudo-random weights a and b:
     sum over r of a[r] * (sum over c of x[r, c])
     sum over c of b[c] * (sum over r of x[r, c])
 
-Every element counts in both, so one changed element is found, not only one that a sample of
-elements happens to hit: after a step of a sparse tensor, such as an embedding, few rows differ.
-Sums need no order, so a GPU and a CPU give the same digest. They add over any partition into
-blocks, so shards can be summed. Two tensors with different sums have equal digests with a
-probability of about 2**-128. A change that keeps all sums of rows and of columns (+d, -d, -d, +d on
-the corners of a rectangle) is not found; this tells a mistake from health, and is no protection
-against forgery.
+Every element counts in both, so one changed element is found. A GPU and a CPU give the same digest,
+and digests add over any partition into blocks. Two tensors with different sums have equal digests
+with a probability of about 2**-128. A change that keeps all sums of rows and of columns (+d, -d,
+-d, +d on the corners of a rectangle) is not found; fingerprints detect mistakes, not forgery.
 
 Cost: every element is widened to int64 and read twice, 30 bytes of traffic on the device for a
-bfloat16 one and 36 for a float32 one that is converted to bfloat16. On a CPU that stays in a core's
-cache. One small array is copied from the device.
+bfloat16 one and 36 for a float32 one that is converted to bfloat16.
 
 Some engines hold weights in a packed form that can only be multiplied by. A product with a unit
 vector gives one column exactly, except for the sign of a zero. So a digest has a second part, the
@@ -43,9 +39,8 @@ _GPU_BLOCK: Final = 1 << 25
 """Elements: bounds the temporary memory to about 0.4 GB."""
 _MAX: Final = (1 << 63) - 1
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by size in bytes."""
 _ROWS, _COLUMNS, _CHOICE = 0, 1 << 40, 1 << 41
-"""Where the pseudo-random numbers of rows, of columns and of the choice of columns begin."""
+"""First indices of the pseudo-random numbers of rows, of columns and of the choice of columns."""
 PROBES: Final = 32
 """Columns of a probe, unless the tensor has fewer."""
 
@@ -53,11 +48,7 @@ PROBES: Final = 32
 class MatrixSums:
     """The two sums of one matrix of `rows` x `columns`, from its blocks in any order.
 
-    Args:
-        rows: of the whole matrix.
-        columns: of the whole matrix.
-        device: where the blocks are.
-        dtype: that floating-point blocks are converted to first; None: as they are.
+    Floating-point blocks are converted to `dtype` first; None: as they are.
     """
 
     def __init__(
@@ -67,7 +58,7 @@ class MatrixSums:
         self._of_columns = pseudo_random(_COLUMNS, columns, device)
         self._dtype = dtype
         self.value = torch.zeros(2, dtype=torch.int64, device=device)
-        """`[2]`, of the blocks added so far."""
+        """`[2]` sums of the blocks added so far."""
 
     def add(self, block: Tensor, row: int = 0, column: int = 0) -> None:
         """Add a `[r, c]` block whose first element is the matrix's element [row, column]."""
@@ -90,16 +81,16 @@ class TensorSums:
     """The sums of one tensor, still on its device."""
 
     dtype: str
-    """What torch calls it, without prefix."""
+    """torch's name without prefix."""
     whole: Tensor | None
     """`[2]` int64; None if only the probe is known."""
     probe: Tensor
-    """`[2]` int64: of the matrix of the columns that `probe_columns` names."""
+    """`[2]` int64 sums of the columns that `probe_columns` names."""
 
 
 @functools.cache
 def probe_columns(columns: int) -> tuple[int, ...]:
-    """The columns of a probe, ascending: PROBES pseudo-random ones, or all if there are few."""
+    """Return the columns of a probe, ascending: PROBES pseudo-random ones, or all of fewer."""
     if columns <= PROBES:
         return tuple(range(columns))
     numbers = pseudo_random(_CHOICE, 8 * PROBES, torch.device("cpu")) & _MAX
@@ -109,7 +100,7 @@ def probe_columns(columns: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def sums_of(tensor: Tensor, dtype: torch.dtype | None = None) -> TensorSums:
-    """Of a whole tensor of any number of dimensions, converted to `dtype` first."""
+    """Sum a whole tensor of any number of dimensions, converted to `dtype` first."""
     columns = tensor.shape[-1] if tensor.ndim else 1
     matrix = tensor.detach().reshape(math.prod(tensor.shape[:-1]), columns)
     whole = MatrixSums(len(matrix), columns, tensor.device, dtype)
@@ -121,7 +112,7 @@ def sums_of(tensor: Tensor, dtype: torch.dtype | None = None) -> TensorSums:
 
 @torch.no_grad()
 def probe_of(columns: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The sums of the `[R, P]` columns that `probe_columns` names."""
+    """Sum the `[R, P]` columns that `probe_columns` names."""
     sums = MatrixSums(columns.shape[0], columns.shape[1], columns.device, dtype)
     sums.add(columns)
     return sums.value
@@ -130,12 +121,9 @@ def probe_of(columns: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def fingerprint(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
 ) -> Fingerprint:
-    """The digest of every tensor, computed on the device where it lies.
+    """Return the digests of all tensors, computed on their devices.
 
-    Args:
-        tensors: by name; a tensor of several names is read once.
-        dtype: that floating-point tensors are converted to first, for comparison with an engine
-            that holds them so; None: as they are.
+    Floating-point tensors are converted to `dtype` first, as an engine does; None: as they are.
     """
     given = list(tensors)  # keeps all of them alive, so that an id belongs to one tensor
     known: dict[int, TensorSums] = {}
@@ -148,7 +136,7 @@ def fingerprint(
 
 
 def collect(named: Sequence[tuple[str, TensorSums]]) -> Fingerprint:
-    """The fingerprint of tensors whose sums are computed; one copy from each device."""
+    """Return the fingerprint of tensors whose sums are computed; one copy from each device."""
     pending = [part for _, sums in named for part in (sums.whole, sums.probe) if part is not None]
     by_device: dict[torch.device, list[Tensor]] = {}
     for part in pending:
@@ -178,7 +166,7 @@ def _whole(digests: dict[str, TensorDigest]) -> str:
 
 
 def _bit_patterns(block: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The elements' bits as signed integers; that of -0.0 is that of 0.0."""
+    """Return the elements' bits as signed integers; -0.0 counts as 0.0."""
     if block.is_floating_point():
         converted = block if dtype is None else block.to(dtype)
         block = converted + 0.0 if converted.dtype.itemsize > 1 else converted
@@ -188,13 +176,13 @@ def _bit_patterns(block: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """What torch calls it, without prefix."""
+    """Return torch's name without prefix."""
     return str(dtype).removeprefix("torch.")
 
 
 @functools.lru_cache(maxsize=256)  # a model has few sizes
 def pseudo_random(first: int, count: int, device: torch.device) -> Tensor:
-    """`[count]` int64: outputs `first`, `first` + 1, ... of SplitMix64."""
+    """Return `[count]` int64: outputs `first`, `first` + 1, ... of SplitMix64."""
     x = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=device)
     x = x * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -203,7 +191,6 @@ def pseudo_random(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """A shift to the right that fills with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -14,20 +14,18 @@ from typing import Literal
 import msgspec
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and files there have mode 0600
-"""Where weights are published."""
 HEADER_BYTES = 64
 """Tensors begin here, so that the first one is aligned. The version is in the first 8 bytes."""
 ALIGNMENT = 64
 """Bytes; a cache line."""
 WRITING = -1
-"""The version in the header while the tensors after it belong to no version."""
+"""Version in the header while the tensors after it belong to no version."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
     """One tensor: contiguous, row-major."""
 
     name: str
-    """As in the HF state dict."""
     dtype: str
     """torch's name without prefix: "float32", "bfloat16"."""
     shape: tuple[int, ...]
@@ -39,10 +37,9 @@ class TensorSpec(msgspec.Struct, frozen=True):
 def laid_out(
     tensors: Iterable[tuple[str, str, int, tuple[int, ...]]],
 ) -> tuple[tuple[TensorSpec, ...], int]:
-    """Where tensors lie in a file, one after the other, and the file's size.
+    """Place tensors in a file, one after the other; return their specs and the file's size.
 
-    Args:
-        tensors: name, data type, bytes of an element and shape of each.
+    Each is given by name, data type, bytes of an element and shape.
     """
     specs: list[TensorSpec] = []
     end = HEADER_BYTES
@@ -57,14 +54,14 @@ class TensorDigest(msgspec.Struct, frozen=True, array_like=True):
     """Equal for equal tensors of one data type; see `asyncrl.wire.weights.fingerprint`."""
 
     dtype: str
-    """In which the numbers are: torch's name without prefix."""
+    """Data type of the numbers: torch's name without prefix."""
     value: str
-    """Of all elements, 32 hexadecimal digits; "" where only a probe is possible."""
+    """Digest of all elements, 32 hexadecimal digits; "" if only a probe is possible."""
     probe: str
-    """Of the elements of a few columns, 32 hexadecimal digits."""
+    """Digest of the elements of a few columns, 32 hexadecimal digits."""
 
     def agrees_with(self, other: TensorDigest) -> bool:
-        """Whether both can be of the same numbers, in the same data type."""
+        """Return True if both can be of the same numbers, in the same data type."""
         mine, theirs = (
             (self.value, other.value)
             if self.value and other.value
@@ -80,13 +77,13 @@ class Fingerprint(msgspec.Struct, frozen=True):
     """Digests of a model's weights."""
 
     tensors: dict[str, TensorDigest]
-    """By name in the HF state dict."""
+    """Digests by name in the HF state dict."""
     whole: str
     """One digest of all of them: 32 hexadecimal digits."""
 
 
 class BroadcastPlace(msgspec.Struct, frozen=True):
-    """Where a version can be asked for and is sent to all (`asyncrl.wire.weights.broadcast`)."""
+    """A sender that broadcasts a version on request (`asyncrl.wire.weights.broadcast`)."""
 
     host: str
     port: int
@@ -95,17 +92,17 @@ class BroadcastPlace(msgspec.Struct, frozen=True):
 
 
 ADAPTER_ENDINGS = (".lora_A.default.weight", ".lora_B.default.weight")
-"""What peft puts behind the name of an adapted layer; "default" is the adapter's name."""
+"""Endings that peft adds to the name of an adapted layer; "default" is the adapter's name."""
 
 
 class LoraSpec(msgspec.Struct, frozen=True):
-    """The tensors are those of a LoRA adapter (`asyncrl.wire.weights.adapter`), and no others."""
+    """Marks tensors that are those of a LoRA adapter (`asyncrl.wire.weights.adapter`) only."""
 
     rank: int
     scaling: float
     serve: Literal["merged", "adapter"] = "merged"
-    """adapter: engines keep it apart from the model; `WeightManifest.fingerprint` is then of the
-    model's own weights and of A and scaling * B, in the engines' data type."""
+    """adapter: engines keep it apart from the model; `WeightManifest.fingerprint` then covers the
+    model's own weights and A and scaling * B, in the engines' data type."""
 
 
 class WeightManifest(msgspec.Struct, frozen=True):
@@ -115,14 +112,13 @@ class WeightManifest(msgspec.Struct, frozen=True):
     path: str
     """A file in memory (under /dev/shm), mode 0600, readable by this user's processes."""
     nbytes: int
-    """Size of the file."""
     tensors: tuple[TensorSpec, ...]
     fingerprint: Fingerprint | None = None
-    """Of the trainer's own parameters, in the data type that engines decode with; None: the weights
-    do not come from a trainer."""
+    """Fingerprint of the trainer's parameters, in the engines' data type; None: the weights do not
+    come from a trainer."""
     broadcast: BroadcastPlace | None = None
-    """The trainer broadcasts this version to those who ask there; the file has it too. None: the
-    file only."""
+    """The sender that broadcasts this version on request; the file has it too. None: only the
+    file."""
     lora: LoraSpec | None = None
-    """The tensors are an adapter's, and `fingerprint` is of the weights with the adapter merged
-    into them, unless it is served apart. None: they are all weights."""
+    """Set if the tensors are an adapter's; `fingerprint` then covers the weights with the adapter
+    merged into them, unless it is served apart. None: they are all weights."""

@@ -1,9 +1,8 @@
 """Page-locked memory: a GPU copies to and from it directly, at the speed of the bus.
 
-From pageable memory the driver copies through a small page-locked buffer of its own, at a fraction
-of that speed, and no copy can overlap with anything. torch's own allocator of pinned memory rounds
-up to a power of two, up to twice the weights, so memory that exists is registered instead, as vLLM
-does for its KV in host memory. Has no effect where there is no CUDA, and has not run on a GPU yet.
+torch's allocator of pinned memory rounds up to a power of two, up to twice the weights, so existing
+memory is registered instead, as vLLM does for its KV in host memory. Has no effect without CUDA,
+and has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -17,12 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 class Pin:
-    """Keeps the pages of a tensor locked, until `release`.
+    """Keeps the pages of a tensor in host memory locked, until `release`.
 
-    Where the driver refuses, which costs speed only, a warning says so.
-
-    Args:
-        memory: in host memory; it must outlive the pin.
+    A driver that refuses costs only speed: it is logged. The memory must outlive the pin.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -41,7 +37,7 @@ class Pin:
         self._address = memory.data_ptr()
 
     def release(self) -> None:
-        """Unlock the pages; before the memory is freed. Idempotent."""
+        """Unlock the pages; called before the memory is freed. Idempotent."""
         if self._address is not None:
             torch.cuda.cudart().cudaHostUnregister(self._address)
             self._address = None

@@ -2,8 +2,8 @@
 
 While transformers loads a model, `PreTrainedModel.tie_weights` does nothing, for the whole process.
 Of two threads that load at once, the later one takes that for the method and puts it back when it
-ends: from then on no model ties its weights, and an output layer that a checkpoint leaves out,
-because it is the embedding, is made up (transformers 5.19, `initialization.no_tie_weights`).
+ends: from then on no model ties its weights, and an output layer that a checkpoint leaves out is
+made up (transformers 5.19, `initialization.no_tie_weights`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ _lock = threading.Lock()
 
 
 def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a directory or hub id, on the CPU.
+    """Load the model of a directory or hub id, on the CPU.
 
-    Raises:
-        OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError: transformers
-            cannot load it.
+    Raises OSError, ValueError, KeyError, RuntimeError, ImportError or SafetensorError.
     """
     from transformers import AutoModelForCausalLM
 
@@ -36,10 +34,9 @@ def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def causal_lm_without_weights(config: Any) -> PreTrainedModel:
-    """The model that a configuration of transformers describes, on the meta device.
+    """Build the model of a transformers configuration, on the meta device.
 
-    Raises:
-        OSError, ValueError, KeyError: transformers cannot build it.
+    Raises OSError, ValueError, KeyError if transformers cannot build it.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,22 +1,20 @@
-"""Reads published weights into memory of the reader's own, in the reader's own data types.
+"""Reads published weights into the reader's memory, in the reader's data types.
 
-The trainer alternates between two files, so a version stays readable until the one after the next
-is begun. A reader that is slower than that notices when its copy is complete: the header no longer
-names its version.
+The trainer alternates between two files. A reader that is slower detects that when its copy is
+complete: the header no longer names its version.
 
 On a CPU the copy is one `pread` of the whole file into a buffer that is kept for the next version,
-if it is published in the data types that are wanted. Measured on a 2-core CPU with 400 MiB: 0.08 s;
-cloning tensors into fresh memory takes 0.6-3 s, most of it in page faults. Otherwise it goes
-through two small buffers, tensor by tensor; for a GPU they are page-locked, so that one is filled
-while the other is copied, on a stream of its own.
+if it is published in the wanted data types: 0.08 s for 400 MiB on a 2-core CPU; cloning tensors
+into fresh memory takes 0.6-3 s, most of it in page faults. Otherwise it goes through two small
+buffers, tensor by tensor; for a GPU they are page-locked, and used in turn on a separate stream.
 
 A manifest that names a sender is received from it (`asyncrl.wire.weights.broadcast`). If that
-fails, the buffer says so and reads the file.
+fails, the buffer logs it and reads the file.
 
 Example:
     ```python
     buffer = WeightBuffer(lambda name, published: torch.bfloat16)
-    buffer.read(manifest)  # raises if the version was overwritten meanwhile
+    buffer.read(manifest)  # raises if the version was overwritten during the copy
     for name, tensor in buffer.tensors():
         parameters[name].copy_(tensor)
     ```
@@ -45,21 +43,19 @@ from asyncrl.wire.weights.views import dtype_of, tensor_view
 logger = logging.getLogger(__name__)
 
 DTypes = Callable[[str, torch.dtype], torch.dtype]
-"""In which data type a reader wants a tensor, by its name and its published data type."""
+"""Maps a tensor's name and published data type to the data type that a reader wants."""
 
 _STEP_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Of the small buffers: on a CPU they stay in its cache."""
+"""Size of the small buffers: on a CPU they stay in its cache."""
 _CPU = torch.device("cpu")
 
 
 class WeightBuffer:
     """A private copy of one published version. Not thread-safe.
 
-    Args:
-        wanted: data types of the copy; None: as they are published.
-        device: where the copy lies.
-        pinned: page-lock a copy in host memory, for an engine on a GPU.
-        engine_device: where a broadcast may arrive; None: where the copy lies.
+    `wanted` are the data types of the copy (None: as published), and `device` its device. A copy in
+    host memory is page-locked if `pinned`, for an engine on a GPU. A broadcast may arrive on
+    `engine_device` (None: that of the copy).
     """
 
     def __init__(
@@ -76,24 +72,19 @@ class WeightBuffer:
         self._memory: Tensor | None = None
         self._pin: Pin | None = None
         self._specs: tuple[TensorSpec, ...] = ()
-        """Of the copy."""
         self._tensors: list[tuple[str, Tensor]] = []
         self._steps: list[Tensor] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._receiver = BroadcastReceiver(engine_device or device)
         self._missed = False
-        """Whether the last broadcast did not arrive."""
+        """True if the last broadcast did not arrive."""
         self.policy_version: int | None = None
-        """The version that the buffer holds; None: nothing whole."""
+        """The version that the buffer holds; None: nothing complete."""
 
     def read(self, manifest: WeightManifest) -> None:
-        """Copy a published version into the buffer, replacing the one before.
+        """Copy a published version into the buffer, replacing the previous one.
 
-        If it raises, the buffer holds nothing.
-
-        Raises:
-            WeightsSupersededError: the file no longer holds this version, or was removed.
-            WeightsReadError: the file is not ours, or the manifest does not describe it.
+        If it raises, the buffer holds nothing. Raises as `asyncrl.wire.weights.files.held_version`.
         """
         self.policy_version = None
         if not self._receive(manifest):
@@ -135,22 +126,18 @@ class WeightBuffer:
                     self._convert(descriptor, manifest)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names as in the HF state dict, and tensors that are valid until the next `read`.
-
-        Raises:
-            WeightsReadError: the buffer holds no whole version.
-        """
+        """Yield tensors by name, valid until the next `read`. Raises WeightsReadError."""
         if self.policy_version is None:
             raise WeightsReadError("no whole version of the weights has been read")
         yield from self._tensors
 
     @property
     def nbytes(self) -> int:
-        """Memory that the copy takes."""
+        """Size of the copy in bytes."""
         return 0 if self._memory is None else self._memory.nbytes
 
     def _memory_for(self, manifest: WeightManifest) -> Tensor:
-        """Memory of the right size; the manifest's tensors are checked before a byte is copied."""
+        """Return memory of the right size, after checking the manifest's tensors."""
         published = [dtype_of(spec, manifest.nbytes) for spec in manifest.tensors]
         wanted = [
             self._wanted(spec.name, dtype)
@@ -220,7 +207,7 @@ class _Landing:
         self._as_published = specs == manifest.tensors
 
     def room(self, span: slice, device: torch.device) -> Tensor | None:
-        """The buffer's own memory, if bytes stay as they are and where they arrive."""
+        """Return the buffer's memory, if bytes stay as they are and where they arrive."""
         fits = self._as_published and self._memory.device == device
         return self._memory[span] if fits else None
 

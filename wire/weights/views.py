@@ -12,11 +12,7 @@ from asyncrl.wire.weights.layout import HEADER_BYTES, TensorSpec
 
 
 def dtype_of(spec: TensorSpec, size: int) -> torch.dtype:
-    """The data type of a tensor, once it is known to lie in a file of `size` bytes.
-
-    Raises:
-        WeightsReadError: the data type is unknown, or the tensor does not lie in the file.
-    """
+    """Return a tensor's data type; WeightsReadError unless it lies in a file of `size` bytes."""
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightsReadError(f"tensor {spec.name}: unknown data type {spec.dtype!r}")
@@ -31,10 +27,6 @@ def dtype_of(spec: TensorSpec, size: int) -> torch.dtype:
 
 
 def tensor_view(memory: Tensor, spec: TensorSpec) -> Tensor:
-    """A tensor that shares its bytes with `memory`, `[nbytes]` uint8 in the layout of a file.
-
-    Raises:
-        WeightsReadError: as `dtype_of`.
-    """
+    """Return a tensor that shares its bytes with `memory`, `[nbytes]` uint8, as `dtype_of`."""
     dtype = dtype_of(spec, len(memory))
     return memory[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)

@@ -3,11 +3,9 @@
 Two files under /dev/shm alternate, so that version v stays readable while v + 1 is written. The
 writer sets the version in the header to -1, copies the tensors, then sets the new version. The
 reader (`asyncrl.wire.weights.reader`) accepts a copy only if the header names its version before
-and after. No disk, no serialisation, no lock: a slow or dead engine cannot hold up the trainer.
-Files have mode 0600.
+and after. No lock: a slow or dead engine cannot delay the trainer. Files have mode 0600.
 
-The copy converts to the data type of the engines: a trainer in float32 publishes half as many bytes
-for engines in bfloat16, and nobody converts again.
+The copy converts to the engines' data type, so engines need not convert again.
 """
 
 from __future__ import annotations
@@ -49,30 +47,23 @@ class _Slot:
     memory: mmap.mmap
     views: list[Tensor]
     pin: Pin | None = None
-    """Of the mapping, if the tensors come from a GPU."""
+    """Pin of the mapping, if the tensors come from a GPU."""
 
     def mark(self, version: int) -> None:
         mark(self.memory, version)
 
     @property
     def version(self) -> int:
-        """The version that it holds; WRITING: none."""
         return marked(self.memory)
 
 
 class WeightPublisher:
     """Writes versions of one model's weights. Not thread-safe; one per trainer.
 
-    Args:
-        directory: in memory, usually /dev/shm.
-        run_id: names the files; letters, digits, dot, dash, underscore. Unique on this machine.
-        dtype: that floating-point tensors are converted to, once, while they are copied: what the
-            engines decode with; None: they are published as they are.
-        files: how many alternate. A version is overwritten by the one `files` later.
-        lora: of the adapter that is published; None: all weights are.
-
-    Raises:
-        PublishError: the run id cannot name a file.
+    `directory` is in memory, usually /dev/shm. `run_id` names the files, unique on this machine:
+    letters, digits, dot, dash, underscore; otherwise PublishError is raised. Floating-point tensors
+    are converted to `dtype` (None: published as they are). Of `files` alternating files, a version
+    is overwritten by the one `files` later. `lora` is set if an adapter is published.
     """
 
     def __init__(
@@ -103,15 +94,14 @@ class WeightPublisher:
         fingerprint: Fingerprint | None = None,
         whole: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     ) -> WeightManifest:
-        """Copy these tensors into the next file and set its version.
+        """Copy these tensors into the next file and set its version, at least 0.
 
         The first call fixes names, data types and shapes, and reserves the memory. `fingerprint` is
-        the publisher's own of what it decodes or trains with; it travels in the manifest. `whole`
-        makes all of a tensor that is in parts, in the type in which it is published, one at a time.
+        the publisher's own, of what it decodes or trains with; it travels in the manifest. `whole`
+        joins a tensor that is in parts, in the type in which it is published, one at a time.
 
-        Raises:
-            PublishError: there is not enough memory, the version is negative, a name comes twice,
-                or the tensors differ from those of the first call.
+        Raises PublishError if there is not enough memory, the version is negative, a name comes
+        twice, or the tensors differ from those of the first call.
         """
         if policy_version < 0:
             raise PublishError(f"policy_version must be 0 or more, got {policy_version}")
@@ -149,7 +139,7 @@ class WeightPublisher:
         return []
 
     def close(self) -> None:
-        """Delete the files. A reader that has one open can still read it. Idempotent."""
+        """Return a version that is still published, valid until the next `publish`; else []."""
         while self._slots:
             slot = self._slots.pop()
             # The views keep the mapping open; without them it is freed with the slot.
@@ -181,7 +171,7 @@ class WeightPublisher:
             raise
 
     def _published_as(self, tensor: Tensor) -> tuple[str, int]:
-        """The name and the size in bytes of the data type that a tensor is published in."""
+        """Return the name and the size in bytes of the data type that a tensor is published in."""
         dtype = tensor.dtype
         if self._dtype is not None and tensor.is_floating_point():
             dtype = self._dtype
@@ -207,20 +197,15 @@ def published(
     policy_version: int,
     directory: Path = SHARED_MEMORY,
 ) -> Iterator[WeightManifest]:
-    """Publish one version of some tensors in a file that exists inside the block only.
+    """Publish one version of some tensors in a file that exists only inside the block.
 
-    For weights that do not come from a trainer: tests and benchmarks hand tensors to an engine
-    with it.
+    It is for weights that do not come from a trainer, in tests and benchmarks:
 
-    Example:
-        ```python
         with published(model.state_dict().items(), 1) as manifest:
             await engine.stage_weights(manifest)
         await engine.install_weights(1)
-        ```
 
-    Raises:
-        PublishError: as `WeightPublisher.publish`.
+    Raises as `WeightPublisher.publish`.
     """
     with WeightPublisher(
         directory, f"once-{secrets.token_hex(4)}-{os.getpid()}", files=1

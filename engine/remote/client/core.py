@@ -1,9 +1,4 @@
-"""What the client asks of an engine's core, the process in which the model runs.
-
-An engine implements `Core` by its own means. Everything else in this package only needs that.
-
-Counters and gauges of a running core.
-"""
+"""The client's view of an engine's core, which an engine implements: `Core`."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 
 class Meter:
-    """What a core has done since its start. The engine adds what each message reports."""
+    """Counters and gauges of a core since its start; the engine adds what each message reports."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -31,28 +26,22 @@ class Meter:
         self.waiting = 0
         self.kv_used = 0.0
         self.prefix_asked = 0
-        """Context tokens that new requests came with."""
+        """Context tokens of new requests."""
         self.prefix_found = 0
-        """Of those, tokens whose KV was found in the prefix cache."""
+        """Those whose KV was found in the prefix cache."""
         self._busy_since: float | None = None
 
     def idle(self) -> None:
-        """Nothing runs from now on (paused, or the last request was aborted)."""
+        """Note that nothing runs (paused, or the last request was aborted)."""
         self._busy_since = None
 
     def busy(self) -> None:
-        """Something runs from now on."""
+        """Note that something runs."""
         if self._busy_since is None:
             self._busy_since = time.monotonic()
 
     def loaded(self, running: int, waiting: int, kv_used: float) -> None:
-        """Note the load after the last step of a message, and the time that its steps took.
-
-        Args:
-            running: requests.
-            waiting: requests.
-            kv_used: 0 to 1.
-        """
+        """Note the load after the last step of a message, and the time that its steps took."""
         now = time.monotonic()
         if self._busy_since is not None:
             self.busy_seconds += now - self._busy_since
@@ -65,16 +54,15 @@ class CoreRequest:
     """A request to generate, or to score if `extra.scored`."""
 
     tokens: list[int]
-    """What to continue, or to score the end of."""
+    """The tokens to continue, or whose end to score."""
     max_tokens: int
-    """To generate; 0: it only scores."""
+    """Most tokens to generate; 0: it only scores."""
     temperature: float
     top_p: float
     stop_tokens: tuple[int, ...]
     extra: RequestExtra
-    """The rest of it; the ticket is not set yet."""
+    """The ticket is not set yet."""
     priority: int
-    """Lower is served first, ties by arrival."""
 
 
 class Core(Protocol):
@@ -82,7 +70,7 @@ class Core(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the engine, for messages: "vLLM"."""
+        """The engine's name in messages: "vLLM"."""
 
     @property
     def min_temperature(self) -> float:
@@ -90,19 +78,19 @@ class Core(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Of the loaded model."""
+        """Vocabulary size of the loaded model."""
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that are loaded; 0 at the start."""
+        """Version of the loaded weights; 0 at the start."""
 
     @property
     def ended(self) -> EngineError | None:
-        """Why nothing can be asked any more; None while it runs."""
+        """The error that every later call raises; None while it runs."""
 
     @property
     def unfinished(self) -> int:
-        """Requests submitted whose end has not come."""
+        """Number of submitted requests that have not ended."""
 
     @property
     def responses(self) -> Responses:
@@ -110,60 +98,47 @@ class Core(Protocol):
 
     @property
     def meter(self) -> Meter:
-        """What it has done since its start."""
+        """Its counters since the start."""
 
     def failure(self, what: str) -> EngineError:
-        """An error that says what went wrong and quotes the end of the engine's log."""
+        """Return an error about `what` that quotes the end of the engine's log."""
 
     def fail(self, error: EngineError) -> None:
         """Refuse every later call with this error, and raise it to all readers."""
 
     async def submit(self, request_id: str, inbox: Inbox[Any], request: CoreRequest) -> None:
-        """Send a request that is answered to `inbox`, under prefix KV of these weights only.
+        """Send a request that is answered to `inbox`, using prefix KV of these weights only.
 
-        Args:
-            request_id: never used before.
-            inbox: a `Response` of `responses`, or one for a `Scored`. Its ticket goes along.
-            request: to serve.
+        `request_id` was never used before. `inbox` is a `Response` of `responses` or for a
+        `Scored`.
         """
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests and drop what comes of them later; those already over are ignored."""
+        """End requests and drop their later results; ended ones are ignored."""
 
     async def interrupt(self, request_id: str) -> None:
-        """End a request, which answers with all that it has drawn and then its end.
-
-        Nothing happens if it is already over.
-        """
+        """End a request, which reports all that it has drawn and then its end. Idempotent."""
 
     async def pause(self) -> None:
-        """Return when no step runs any more and all steps have come; requests stay as they are."""
+        """Stop, and return when all steps have been received; requests keep their state."""
 
     async def resume(self) -> None:
         """Resume drawing."""
 
     async def begin_staging(self, manifest: WeightManifest) -> None:
-        """Have the worker begin to copy published weights; generation continues."""
+        """Make the worker copy published weights; generation continues."""
 
     async def staging(self) -> StagingReport:
-        """How far the staging begun last is, in all ranks together."""
+        """Return the state of the staging begun last, over all ranks."""
 
     async def install(self, policy_version: int, limit: float) -> str:
-        """Put the staged weights in place and stamp what is drawn from now on; only while paused.
+        """Put the staged weights in place and stamp later tokens with them; only while paused.
 
-        Args:
-            policy_version: that is staged.
-            limit: of the wait for it, in seconds.
-
-        Returns:
-            Why the engine had to load them in the pause (`RemoteWorker.asyncrl_install`), or "".
+        Raises after `limit` seconds. Returns as `RemoteWorker.asyncrl_install`.
         """
 
     async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:
-        """Of the weights in use, by names and shapes of the HF state dict.
-
-        It generates meanwhile. The weights must stay.
-        """
+        """Return the fingerprint of the weights in use, which must not change; steps continue."""
 
     async def save_cache(self) -> int:
-        """Write the snapshot of the cache of rollouts; returns its bytes."""
+        """Write the snapshot of the rollout cache; return its bytes."""

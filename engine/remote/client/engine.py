@@ -1,4 +1,4 @@
-"""RemoteEngine: the `Engine` protocol for engines whose model runs in a process of its own.
+"""RemoteEngine: the `Engine` protocol for engines whose model runs in a separate process.
 
     this process (client/)                        the core's process (worker/)
     Generation, Scoring ─► Streams ─► Core ─────► scheduler, model, drafter
@@ -14,14 +14,6 @@ The core stamps each token with the version that drew it; weights change only wh
 paused. Requests that have not begun when the weights change begin again under the new ones, because
 their prompt's KV would be of the old version. Prefix KV is shared by requests of one version only
 (the version is the salt of its hash); running requests keep theirs.
-
-The parts are `core` (what the core is asked), `streams` (the requests being served), `responses`
-(steps become chunks), `generation`, `verification` (what requests are for) and `pausing`. An engine
-gives the process that it starts (`CoreProcess`) and a `Core`.
-
-New weights are staged in the engine's worker, then installed.
-
-Stops and resumes drawing.
 """
 
 from __future__ import annotations
@@ -62,7 +54,6 @@ class Pausing:
         self._streams = streams
         self._lock = asyncio.Lock()
         self.paused = False
-        """By `pause`; not set while `stopped` has stopped it."""
 
     async def pause(self) -> None:
         """Stop drawing and report what was drawn; running requests stay. Idempotent."""
@@ -80,7 +71,7 @@ class Pausing:
 
     @asynccontextmanager
     async def stopped(self) -> AsyncIterator[None]:
-        """No token is drawn inside the block. After an exception drawing is not resumed."""
+        """Stop drawing inside the block. After an exception drawing is not resumed."""
         async with self._lock:
             if not self.paused:
                 await self._stop()
@@ -100,18 +91,13 @@ class Pausing:
 
 _LOG = logging.getLogger(__name__)
 _FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.05
-"""Between two questions whether weights are staged. Each is answered between two steps."""
+"""Interval between polls for staged weights. Each is answered between two steps."""
 
 
 class WeightSwap:
     """Stages published weights in the worker while it generates, then installs them.
 
-    Args:
-        core: of the engine.
-        streams: its requests; those without a token begin again under the new weights.
-        pausing: stops drawing for the installation.
-        shapes: of the model.
-        longest: seconds that staging, and installing, so many bytes of weights may take.
+    `longest` returns the time limit, in seconds, for staging or installing this many bytes.
     """
 
     def __init__(
@@ -128,35 +114,27 @@ class WeightSwap:
         self._shapes = shapes
         self._longest = longest
         self._limit = 0.0
-        """Seconds, of the version that is staged."""
         self._lock = asyncio.Lock()
         self._staged: int | None = None
         self._fingerprint: Fingerprint | None = None
         self._said_why = False
 
     async def fingerprint(self) -> Fingerprint:
-        """Of the weights in use, which stay until it is done; once after each installation.
-
-        Raises EngineError.
-        """
+        """Return the fingerprint of the weights in use, which do not change. Raises EngineError."""
         async with self._lock:
             if self._fingerprint is None:
                 self._fingerprint = await self._core.fingerprint(self._shapes.shapes)
             return self._fingerprint
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """Have the worker copy published weights into its staging memory.
+        """Copy published weights into the worker's staging memory.
 
-        Raises:
-            WeightsSupersededError: these were overwritten or removed; nothing is staged.
-            WeightsError: the weights do not fit the model, cannot be read or have values that are
-                not finite; nothing is staged.
-            EngineError: the core failed, or did not finish in time; nothing is staged.
+        Raises as `Engine.stage_weights`; EngineError if the core failed, or did not finish in time.
         """
         async with self._lock:
             self._staged = None
             self._shapes.check(manifest)
-            # Of an adapter, all weights that it is merged into are loaded, in at least 16 bits.
+            # An adapter is merged into all weights, which are loaded in at least 16 bits.
             nbytes = max(manifest.nbytes, 2 * self._shapes.elements)
             self._limit = self._longest(nbytes)
             await self._core.begin_staging(manifest)
@@ -164,7 +142,7 @@ class WeightSwap:
             self._staged = manifest.policy_version
 
     async def _staging_ended(self) -> None:
-        """Poll: a call to the core that waited for the copy would hold up its steps."""
+        """Poll, because a call that waited for the copy would hold up the core's steps."""
         deadline = time.monotonic() + self._limit
         pause = _FIRST_POLL_SECONDS
         while (report := await self._core.staging()).state == "running":
@@ -182,9 +160,8 @@ class WeightSwap:
     async def install(self, policy_version: int) -> None:
         """Replace the weights between two steps.
 
-        Raises:
-            WeightsError: this version is not staged; nothing was changed.
-            EngineError: the core failed during the installation; the engine has ended.
+        Raises WeightsError if this version is not staged; EngineError if the core failed during the
+        installation: the engine has ended.
         """
         async with self._lock:
             if self._staged != policy_version:
@@ -215,14 +192,7 @@ T = TypeVar("T")
 
 
 class Scoring:
-    """The `score` calls of one engine.
-
-    Args:
-        core: of the engine.
-        streams: its requests.
-        limits: of requests.
-        seeds: of requests without one.
-    """
+    """The `score` calls of one engine."""
 
     def __init__(self, core: Core, streams: Streams, limits: Limits, seeds: SeedStream) -> None:
         self._core = core
@@ -237,7 +207,7 @@ class Scoring:
             check_temperature(request.request_id, request.sampling, self._core)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """Scores in the order asked. What new weights overtook is scored again."""
+        """Return scores in the order asked; rescore those that new weights overtook."""
         scores = await _gather([self._score(request) for request in requests])
         while len({score.policy_version for score in scores}) > 1:
             installed = self._core.policy_version  # not the highest: it may have fallen
@@ -259,7 +229,7 @@ class Scoring:
 
 
 async def _gather(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """Results in order; at the first failure the others are cancelled."""
+    """Gather results in order; at the first failure the others are cancelled."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
@@ -276,14 +246,14 @@ class CoreProcess(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the engine, for messages: "vLLM"."""
+        """The engine's name in messages: "vLLM"."""
 
     @property
     def ended(self) -> EngineError | None:
-        """Why nothing can be asked any more; None before the start and while it runs."""
+        """The error that every later call raises; None before the start and while it runs."""
 
     def check(self) -> None:
-        """Raise EngineError, saying why, if nothing can be asked any more."""
+        """Raise EngineError with the reason if the process has ended."""
 
     def fail(self, error: EngineError) -> None:
         """Refuse every later call with this error, and call `on_end`."""
@@ -297,8 +267,6 @@ class CoreProcess(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a started engine is made of."""
-
     core: Core
     streams: Streams
     generation: Generation
@@ -308,15 +276,11 @@ class _Parts:
 
 
 class RemoteEngine:
-    """An `asyncrl.engine.protocol.Engine` whose model runs elsewhere. One event loop.
+    """An `asyncrl.engine.protocol.Engine` whose model runs in another process. One event loop.
 
-    Args:
-        config: of the engine.
-        model_path: a directory in HF format or a hub id.
-        seed: of the stream that gives seeds to requests without one.
-        process: of the core, not started.
-        start: starts the process with policy version 0, and connects to it. Raises EngineError.
-        call_seconds: weights may take so long in any case (`longest_installation`).
+    `seed` is that of the stream that gives seeds to requests without one. `process` is not started;
+    `start` starts it with policy version 0 and connects to it, or raises EngineError.
+    `call_seconds` is the least time limit for weights (`longest_installation`).
     """
 
     def __init__(
@@ -375,9 +339,8 @@ class RemoteEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response; closing the iterator aborts the request.
 
-        Raises:
-            RequestError: the request cannot be served (at the first chunk asked for).
-            EngineError: the core is not running, or died; the end of its log is quoted.
+        Raises RequestError at the first chunk if the request cannot be served; EngineError, which
+        quotes the end of the log, if the core is not running or died.
         """
         async with aclosing(self._running().generation.chunks(request)) as chunks:
             async for chunk in chunks:
@@ -388,17 +351,13 @@ class RemoteEngine:
         self._running().generation.interrupt(request_id)
 
     def end_session(self, session: str) -> None:
-        """Nothing: prefix caches know no sessions, and drop what was used longest ago."""
+        """Do nothing: prefix caches are not tied to sessions and evict by last use."""
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """Score given tokens, all under one policy version.
+        """Score given tokens, all under one policy version, before all waiting generation.
 
-        They wait for free slots, before all waiting generation. While the engine is paused
-        nothing can be scored: the core pauses as a whole.
-
-        Raises:
-            RequestError: a request cannot be scored; none of them was.
-            EngineError: the engine is paused, or its core died.
+        Raises RequestError if a request cannot be scored (none of them was); EngineError if the
+        core died, or the engine is paused: the core pauses as a whole.
         """
         parts = self._running()
         parts.scoring.check(requests)
@@ -417,38 +376,26 @@ class RemoteEngine:
         await self._running().pausing.resume()
 
     async def stage_weights(self, manifest: WeightManifest) -> None:
-        """Have the worker copy published weights into its staging memory; generation continues.
-
-        Raises:
-            WeightsSupersededError: these were overwritten or removed; nothing is staged.
-            WeightsError: the weights do not fit the model, cannot be read or have values that are
-                not finite; nothing is staged.
-            EngineError: the core failed.
-        """
+        """Stage published weights while generation continues. Raises as `WeightSwap.stage`."""
         await self._running().weights.stage(manifest)
 
     async def install_weights(self, policy_version: int) -> None:
-        """Replace the weights between two steps; running requests continue with the KV they have.
-
-        Raises:
-            WeightsError: this version is not staged; nothing was changed.
-            EngineError: the core failed during the installation; the engine has ended.
-        """
+        """Replace the weights between two steps. Raises as `WeightSwap.install`."""
         await self._running().weights.install(policy_version)
 
     async def fingerprint(self) -> Fingerprint:
-        """Of the weights that the layers hold; it generates meanwhile. Raises EngineError."""
+        """Return the fingerprint of the weights in use. Raises EngineError."""
         return await self._running().weights.fingerprint()
 
     async def save_cache(self) -> int:
-        """Write the snapshot of the cache, if it has a place for one; returns its bytes."""
+        """Write the snapshot of the cache, if it has a path for one; return its bytes."""
         return await self._running().core.save_cache()
 
     def stats(self) -> EngineStats:
-        """Counters and gauges, as of the last step."""
+        """Return counters and gauges as of the last step."""
         parts = self._running()
         meter, served = parts.core.meter, parts.core.unfinished
-        # A core's own count after a step leaves out what ended with it, as all scored requests do.
+        # A core's count after a step leaves out what ended with it, as all scored requests do.
         running = min(served, self._config.slots)
         return EngineStats(
             tokens=TokenCounts(
@@ -473,7 +420,7 @@ class RemoteEngine:
         await self._core_process.stop()
 
     def _running(self) -> _Parts:
-        """The parts. Raises EngineError when the engine was not started or has ended."""
+        """Raises EngineError if the engine was not started or has ended."""
         if self._parts is None and self._core_process.ended is None:
             raise EngineError("the engine was not started")
         self._core_process.check()

@@ -1,11 +1,8 @@
 """Generates responses: kept tokens are verified first, then the core draws the rest.
 
-Verification of kept tokens: reports what the worker decided, and continues after it.
-
 The worker judges kept tokens in one prefill (`asyncrl.engine.remote.worker.scored`). The rest of
 the response becomes an ordinary request with a longer prefix, whose prefill finds most of the KV
 that the verification computed in the engine's prefix cache. The rejected tokens are its draft.
-
 Accepted tokens carry the version that judged them, even if the weights change before the response
 resumes.
 """
@@ -31,18 +28,10 @@ from asyncrl.rollout.trajectory import FinishReason, IntArray, KeptTokens, Prove
 def after_verification(
     request: GenerateRequest, kept: KeptTokens, table: Table, seed: int, policy_version: int
 ) -> tuple[TokenChunk | None, GenerateRequest]:
-    """What to report of the kept tokens of a request, and how it continues.
+    """Return what to report of a request's kept tokens, and the request that continues.
 
-    Args:
-        request: with its kept tokens, at least one.
-        kept: those tokens.
-        table: what the worker left of them.
-        seed: of the request.
-        policy_version: that judged them.
-
-    Returns:
-        The tokens to report, with the finish reason if they end the response (None: nothing was
-        accepted or drawn), and the request that continues after them.
+    `table` is the worker's result under `policy_version`. The chunk has the finish reason if its
+    tokens end the response; None: nothing was accepted or drawn.
     """
     tokens = table.tokens
     stays = int((table.outcomes == Outcome.KEPT).sum())
@@ -72,7 +61,7 @@ def after_verification(
 
 
 def _noise_seeds(kept: KeptTokens, table: Table, seed: int, policy_version: int) -> SeedArray:
-    """`[n]` accepted and renamed tokens keep their noise, unless the rule is lenient."""
+    """Return `[n]` seeds: accepted and renamed tokens keep theirs unless the rule is lenient."""
     (fresh,) = noise_seeds(np.array([seed], np.uint64), policy_version)
     if kept.lenience is not None:
         return np.full(len(table.tokens), fresh, np.uint64)
@@ -81,9 +70,9 @@ def _noise_seeds(kept: KeptTokens, table: Table, seed: int, policy_version: int)
 
 
 def _end(request: GenerateRequest, tokens: IntArray, begun: int) -> tuple[int, FinishReason | None]:
-    """Where the response ends within `tokens`, and why; all of them and None if it continues.
+    """Return the tokens up to the response's end and its reason; all and None if it continues.
 
-    The first `begun` of them are of earlier turns, which their stops have ended.
+    The first `begun` tokens belong to earlier turns, which their stops have ended.
     """
     last = tokens[begun:]
     ends = (np.flatnonzero(np.isin(last, request.sampling.stop_tokens)) + 1 + begun).tolist()[:1]
@@ -101,14 +90,7 @@ def _end(request: GenerateRequest, tokens: IntArray, begun: int) -> tuple[int, F
 
 
 class Generation:
-    """The `generate` calls of one engine.
-
-    Args:
-        core: of the engine.
-        streams: its requests.
-        limits: of requests.
-        seeds: of requests without one.
-    """
+    """The `generate` calls of one engine."""
 
     def __init__(self, core: Core, streams: Streams, limits: Limits, seeds: SeedStream) -> None:
         self._core = core
@@ -116,20 +98,18 @@ class Generation:
         self._limits = limits
         self._seeds = seeds
         self._readers: dict[str, list[Reader]] = {}
-        """By request id: one, or more while earlier requests of this id are being left."""
+        """Readers by request id; several while earlier requests of this id are being left."""
         self._residual = 0
 
     @property
     def tokens_drawn(self) -> int:
-        """Response tokens since the start; those that verification accepted are not drawn."""
+        """Response tokens drawn since the start, without those that verification accepted."""
         return self._core.responses.tokens + self._residual
 
     async def chunks(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """The response, until its end or an interruption.
+        """Yield the response, until its end or an interruption.
 
-        Raises:
-            RequestError: the request cannot be served.
-            EngineError: the core failed.
+        Raises RequestError if the request cannot be served, EngineError if the core failed.
         """
         name = request.request_id
         self._limits.check_generate(request)
@@ -151,14 +131,14 @@ class Generation:
                 del self._readers[name]
 
     def interrupt(self, request_id: str) -> None:
-        """End a request; nothing happens when it has ended or is not known."""
+        """End a request; does nothing if it has ended or is not known."""
         for reader in self._readers.get(request_id, ()):
             reader.interrupt()
 
     async def _response(
         self, request: GenerateRequest, reader: Reader
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Chunks up to the last one, fewer if the reader is interrupted."""
+        """Yield chunks up to the last one, fewer if the reader is interrupted."""
         seed = self._seeds.seed_of(request.sampling)
         if request.kept is not None and len(request.kept):
             verified = await self._verify(request, request.kept, seed, reader)
@@ -179,7 +159,7 @@ class Generation:
     async def _verify(
         self, request: GenerateRequest, kept: KeptTokens, seed: int, reader: Reader
     ) -> tuple[TokenChunk | None, GenerateRequest] | None:
-        """Have the worker verify kept tokens; None when that was interrupted."""
+        """Let the worker verify kept tokens; None if that was interrupted."""
         name = request.request_id
         submitted = verification(request, kept, seed)
         scored = await self._streams.scored(name, submitted, reader)

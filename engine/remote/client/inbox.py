@@ -1,4 +1,4 @@
-"""What comes back for one request, on its way from the engine's output task to the reader."""
+"""The results of one request, on their way from the engine's output task to the reader."""
 
 from __future__ import annotations
 
@@ -26,17 +26,15 @@ class Inbox(Generic[T]):
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
         self.started = False
-        """Something has come for the request, or its end."""
+        """True once an item or the end has arrived."""
         self.closed = False
-        """Nothing is added any more."""
         self.ticket = NO_TICKET
-        """With which its request is sent."""
 
     def push(self, item: T, *, last: bool = False) -> None:
-        """Add an item, and close the inbox after the last one. Nothing happens if it is closed.
+        """Add an item, and close the inbox after the last one. Does nothing if it is closed.
 
-        What comes after an interruption or an error would be read as if neither had happened: a
-        verification could be judged by scores that its interruption was to drop.
+        Items after an interruption or an error must not be read: they may be scores that were to
+        drop.
         """
         if self.closed:
             return
@@ -46,19 +44,15 @@ class Inbox(Generic[T]):
         self._ready.set()
 
     def put(self, item: object) -> None:
-        """Close it; what has come is still handed over.
-
-        Also called by engines: with an exception when the core died, otherwise when the request
-        was aborted.
-        """
+        """Close it after an abort, or with an exception if the core died; items stay readable."""
         self.fail(item if isinstance(item, BaseException) else AbortedError("aborted"))
 
     def interrupt(self) -> None:
-        """The reader was interrupted: what is scored is dropped."""
+        """Interrupt the reader; scores are dropped."""
         self.put(None)
 
     def wake(self) -> None:
-        """Make a reader that waits look again, even if nothing has come."""
+        """Wake a waiting reader even if nothing has come."""
         self._ready.set()
 
     def fail(self, error: BaseException) -> None:
@@ -71,15 +65,13 @@ class Inbox(Generic[T]):
 
     @property
     def over(self) -> bool:
-        """The last item was taken."""
+        """True once the last item was taken."""
         return self.closed and self._error is None and not self._items
 
     async def take(self) -> list[T]:
         """Wait for items, or `wake`, and take all of them.
 
-        Raises:
-            AbortedError: the request was aborted and nothing is left.
-            EngineError: it failed and nothing is left; the engine's own errors pass through.
+        Raises AbortedError or EngineError once nothing is left of an aborted or failed request.
         """
         await self._ready.wait()
         if not self.closed:
@@ -103,7 +95,7 @@ class Scored:
 
 
 def not_finite(request_id: str) -> str:
-    """The error message for a distribution that is NaN."""
+    """Return the error message for a distribution that is NaN."""
     return (
         f"request {request_id!r}: the model's probabilities are not finite: its weights or "
         "activations overflowed"

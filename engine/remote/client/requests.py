@@ -1,4 +1,4 @@
-"""Requests and scores of the protocol, as the core takes and gives them."""
+"""Converts requests and scores between the protocol and the core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.engine.remote.extras import RequestExtra, ScoreColumns
 from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens
 
 _SCORE_PRIORITY = -1
-"""Before primary work, because a caller waits for all scores."""
+"""Served before primary work, because a caller waits for all scores."""
 
 
 def check_temperature(name: str, sampling: SamplingParams, core: Core) -> None:
@@ -27,12 +27,12 @@ def check_temperature(name: str, sampling: SamplingParams, core: Core) -> None:
 
 
 def _priority(request: GenerateRequest) -> int:
-    """Priority and order in the one number by which the core sorts; ties go by arrival there."""
+    """Combine priority and order in the number by which the core sorts; ties go by arrival."""
     return (request.priority << 32) + request.order
 
 
 def generation(request: GenerateRequest, seed: int) -> CoreRequest:
-    """Continue a request from its prefix."""
+    """Return a request that continues from its prefix."""
     sampling, prefix = request.sampling, request.prefix_tokens
     extra = RequestExtra(
         seed=seed,
@@ -49,7 +49,7 @@ def generation(request: GenerateRequest, seed: int) -> CoreRequest:
 
 
 def scoring(request: ScoreRequest, seed: int) -> CoreRequest:
-    """Score the tokens of a request."""
+    """Return a request that scores its tokens."""
     count, sampling = len(request.tokens), request.sampling
     extra = RequestExtra(
         seed=seed,
@@ -64,7 +64,7 @@ def scoring(request: ScoreRequest, seed: int) -> CoreRequest:
 
 
 def verification(request: GenerateRequest, kept: KeptTokens, seed: int) -> CoreRequest:
-    """Verify a request's kept tokens."""
+    """Return a request that verifies its kept tokens."""
     prefix, count, sampling = request.prefix_tokens, len(kept), request.sampling
     extra = RequestExtra(
         seed=seed,
@@ -103,22 +103,19 @@ class Table:
     """The result of a scoring request, by the names of its columns (`ScoreColumns`)."""
 
     tokens: IntArray
-    """`[n]` those that were scored, or those that verification leaves."""
+    """`[n]` the scored tokens, or those that verification leaves."""
     logprobs: FloatArray
     """`[n]`"""
     outcomes: IntArray
     """`[n]` of `asyncrl.engine.remote.extras.Outcome`."""
     topk_ids: IntArray
-    """`[n, K]`, padded with -1."""
     topk_logprobs: FloatArray
-    """`[n, K]`, padded with -inf."""
 
     @classmethod
     def of(cls, name: str, scored: Scored, top_k: int) -> Table:
         """Read the table of a scoring request that asked for lists of `top_k` tokens.
 
-        Raises:
-            EngineError: the model's probabilities are not finite.
+        Raises EngineError if the model's probabilities are not finite.
         """
         ids, values = scored.ids, scored.logprobs
         if np.isnan(values).any():
@@ -134,7 +131,7 @@ class Table:
 
 
 def score_of(request: ScoreRequest, scored: Scored) -> Score:
-    """The score in a scoring request's table."""
+    """Return the score in a scoring request's table."""
     table = Table.of(request.request_id, scored, request.sampling.top_k_logprobs)
     return Score(
         request_id=request.request_id,
@@ -146,7 +143,7 @@ def score_of(request: ScoreRequest, scored: Scored) -> Score:
 
 
 def unscored(request: ScoreRequest, policy_version: int) -> Score:
-    """The score of no tokens."""
+    """Return the score of an empty list of tokens."""
     k = request.sampling.top_k_logprobs
     return Score(
         request_id=request.request_id,

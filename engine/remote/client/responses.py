@@ -1,11 +1,9 @@
 """The responses that the core generates: the steps of all of them become chunks for each reader.
 
 The core labels each step with the version of the weights that drew it, so a chunk has one version
-however late it is read.
-
-A response ends where the core ends it, also when it is interrupted: the core then sends all that it
-has drawn before the end, so the place never depends on the tokens behind it. From this side it ends
-where a stop string is complete (the core knows none), or when nobody reads it any more.
+however late it is read. A response ends where the core ends it, also when it is interrupted, so the
+place never depends on the tokens behind it. This side ends it where a stop string is complete
+(which the core does not check), or when its reader has gone.
 """
 
 from __future__ import annotations
@@ -22,19 +20,14 @@ from asyncrl.rollout.trajectory import FinishReason
 
 
 class Responses:
-    """The responses that the core is generating.
-
-    Args:
-        chunk_tokens: a chunk has at least so many tokens; the first one of a response has one.
-    """
+    """The responses of the core, in chunks of at least `chunk_tokens` tokens; the first has one."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._unreported = Unreported(chunk_tokens)
         self._tickets = Tickets()
         self._expected: dict[int, Response] = {}
-        """By ticket: those that have no row yet."""
+        """Responses by ticket that have no row yet."""
         self._responses: dict[int, Response] = {}
-        """By row."""
         self._policy_version = 0
 
     @property
@@ -43,18 +36,13 @@ class Responses:
         return self._unreported.recorded
 
     def expect(self, response: Response) -> int:
-        """The ticket with which the request of a response is sent."""
+        """Return the ticket to send the request of a response with."""
         ticket = self._tickets.take()
         self._expected[ticket] = response
         return ticket
 
     def record(self, table: StepTable, policy_version: int) -> None:
-        """Add a step of the core's, and end responses whose stop string is complete.
-
-        Args:
-            table: of the step.
-            policy_version: that drew the tokens.
-        """
+        """Add a step of the core's, and end responses whose stop string is complete."""
         if policy_version != self._policy_version:
             self.flush()
             self._policy_version = policy_version
@@ -67,7 +55,6 @@ class Responses:
             self.end(self._responses[row], "stop")
 
     def _open(self, response: Response) -> None:
-        """Give a response a row: its first tokens have come."""
         request, state = response.request, 0
         rule = request.sampling.stop_rule
         if rule is not None:
@@ -79,23 +66,19 @@ class Responses:
         self._tickets.set_row(response.ticket, response.row)
 
     def report_due(self) -> None:
-        """Hand over first tokens, and chunks that are long enough."""
+        """Deliver first tokens, and chunks that are long enough."""
         for row in self._unreported.due():
             self._report(self._responses[row], None)
 
     def flush(self) -> None:
-        """Hand over everything that was generated."""
+        """Deliver everything that was generated."""
         for row in np.flatnonzero(self._unreported.count).tolist():
             self._report(self._responses[row], None)
 
     def end(self, response: Response, reason: FinishReason, accepted: int | None = None) -> None:
-        """A response has ended. Nothing happens if it was closed before.
+        """End a response that is not closed, with the drafts `accepted` in all steps.
 
-        Args:
-            response: to end.
-            reason: of the end.
-            accepted: drafts accepted in all steps, those cut off at the end included; None: the
-                core does not count them, or does not know the end.
+        These include those cut off at the end; None: the core does not count them or know the end.
         """
         if response.closed:
             return
@@ -107,13 +90,12 @@ class Responses:
         self._release(response)
 
     def cut(self, response: Response) -> None:
-        """Hand over what was generated of a response, and drop what comes later."""
+        """Deliver what was generated of a response, and drop what comes later."""
         if response.row != NO_ROW and self._unreported.count[response.row]:
             self._report(response, None)
         self._release(response)
 
     def _release(self, response: Response) -> None:
-        """Forget a response. Idempotent."""
         self._tickets.give_back(response.ticket)
         self._expected.pop(response.ticket, None)
         if response.row != NO_ROW:
@@ -122,7 +104,7 @@ class Responses:
             response.row = NO_ROW
 
     def _report(self, response: Response, reason: FinishReason | None) -> None:
-        """Hand over what was generated of a response, with its end if it has ended."""
+        """Deliver what was generated of a response, with its end if it has ended."""
         request = response.request
         generated = self._unreported.take(response.row, request.sampling.top_k_logprobs)
         if not self._unreported.finite[response.row]:
@@ -151,21 +133,21 @@ class Response(Inbox[TokenChunk]):
         self._seed = np.array([seed], np.uint64)
         self._noise: tuple[int, np.uint64] | None = None
         self.row = NO_ROW
-        """In `responses`, from its first step to its end."""
+        """Row in `responses`, from its first step to its end."""
         self._responses = responses
         self.ticket = responses.expect(self)
 
     def noise_seed(self, policy_version: int) -> np.uint64:
-        """Of the noise that draws its tokens outside the lists under this version."""
+        """Return the seed of the noise that draws tokens outside the lists under this version."""
         if self._noise is None or self._noise[0] != policy_version:
             self._noise = policy_version, noise_seeds(self._seed, policy_version)[0]
         return self._noise[1]
 
     def interrupt(self) -> None:
-        """The reader was interrupted; only the core can end it, as it knows what it has drawn."""
+        """Wake the reader; only the core can end the response, as it knows what it has drawn."""
         self.wake()
 
     def put(self, item: object) -> None:
-        """Close it; what has come is still handed over. Also called by engines (`Inbox.put`)."""
+        """Close it; chunks already drawn are still delivered."""
         self._responses.cut(self)
         super().put(item)

@@ -1,4 +1,4 @@
-"""The requests that the core is serving, and what comes back for each."""
+"""The requests that the core is serving, and the results of each."""
 
 from __future__ import annotations
 
@@ -19,30 +19,24 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Stream:
-    """One request of the core's."""
-
     request_id: str
-    """Ours towards the core: never used twice."""
+    """Id towards the core, never used twice."""
     inbox: Inbox[Any]
     submitted: bool = False
-    """The core knows it. Before, it cannot be ended there."""
+    """True once the core knows it; before that it cannot be ended there."""
     restart: bool = False
-    """Aborted to be submitted again."""
     interrupted: bool = False
-    """The core was asked to end it."""
+    """True once the core was asked to end it."""
 
     def cut(self) -> None:
-        """End it; what was drawn is still handed over."""
+        """End it; what was drawn is still delivered."""
         self.restart = False
         self.inbox.put(None)
 
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """Somebody who reads one request after the other: a verification, then the response.
-
-    `interrupt` ends the request being read, and every later one before it begins.
-    """
+    """Reads one request after the other, a verification, then the response, until `interrupt`."""
 
     stream: _Stream | None = None
     interrupted: bool = False
@@ -55,11 +49,7 @@ class Reader:
 
 
 class Streams:
-    """Submits requests to the core and hands what comes back to their readers.
-
-    Args:
-        core: gets the requests.
-    """
+    """Submits requests to the core and passes the results to their readers."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -72,16 +62,9 @@ class Streams:
     def chunks(
         self, request: GenerateRequest, seed: int, submitted: CoreRequest, reader: Reader
     ) -> AsyncGenerator[list[TokenChunk], None]:
-        """Chunks of a response until its end; ends early when it is interrupted or closed.
+        """Yield chunks of a response until its end, an interruption or `close`.
 
-        Args:
-            request: whose tokens are generated.
-            seed: of the request.
-            submitted: the same, as the core takes it.
-            reader: gets the chunks.
-
-        Raises:
-            EngineError: the core failed, or lost the request.
+        Raises EngineError if the core failed, or lost the request.
         """
         responses = self._core.responses
         return self._items(
@@ -89,15 +72,9 @@ class Streams:
         )
 
     async def scored(self, name: str, submitted: CoreRequest, reader: Reader) -> Scored | None:
-        """The table of a scoring request; None when it was interrupted or closed.
+        """Return the table of a scoring request; None if it was interrupted or closed.
 
-        Args:
-            name: of the request, for errors.
-            submitted: as the core takes it.
-            reader: gets the table.
-
-        Raises:
-            EngineError: the core failed, or lost the request.
+        Raises EngineError if the core failed, or lost the request.
         """
         async with aclosing(self._items(name, submitted, reader, Inbox[Scored])) as parts:
             async for (scored,) in parts:
@@ -107,7 +84,6 @@ class Streams:
     async def _items(
         self, name: str, submitted: CoreRequest, reader: Reader, new_inbox: Callable[[], Inbox[T]]
     ) -> AsyncGenerator[list[T], None]:
-        """What comes back for one request, as it comes."""
         if reader.interrupted:
             return
         stream, inbox = self._new(new_inbox)
@@ -144,12 +120,12 @@ class Streams:
                     self._core.meter.idle()
 
     async def _submit(self, stream: _Stream, request: CoreRequest) -> None:
-        """Give it to the core; weights may change before the core has it."""
+        """Send it to the core; weights may change before the core has it."""
         await self._core.submit(stream.request_id, stream.inbox, request)
         stream.submitted = True
 
     async def _pass_on_interruption(self, reader: Reader, stream: _Stream) -> None:
-        """Ask the core, once, to end what an interrupted reader reads."""
+        """Ask the core, once, to end the request of an interrupted reader."""
         if reader.interrupted and not stream.interrupted:
             stream.interrupted = True
             await self._core.interrupt(stream.request_id)
@@ -161,11 +137,11 @@ class Streams:
         return stream, inbox
 
     def flush(self) -> None:
-        """Hand everything that was generated to its reader."""
+        """Deliver everything that was generated."""
         self._core.responses.flush()
 
     async def restart_unstarted(self) -> None:
-        """Submit again what has no token yet: its prompt may have KV of the old weights."""
+        """Resubmit what has no token yet: its prompt may have KV of the old weights."""
         unstarted = [stream for stream in self._open.values() if not stream.inbox.started]
         for stream in unstarted:
             stream.restart = True
@@ -174,7 +150,7 @@ class Streams:
         await self._core.abort([one.request_id for one in unstarted if one.submitted])
 
     def cut(self) -> None:
-        """End every request; what was drawn is still handed over."""
+        """End every request; what was drawn is still delivered."""
         for stream in self._open.values():
             stream.cut()
 

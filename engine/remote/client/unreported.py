@@ -1,13 +1,11 @@
 """Tokens that the core has generated and that requests have not reported yet, as arrays.
 
-A step's table (`StepTable`) has the new tokens of all requests. `record` copies them to the rows of
-the requests in one compiled loop. A chunk is then a slice of one row.
+`record` copies the new tokens of all requests in a step's table (`StepTable`) to their rows, in one
+compiled loop. A chunk is then a slice of one row.
 
-Which row the tokens of a step's table belong to.
-
-A request that generates has a ticket: a number that it is sent with and that comes back with each
-of its tokens (`StepTable`). Tickets are never used twice, so tokens of a request that was ended
-from this side belong to nobody, whoever has its row now.
+A request is sent with a ticket, a number that comes back with each of its tokens. Tickets are never
+used twice, so tokens of a request that was ended from this side are dropped even if its row is in
+use again.
 """
 
 from __future__ import annotations
@@ -26,24 +24,18 @@ from asyncrl.rollout.trajectory import ByteArray, FloatArray, IntArray, Provenan
 kernel = kernels_of("engine/remote/client")
 
 NO_ROW = -1
-"""Nobody waits for the tokens of this ticket."""
 NEW = -2
-"""The ticket has no row yet: these are the first tokens of its request."""
+"""The ticket awaits a row: these are the first tokens of its request."""
 
 _SLOT_BITS = 28
-"""Of 63. The other 35 count requests: 1,000 a second for a year."""
+"""Bits of the slot. The other 35 count requests: 1,000 a second for a year."""
 _FREE = -1
 
 Index = NDArray[np.int64]
 
 
 class Tickets:
-    """The tickets that are taken. A ticket is a slot and a serial number; slots are used again.
-
-    Args:
-        slot_bits: bits of the slot, at least 4: fewer than `1 << slot_bits` tickets can be taken
-            at a time.
-    """
+    """The tickets in use, fewer than `1 << slot_bits`: a reused slot and a serial number each."""
 
     def __init__(self, slot_bits: int = _SLOT_BITS) -> None:
         self._slot_bits = slot_bits
@@ -54,11 +46,7 @@ class Tickets:
         self._row: Index = np.full(1, NO_ROW, np.int64)
 
     def take(self) -> int:
-        """A new ticket.
-
-        Raises:
-            EngineError: every slot has a ticket: another one would name two requests.
-        """
+        """Return a new ticket. Raises EngineError if every slot is in use."""
         if not self._free:
             have = len(self._ticket)
             if have > self._slots:
@@ -77,25 +65,21 @@ class Tickets:
         return ticket
 
     def set_row(self, ticket: int, row: int) -> None:
-        """The row of a ticket that is taken."""
+        """Set the row of a ticket that is in use."""
         self._row[ticket & self._slots] = row
 
     def give_back(self, ticket: int) -> None:
-        """Nobody waits for the tokens of this ticket any more. Idempotent."""
+        """Free a ticket, whose later tokens are dropped. Idempotent."""
         slot = ticket & self._slots
         if ticket != NO_TICKET and self._ticket[slot] == ticket:
             self._ticket[slot] = _FREE
             self._free.append(slot)
 
     def rows_of(self, tickets: Index) -> tuple[Index, int, bool]:
-        """Find the rows of a step's tokens.
+        """Find the rows of a step's tokens, given `[N]` tickets, adjacent for a request.
 
-        Args:
-            tickets: `[N]` those of a request follow each other.
-
-        Returns:
-            `[N]` rows: NO_ROW for tickets that are not taken, NEW for those without a row; the most
-            tokens of a row; and whether any row is NEW.
+        Returns `[N]` rows (NO_ROW for tickets not in use, NEW for those without a row), the most
+        tokens of a row, and whether any row is NEW.
         """
         return _rows_of(tickets, self._ticket, self._row, self._slots)
 
@@ -119,16 +103,14 @@ Flags = NDArray[np.bool_]
 
 
 class Tokens(NamedTuple):
-    """n tokens of one request with everything that is reported of them."""
+    """n tokens of one request with everything that is reported about them."""
 
     tokens: IntArray
     """`[n]`"""
     logprobs: FloatArray
     """`[n]`"""
     topk_ids: IntArray
-    """`[n, K]`, padded with -1."""
     topk_logprobs: FloatArray
-    """`[n, K]`, padded with -inf."""
     provenance: ByteArray
     """`[n]`"""
 
@@ -136,11 +118,9 @@ class Tokens(NamedTuple):
 class Unreported:
     """The rows of requests that generate: R rows of C tokens with the top K; all three grow.
 
-    Provenance: a step of n tokens accepted n - 1 drafts and drew one token. If the response ended
-    inside the accepted drafts, all its tokens are drafts (`correct_last`).
-
-    Args:
-        chunk_tokens: a row is due once it has so many tokens; at first, once it has any.
+    A step of n tokens accepted n - 1 drafts and drew one token. If the response ended inside the
+    accepted drafts, all its tokens are drafts (`correct_last`). A row is due once it has
+    `chunk_tokens` tokens; at first, once it has any.
     """
 
     def __init__(self, chunk_tokens: int = 1) -> None:
@@ -155,21 +135,15 @@ class Unreported:
         self._accepted: Index = np.empty(0, np.int64)
         self._state: IntArray = np.empty(0, np.int32)
         self.count: Index = np.empty(0, np.int64)
-        """`[R]` tokens to report."""
+        """`[R]` number of tokens to report."""
         self.begun: Flags = np.empty(0, np.bool_)
         """`[R]` whether the request has reported anything."""
         self.finite: Flags = np.empty(0, np.bool_)
-        """`[R]` whether the log-probabilities of its tokens are numbers."""
+        """`[R]` whether the log-probabilities of its tokens are finite."""
         self.recorded = 0
-        """Tokens since the start."""
 
     def open(self, rule: StopRule | None = None, state: int = 0) -> int:
-        """Take a row for a request.
-
-        Args:
-            rule: its stop strings.
-            state: of the rule, after what the response resumes from.
-        """
+        """Take a row for a request, with its stop rule and the rule's state after its prefix."""
         if not self._free:
             have = len(self.count)
             self._resize(max(16, 2 * have), *self._ids.shape[1:])
@@ -182,22 +156,15 @@ class Unreported:
         return row
 
     def close(self, row: int) -> None:
-        """Give a row back; what it holds is forgotten."""
+        """Free a row, dropping what it holds."""
         self._rules.pop(row, None)
         self.count[row] = 0
         self._free.append(row)
 
     def record(self, rows: Index, table: StepTable, longest: int) -> list[int]:
-        """Append what a step generated.
+        """Append a step's tokens to `rows` `[N]` (NO_ROW: not wanted), at most `longest` a row.
 
-        Args:
-            rows: `[N]` of the table's tokens; NO_ROW: not wanted.
-            table: of N tokens; its arrays are read-only, as when they are received.
-            longest: the most tokens of a row.
-
-        Returns:
-            Rows whose response was ended by a stop string. What the step generated after it is
-            dropped.
+        Returns the rows whose response was ended by a stop string; later tokens are dropped.
         """
         kept: Index = rows
         ended: list[int] = []
@@ -225,8 +192,7 @@ class Unreported:
     def _cut(self, rows: Index, tokens: IntArray) -> tuple[Index, list[int]]:
         """Cut steps after the token that completes a stop string.
 
-        Returns:
-            `[N]` rows, with NO_ROW for tokens that were cut off, and the rows that have ended.
+        Returns `[N]` rows, with NO_ROW for tokens that were cut off, and the rows that have ended.
         """
         begins = np.flatnonzero(np.diff(rows, prepend=NO_ROW - 1))
         drawn = np.diff(begins, append=len(rows))
@@ -244,17 +210,12 @@ class Unreported:
         return np.where(place < kept[of], rows, NO_ROW), given[ended].tolist()
 
     def correct_last(self, row: int, accepted: int) -> None:
-        """The response has ended: settle whether its last token was an accepted draft.
-
-        Args:
-            row: of the request.
-            accepted: its accepted drafts in all steps, as the core counts them.
-        """
+        """Settle if the last token of an ended response was one of its `accepted` drafts."""
         if accepted > self._accepted[row] and self.count[row]:
             self._provenance[row, self.count[row] - 1] = _DRAFTED
 
     def due(self) -> list[int]:
-        """Rows that are due after the last step."""
+        """Return the rows that are due after the last step."""
         if not self._some_due:
             return []
         due = (self.count >= self._chunk_tokens) | (~self.begun & (self.count > 0))
@@ -262,7 +223,7 @@ class Unreported:
         return rows
 
     def take(self, row: int, top_k: int) -> Tokens:
-        """What is to be reported, with the first K entries of the list at each place."""
+        """Take what is to be reported, with the first K entries of each list."""
         n = int(self.count[row])
         self.count[row] = 0
         self.begun[row] = True
@@ -272,7 +233,7 @@ class Unreported:
         return Tokens(ids[:, 0], logprobs[:, 0], ids[:, 1:], logprobs[:, 1:], provenance)
 
     def _make_room(self, tokens: int, width: int) -> None:
-        """Make sure that every row has room for so many more tokens of a table of this width."""
+        """Ensure that every row has room for this many more tokens of a table of this width."""
         have, wide = self._ids.shape[1:]
         if self._most + tokens > have:
             self._most = int(self.count.max(initial=0))
@@ -282,7 +243,7 @@ class Unreported:
             self._resize(len(self.count), grown, max(wide, width))
 
     def _resize(self, rows: int, tokens: int, width: int) -> None:
-        """Make the arrays larger: `[rows, tokens, width]`. What they hold stays."""
+        """Enlarge the arrays to `[rows, tokens, width]`, keeping their content."""
         for name in (
             "_ids",
             "_logprobs",
@@ -315,11 +276,10 @@ def _record(
     most: int,
     chunk_tokens: int,
 ) -> tuple[int, int, bool]:
-    """Append token i of a table to `kept[i]`; `rows[i]` is where it would be if none were cut off.
+    """Append token i of a table to `kept[i]`; `rows[i]` is its row if nothing were cut off.
 
-    Returns:
-        How many tokens that were, the most that a row has now, if it was `most` before, and
-        whether one of these rows is due.
+    Returns the number of appended tokens, the most tokens of a row (`most` before), and whether one
+    of these rows is due.
     """
     width, total, due = ids.shape[1], 0, False
     for i in range(len(rows)):
@@ -342,7 +302,7 @@ def _record(
 
 
 def warm_up() -> None:
-    """Compile what a step calls, or load it compiled."""
+    """Compile what a step calls, or load the compiled code."""
     table = StepTable(
         np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32), np.array([NO_TICKET], np.int64)
     )

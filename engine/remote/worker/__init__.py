@@ -1,1 +1,1 @@
-"""Runs in the process where the model runs."""
+"""The part of a remote engine that runs in the model's process."""

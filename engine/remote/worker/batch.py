@@ -1,8 +1,8 @@
 """The requests of an engine's batch as arrays, one entry a row.
 
-Engines move rows when a batch is condensed or a request is preempted. A request's parameters are
-read once, when it first appears, into a column of its own. When the list of rows has changed, the
-rows are picked from the columns; an ordinary step costs a comparison of two lists.
+A request's parameters are read once, when it first appears, into a separate column. When the list
+of rows has changed, the rows are picked from the columns; an ordinary step costs a comparison of
+two lists.
 """
 
 from __future__ import annotations
@@ -20,38 +20,29 @@ from asyncrl.rollout.trajectory import SeedArray
 
 
 class Batch(ABC):
-    """Follows the batch of an engine, see the module's docstring. An engine says what it has.
-
-    Args:
-        listed: length of the lists that tokens are drawn with, reported or not.
-    """
+    """Follows an engine's batch, whose state a subclass reads; draws have lists of `listed` ids."""
 
     def __init__(self, listed: int = UNREPORTED_K) -> None:
         self.listed = listed
         self.policy_version = 0
-        """Of the weights that are loaded; set by `advance`."""
+        """Version of the loaded weights; set by `advance`."""
         self.ids: list[str] = []
-        """`[B]` request ids."""
         self.seed: SeedArray = np.empty(0, np.uint64)
         """`[B]`"""
         self.noise_seed: SeedArray = np.empty(0, np.uint64)
-        """`[B]` of what rows draw outside their lists (`engine.sampling.drawing.noise_seeds`)."""
+        """`[B]` seeds of draws outside the lists (`engine.sampling.drawing.noise_seeds`)."""
         self.sampling = SamplingColumns.unset(0)
-        """`[B]` rows."""
         self.start: NDArray[np.int64] = np.empty(0, np.int64)
-        """`[B]` as `Entry.start`."""
         self.ticket: NDArray[np.int64] = np.empty(0, np.int64)
-        """`[B]` as `RequestExtra.ticket`."""
         self.top_k_logprobs = 0
-        """Entries of the lists that are reported: as many as some row asks for."""
+        """Length of the reported lists: the most that any row asks for."""
         self.changes = 0
-        """How many times the rows have changed."""
         self._known = Columns()
 
     @property
     @abstractmethod
     def present(self) -> list[str]:
-        """`[B]` request ids of the rows that the engine has now."""
+        """`[B]` request ids of the engine's rows."""
 
     @property
     @abstractmethod
@@ -60,14 +51,14 @@ class Batch(ABC):
 
     @abstractmethod
     def read(self, request_id: str) -> Entry:
-        """What is known of a request that the engine knows."""
+        """Read a request that the engine knows."""
 
     @abstractmethod
     def lengths(self) -> NDArray[np.int64]:
-        """`[B]` tokens of each row now, drafts not counted."""
+        """Return `[B]` tokens of each row, without drafts."""
 
     def refresh(self) -> None:
-        """Take over the engine's rows; cheap when they are the same as before."""
+        """Copy the engine's rows; cheap if they have not changed."""
         ids = self.present
         if ids == self.ids:
             return
@@ -87,12 +78,12 @@ class Batch(ABC):
         self.top_k_logprobs = int(known.top_k_logprobs[columns].max(initial=0))
 
     def advance(self, policy_version: int) -> None:
-        """Draw from now on under this version."""
+        """Draw under this version from now on."""
         self.policy_version = policy_version
         self.noise_seed = noise_seeds(self.seed, policy_version)
 
     def entry(self, request_id: str) -> Entry:
-        """What is known of a request that the engine knows, read once."""
+        """Return the entry of a request that the engine knows, reading it once."""
         entry = self._known.entries.get(request_id)
         if entry is None:
             entry = self.read(request_id)

@@ -1,4 +1,4 @@
-"""What every engine's drafter is made of: the planner, the times of its steps, warm code."""
+"""Parts of every engine's drafter: the planner, the times of its steps, warm code."""
 
 from __future__ import annotations
 
@@ -21,32 +21,18 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
 class FixedBudget:
-    """Fills every step with drafts up to a fixed number of tokens; learns nothing.
-
-    What is drafted then never depends on how long steps take. It satisfies
-    `asyncrl.engine.drafting.planner.Planner`.
-
-    Args:
-        max_step_tokens: most tokens of a step.
-        max_draft_tokens: most draft tokens of one row.
-    """
+    """A `Planner` that fills every step up to a fixed number of tokens; learns nothing."""
 
     def __init__(self, *, max_step_tokens: int, max_draft_tokens: int) -> None:
         self._max_step_tokens = max_step_tokens
         self._max_draft_tokens = max_draft_tokens
 
     def declines(self, rows: int) -> bool:
-        """Whether a step of so many rows has no room for a draft."""
+        """Return True if a step of this many rows has no room for a draft."""
         return min(self._max_step_tokens - rows, self._max_draft_tokens) <= 0
 
     def ask(self, left: IntArray, *, other_tokens: int = 0) -> tuple[IntArray, float]:
-        """An equal share of the step's tokens for each row, however improbable its drafts are.
-
-        Args:
-            left: `[n]` tokens that each running row may still generate before its limit, at least
-                1. No row drafts its last token: the draw after its last draft generates it anyway.
-            other_tokens: tokens of the same step that belong to no decoding row (prompts).
-        """
+        """Give each row an equal share of the step's tokens, but never draft its last token."""
         n = len(left)
         spare = self._max_step_tokens - other_tokens - n
         if n == 0 or spare <= 0 or self._max_draft_tokens <= 0:
@@ -69,22 +55,20 @@ class FixedBudget:
         return np.diff(offsets).astype(np.int32)
 
     def observe(self, *, tokens: int, rows: int, context: int, seconds: float) -> None:
-        """Ignore what a step cost."""
+        """Ignore the cost of a step."""
 
     def judge(
         self, path_probabilities: NDArray[np.floating[Any]], accepted: NDArray[np.bool_]
     ) -> None:
-        """Ignore what was accepted."""
+        """Ignore acceptance."""
 
 
 _GAP = 0.002
-"""Seconds between two steps that a scheduler may need, whatever the step took."""
+"""Seconds between two steps that a scheduler may need, however short the step."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """The current step, or the last one."""
-
     began: float
     tokens: int
     rows: int
@@ -94,16 +78,11 @@ class _Step:
 
 
 class StepTimer:
-    """Tells a planner how long steps took, with all that the engine does until the next one.
+    """Reports to a planner how long steps took, with all that the engine does until the next one.
 
-    A step ends when the next one begins, or at a break (no work, a pause, prompts to take in). The
-    planner is not told of steps that mostly took in prompts.
-
-    Args:
-        planner: to tell.
-        clock: gives seconds.
-        guess_breaks: `rest` is not called before breaks. A step that is followed by a longer gap
-            than it took itself, and 2 ms, is left out.
+    A step ends when the next one begins, or at a break (no work, a pause, prompts to take in).
+    Steps that mostly took in prompts are not reported. If `guess_breaks`, `rest` is not called
+    before breaks, and a step that is followed by a gap longer than itself plus 2 ms is left out.
     """
 
     def __init__(
@@ -119,7 +98,7 @@ class StepTimer:
         self._step: _Step | None = None
 
     def begin(self, now: float) -> None:
-        """A step begins: the one before is over, and its time is known."""
+        """Begin a step, which ends the previous one."""
         last = self._step
         if last is not None and self._guess_breaks:
             gap = now - last.ended
@@ -128,7 +107,7 @@ class StepTimer:
         self.rest(now)
 
     def rest(self, now: float) -> None:
-        """The step before is over, and what comes next belongs to no step that is timed."""
+        """End the previous step; what follows is not timed."""
         last, self._step = self._step, None
         if last is not None and last.ended:
             self.planner.observe(
@@ -138,29 +117,25 @@ class StepTimer:
     def note(self, began: float, *, tokens: int, rows: int, drafted: int) -> None:
         """Time the step that has begun, unless it mostly takes in prompts.
 
-        Args:
-            began: as given to `begin`.
-            tokens: fed to the model, drafts and prompts included.
-            rows: that decode.
-            drafted: draft tokens among these.
+        `began` was given to `begin`; `tokens` include prompts and the `drafted` ones.
         """
         if rows and tokens <= 2 * (rows + drafted):
             self._step = _Step(began, tokens, rows)
 
     @property
     def noted(self) -> bool:
-        """Whether the step that has begun is timed."""
+        """True if the step that has begun is timed."""
         return self._step is not None
 
     def drawn(self, context: int) -> None:
-        """The tokens of the step that has begun are drawn, over so many tokens of context."""
+        """Note that the step's tokens are drawn, over `context` keys."""
         if self._step is not None:
             self._step.context = context
             self._step.ended = self.clock()
 
 
 def planner_of(settings: DrafterSettings, max_draft_tokens: int, vocab_size: int) -> Planner:
-    """The planner that the settings ask for; it never exceeds the memory for logits by drafts."""
+    """Return the planner that the settings ask for, bounded by the memory for logits."""
     fixed = settings.fixed_step_tokens
     if fixed is not None:
         return FixedBudget(max_step_tokens=fixed, max_draft_tokens=max_draft_tokens)
@@ -171,7 +146,7 @@ def planner_of(settings: DrafterSettings, max_draft_tokens: int, vocab_size: int
 
 
 def warm_up() -> None:
-    """Compile what drafting calls, or load it compiled."""
+    """Compile what drafting calls, or load the compiled code."""
     cache = RolloutCache(CacheConfig(max_bytes=1 << 20))
     context = np.arange(8, dtype=np.int32)
     cache.insert("warm-up", context, context)

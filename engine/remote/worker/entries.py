@@ -1,4 +1,4 @@
-"""What the worker knows of requests: an entry for each, and their parameters as columns."""
+"""The worker's record of requests: an entry for each, and their parameters as columns."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from asyncrl.rollout.trajectory import IntArray, SeedArray
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of one request."""
+    """One request."""
 
     extra: RequestExtra
-    """What the generator's process sent along with it."""
     sampling: SamplingParams
-    """How its tokens are drawn; only that part is set."""
+    """Only the settings by which tokens are drawn are set."""
     start: int
-    """Where its response starts among its tokens: the length of the prompt proper."""
+    """Start of its response among its tokens: the length of the prompt proper."""
     context: IntArray
     """`[C]` its first tokens: the prompt and what it resumes from."""
     limit: int
-    """Most tokens in all."""
     stop_tokens: tuple[int, ...]
 
     @classmethod
@@ -41,7 +39,7 @@ class Entry:
         top_p: float,
         stop_tokens: tuple[int, ...],
     ) -> Entry:
-        """Of a request that may generate `max_tokens` more; the rest as in `SamplingParams`."""
+        """Make the entry of a request that may generate `max_tokens` more tokens."""
         return cls(
             extra=extra,
             sampling=SamplingParams(
@@ -72,7 +70,7 @@ class Columns:
         self._free: list[int] = []
 
     def columns_of(self, names: Sequence[str]) -> NDArray[np.int64]:
-        """`[n]` the columns of known requests."""
+        """Return `[n]` columns of known requests."""
         column = self._column
         return np.array([column[name] for name in names], np.int64)
 
@@ -94,7 +92,7 @@ class Columns:
         self.seed[column] = entry.extra.seed
         self.start[column] = entry.start
         self.ticket[column] = entry.extra.ticket
-        # What a request that only scores draws is thrown away.
+        # Tokens drawn by a request that only scores are thrown away.
         self.top_k_logprobs[column] = 0 if entry.extra.scored else entry.extra.top_k_logprobs
         self.sampling.set(column, entry.sampling)
 

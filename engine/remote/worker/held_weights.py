@@ -1,27 +1,21 @@
 """Fingerprints of the weights that an engine decodes with, from its live layers.
 
-An engine holds other tensors than a checkpoint has: it stacks the query, key and value projections,
-and the gate and up projections, and pads the vocabulary. A head that is tied to the embedding is
-one parameter with two uses, and both are looked at.
+An engine stacks the query, key and value projections, and the gate and up projections, and pads the
+vocabulary. A head that is tied to the embedding is one parameter with two uses, and both are looked
+at.
 
-Names that have no counterpart are left out of the fingerprint, and the run names them
+Names without a counterpart are left out of the fingerprint, and the run names them
 (`wire.records.wrong_policy.not_compared`): tensors that the engine renames, computes or holds in
 another layout or in wider layers, experts split among several ranks, and quantized layers.
 
-With tensor parallelism each rank sums its part (`asyncrl.engine.remote.worker.held_weights`).
+With tensor parallelism, the attributes of layers say how they are split (vLLM's; SGLang inherits
+them). The sums of a fingerprint add over blocks (`asyncrl.wire.weights.fingerprint`), so each rank
+sums the block that it holds.
 
-Which part of a tensor of the checkpoint a tensor-parallel rank holds.
-
-Layers say how they are split as in vLLM, from which SGLang's descend.
-
-The sums of a fingerprint add over blocks (`asyncrl.wire.weights.fingerprint`). So each rank sums
-the block that it holds, and the sum over all ranks is that of the whole tensor. Nothing is
-gathered.
-
-Several ranks may hold the same block: norms, and key and value heads where there are fewer of them
+Several ranks may hold the same block: norms, and key and value heads if there are fewer of them
 than ranks. The sums of such replicas are added with factors that sum to 1 modulo 2**64, all but the
-first of them pseudo-random. If all replicas are equal, the total is that of one; if one differs,
-the total is wrong with a probability of about 1 - 2**-64.
+first of them pseudo-random. If one replica differs, the total is wrong with a probability of about
+1 - 2**-64.
 """
 
 from __future__ import annotations
@@ -52,33 +46,26 @@ class Shard(NamedTuple):
     """A block of a tensor, along its first two dimensions; the others are whole."""
 
     first: int
-    """Its first row in the rank's own tensor, which may hold several tensors of the checkpoint."""
+    """Its first row in the rank's tensor, which may hold several tensors of the checkpoint."""
     shape: Shape
     row: int
     """Its first row in the whole tensor."""
     column: int
-    """Its first column there."""
     factor: int = 1
-    """What its sums are multiplied by before they are added up over the ranks, as int64."""
+    """Factor of its sums before they are added over the ranks, as int64."""
 
 
 def shard_of(
     module: Any, part: int, before: int, shape: Shape, rank: int, size: int
 ) -> Shard | None:
-    """The block of a tensor that a layer holds in a rank.
+    """Return the block of a tensor that a layer holds in a rank.
 
-    None in all ranks if the layer is wider than the tensor and several ranks share it, as SGLang
-    makes layers on a CPU whose sizes are no multiple of 32. One rank has the tensors that such a
-    layer stacks further apart.
+    None in all ranks if the layer is wider than the tensor and several ranks share it: SGLang makes
+    such layers on a CPU for sizes that are not a multiple of 32. With one rank, the tensors that
+    such a layer stacks lie further apart.
 
-    Args:
-        module: the layer. Linear layers and embeddings say how they are split; another one
-            holds its tensors whole.
-        part: index among the tensors that the layer stacks; 0 if it holds one.
-        before: rows of those before it, in the checkpoint.
-        shape: of the whole tensor.
-        rank: of this process.
-        size: number of ranks.
+    `part` is the index among the tensors that the layer stacks; `before` are the rows of those
+    before it, in the checkpoint; `shape` is that of the whole tensor.
     """
     sizes: list[int] = getattr(module, "output_partition_sizes", None) or []
     if size == 1 or not shape:
@@ -102,7 +89,7 @@ def shard_of(
 
 
 def block_sums(block: Tensor, shard: Shard, shape: Shape) -> TensorSums:
-    """The sums of a block, as part of a tensor of this shape with at most two dimensions."""
+    """Return the sums of a block, as part of a tensor of this shape with at most two dimensions."""
     rows, columns, row, column = _as_matrix(shard, shape)
     matrix = block.reshape(-1, block.shape[-1])
     whole = MatrixSums(rows, columns, block.device)
@@ -115,20 +102,14 @@ def block_sums(block: Tensor, shard: Shard, shape: Shape) -> TensorSums:
 
 
 def probes_within(columns: int, column: int, width: int) -> tuple[list[int], int]:
-    """Columns of the probe within a block, counted from its own first; and the first one's index.
-
-    Args:
-        columns: of the whole tensor.
-        column: first one of the block.
-        width: of the block.
-    """
+    """Return the probe's columns within a block, relative to it, and the index of the first."""
     probes = probe_columns(columns)
     inside = [at for at, one in enumerate(probes) if column <= one < column + width]
     return [probes[at] - column for at in inside], inside[0] if inside else 0
 
 
 def _as_matrix(shard: Shard, shape: Shape) -> tuple[int, int, int, int]:
-    """Rows and columns of the whole tensor in a fingerprint, and the block's first ones."""
+    """Return rows and columns of the whole tensor in a fingerprint, and the block's first ones."""
     if len(shape) == 1:
         return 1, shape[0], 0, shard.row
     return shape[0], shape[1], shard.row, shard.column
@@ -141,10 +122,7 @@ def _factor(replica: int, replicas: int) -> int:
 
 
 class _Place(NamedTuple):
-    """Where the engine holds a tensor."""
-
     path: str
-    """Of the module."""
     part: int = 0
     """Index among the tensors that the module stacks."""
     before: int = 0
@@ -154,14 +132,9 @@ class _Place(NamedTuple):
 class HeldWeights:
     """Finds the tensors of an HF state dict in a loaded model, on one device or several.
 
-    An engine overrides `tensor_of` and `sums_by_product` where its layers differ.
-
-    Args:
-        model: the engine's.
-        shapes: of the HF state dict, tied names included.
-        ranks: that the model is split among; all of them must take the fingerprint.
-        packed: names of modules that stack others, each with the names that a checkpoint has.
-        renamed: a checkpoint's name as the engine has it; None: it has none. None: all the same.
+    An engine overrides `tensor_of` and `sums_by_product` where its layers differ. `shapes` include
+    tied names. All `ranks` must take the fingerprint. `packed` maps modules that stack others to
+    the checkpoint's names; `renamed` maps a checkpoint's name to the engine's, None if it has none.
     """
 
     def __init__(
@@ -184,7 +157,7 @@ class HeldWeights:
         self._renamed: Callable[[str], str | None] = renamed or (lambda name: name)
 
     def tensor_of(self, module: Any, leaf: str) -> Any:
-        """The tensor of a module that a checkpoint calls `leaf`, or something else if none is."""
+        """Return the tensor of a module that a checkpoint calls `leaf`; other values mean none."""
         return getattr(module, leaf, None)
 
     def sums_by_product(
@@ -194,35 +167,23 @@ class HeldWeights:
         shard: Shard,  # noqa: ARG002
         shape: Shape,  # noqa: ARG002
     ) -> TensorSums | None:
-        """The sums of a tensor that only a product shows; None: its module holds it.
-
-        Args:
-            module: that multiplies by it.
-            name: of the tensor.
-            shard: the block that this rank holds.
-            shape: of the whole tensor.
-        """
+        """Return the sums of a tensor that only a product shows; None: its module holds it."""
         return None
 
     def modules(self) -> dict[str, Any]:
-        """All modules by path, as a checkpoint's names have it."""
+        """Return all modules by the checkpoint's paths."""
         return dict(self._model.named_modules(remove_duplicate=False))
 
     def further(self) -> list[tuple[str, TensorSums]]:
-        """The sums of what the engine holds besides the tensors of the state dict."""
+        """Return the sums of what the engine holds besides the tensors of the state dict."""
         return []
 
     def fingerprint(self, elements: int) -> Iterator[Fingerprint | None]:
-        """Of the weights as they are now, in pieces that fit between two steps.
+        """Take the fingerprint of the current weights, in pieces that fit between two steps.
 
-        It must run in the thread that generates: an engine's products may share memory (vLLM
-        0.32.0 on a CPU, `csrc/cpu/dnnl_helper.cpp`). All ranks cut at the same places.
-
-        Args:
-            elements: of the checkpoint's tensors in a piece, about.
-
-        Yields:
-            None after each piece, and the fingerprint at the end.
+        It must run in the thread that generates: an engine's products may share memory (vLLM 0.32.0
+        on a CPU, `csrc/cpu/dnnl_helper.cpp`). All ranks cut at the same places, after about
+        `elements` elements. Yields None after each piece, and the fingerprint at the end.
         """
         modules = self.modules()
         found: list[tuple[str, TensorSums]] = []
@@ -243,7 +204,7 @@ class HeldWeights:
         yield whole
 
     def _totals(self, found: list[tuple[str, TensorSums]]) -> list[tuple[str, TensorSums]]:
-        """The sums over all ranks, which have the same names in the same order."""
+        """Sum over all ranks, which have the same names in the same order."""
         if self._ranks.size == 1 or not found:
             return found
         none = torch.zeros_like(found[0][1].probe)
@@ -255,7 +216,7 @@ class HeldWeights:
         ]
 
     def _sums(self, name: str, shape: Shape, modules: Mapping[str, Any]) -> TensorSums | None:
-        """Of one tensor; None if this model has nothing of the kind."""
+        """Return the sums of one tensor; None if this model does not hold it."""
         place = self._place(name, modules)
         if place is None:
             return None

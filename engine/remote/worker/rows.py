@@ -1,13 +1,9 @@
 """Follows what decode steps generate, and decides what to draft for the next one.
 
 A request has a slot here as long as the engine knows it, wherever its row lies and however often it
-is preempted. Slots are kept in arrays. What rows have generated stays in the engine's table until
-drafts are wanted or the row ends, so a step without drafts costs some twenty array operations for
-any number of rows of any length.
-
-A request's row in the cache opens when the engine takes the request in and closes when the engine
-forgets it.
-A wrong draft costs time, never exactness.
+is preempted; its row in the cache is open for the same time. Generated tokens stay in the engine's
+table until drafts are wanted or the row ends, so a step without drafts costs some twenty array
+operations for any number of rows.
 """
 
 from __future__ import annotations
@@ -38,23 +34,19 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Drafts of m of the n rows that were asked about."""
+    """Drafts of m of n rows."""
 
     rows: NDArray[np.int64]
     """`[m]` indices of the rows among the n."""
     drafts: Drafts
-    """Of the m rows."""
     keep: IntArray
-    """`[m]` how many nodes of each to feed: its first ones."""
+    """`[m]` number of nodes of each to feed: its first ones."""
 
 
 class RowBook:
-    """The requests that draft, and what each has generated.
+    """The requests that draft, and the tokens that each has generated.
 
-    Args:
-        source: where drafts come from.
-        planner: how much to draft.
-        branching: whether the source may propose trees; otherwise it proposes chains.
+    If `branching`, the source may propose trees instead of chains.
     """
 
     def __init__(self, source: DraftSource, planner: Planner, *, branching: bool = False) -> None:
@@ -77,12 +69,7 @@ class RowBook:
         return len(self._handle) - len(self._free)
 
     def slots(self, request_ids: Sequence[str], entry_of: Callable[[str], Entry]) -> Index:
-        """`[n]` the slots of requests, new ones for new requests; NO_SLOT for those not to draft.
-
-        Args:
-            request_ids: n requests.
-            entry_of: what is known of a request.
-        """
+        """Return `[n]` slots of requests, new ones for new requests; NO_SLOT: does not draft."""
         slot_of = self._slot_of
         for request_id in request_ids:
             if request_id not in slot_of:
@@ -117,13 +104,7 @@ class RowBook:
             self._free.append(slot)
 
     def judge(self, slots: Index, fed: Index, accepted: Index) -> None:
-        """Tell the planner which of the drafts that a step fed were accepted.
-
-        Args:
-            slots: `[n]`
-            fed: `[n]` draft tokens of each row.
-            accepted: `[n]` of those, how many were kept.
-        """
+        """Report to the planner how many of the `fed` drafts of these rows were `accepted`."""
         mine = np.flatnonzero((slots != NO_SLOT) & (fed > 0))
         slots, fed, accepted = slots[mine], fed[mine], accepted[mine]
         counts = np.minimum(fed, self._guessed[slots])
@@ -133,13 +114,10 @@ class RowBook:
         self._planner.judge(self._guess[slots][:, : len(place)][inside], kept[inside])
 
     def record(self, slots: Index, rows: Index, lengths: Index, table: IntArray) -> None:
-        """Tell the cache what rows have generated since they were last recorded.
+        """Add to the cache what rows have generated since they were last recorded.
 
-        Args:
-            slots: `[n]` of the rows; those with NO_SLOT are left out.
-            rows: `[n]` their rows of the table.
-            lengths: `[n]` tokens of each row now.
-            table: `[R, M]` tokens of each row.
+        `slots` are `[n]`, NO_SLOT for rows to leave out; `rows` `[n]` are their rows of the `table`
+        `[R, M]`, with `lengths` `[n]` tokens each.
         """
         mine = np.flatnonzero(slots != NO_SLOT)
         slots, rows, lengths = slots[mine], rows[mine], lengths[mine]
@@ -160,11 +138,7 @@ class RowBook:
     def draft(
         self, slots: Index, rows: Index, lengths: Index, table: IntArray, *, other_tokens: int
     ) -> dict[int, list[int]]:
-        """What to propose for the next step, of a book of chains. Arguments as of `choose`.
-
-        Returns:
-            Drafts by index into `slots`; rows without one are missing.
-        """
+        """Propose chains for the next step, by index into `slots`. Arguments as of `choose`."""
         choice = self.choose(slots, rows, lengths, table, other_tokens=other_tokens)
         if choice is None:
             return {}
@@ -182,21 +156,11 @@ class RowBook:
     def choose(
         self, slots: Index, rows: Index, lengths: Index, table: IntArray, *, other_tokens: int
     ) -> Choice | None:
-        """What the source proposes for the next step, and how much of it the planner wants.
+        """Ask the source for drafts of the next step, and the planner how many to feed.
 
-        The rows are recorded only if the planner wants drafts: tokens of several steps cost the
-        cache less together. A row that ended by a stop token in this step may still be counted when
-        the planner is asked.
-
-        Args:
-            slots: `[n]` of the rows that decode in it; NO_SLOT for those that do not draft.
-            rows: `[n]` their rows of the table.
-            lengths: `[n]` tokens of each row now.
-            table: `[R, M]` tokens of each row.
-            other_tokens: tokens of the next step that belong to none of them.
-
-        Returns:
-            None if the planner wants no drafts.
+        The rows are recorded only if the planner wants drafts: the cache takes tokens of several
+        steps more cheaply together. Arguments are as of `record`; `other_tokens` of the next step
+        belong to none of these rows. Returns None if the planner wants no drafts.
         """
         mine = slots != NO_SLOT
         self._guessed[slots[mine]] = 0
@@ -218,7 +182,7 @@ class RowBook:
             stops=self._stops[slots] if len(self._stops) else self._stops[:0],
             min_probability=min_probability,
         )
-        # Also where nothing was found: the planner learns that asking does not pay.
+        # Also if nothing was found: the planner learns that asking does not pay.
         keep = self._planner.choose(
             drafts.path_probabilities, drafts.offsets, rows=len(slots), other_tokens=other_tokens
         )
@@ -227,7 +191,7 @@ class RowBook:
     def _remember(
         self, slots: Index, begins: IntArray, keep: IntArray, guesses: FloatArray
     ) -> None:
-        """What was thought of the drafts, for `judge`."""
+        """Keep the probabilities of the drafts for `judge`."""
         width = int(keep.max(initial=0))
         self._widen("_guess", width, 0.0)
         place = np.minimum(begins[:, None] + np.arange(width), len(guesses) - 1)
@@ -269,20 +233,9 @@ def _new_tokens(
 ) -> int:
     """Collect the new tokens of rows up to their end; update `known` and `over` of their slots.
 
-    Args:
-        slots: `[n]`
-        rows: `[n]`
-        lengths: `[n]`
-        table: `[R, M]`
-        limit: `[S]` by slot, as the others of this shape.
-        stops: `[S, W]` nothing after one of these belongs to the response; the engine ends it too.
-        known: `[S]`
-        over: `[S]`
-        grown: `[n]` set to the new tokens of each row.
-        tokens: the new tokens, flat.
-
-    Returns:
-        How many there are.
+    `slots`, `rows`, `lengths` and `grown` (set to the new tokens of each row) are `[n]`, `table` is
+    `[R, M]`; `limit`, `known`, `over` and `stops` `[S, W]` are by slot. Returns the number of
+    `tokens`.
     """
     total = 0
     for i in range(len(slots)):
@@ -300,7 +253,7 @@ def _new_tokens(
 
 
 def warm_up() -> None:
-    """Compile what `RowBook.record` calls, or load it compiled."""
+    """Compile what `RowBook.record` calls, or load the compiled code."""
     index, table = np.zeros(1, np.int64), np.zeros((1, 1), np.int32)
     _new_tokens(
         index, index, index, table, index, table, index, np.zeros(1, np.bool_), index, table[0]

@@ -1,8 +1,8 @@
 """A request whose tokens are scored or verified, while its prompt is taken in part by part.
 
-An engine may take a prompt in over several steps, and begin again after a preemption. What the
-verdict needs of each position is looked up when its distribution is there. Of the distributions
-only the hidden states are kept: at one place, known in the end, a token may have to be drawn.
+The values that the verdict needs are looked up while each position's distribution exists. Of the
+distributions only the hidden states are kept: a token may have to be drawn at one place, known only
+at the end. A preempted prompt begins again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class ScoredPart:
 
     @property
     def span(self) -> slice:
-        """Among all scored positions of the request."""
+        """Range among all scored positions of the request."""
         return slice(self.first, self.first + len(self.rows))
 
     def split(self, count: int) -> tuple[ScoredPart, ScoredPart]:
-        """The first `count` positions, and those after them."""
+        """Split into the first `count` positions and the rest."""
         return (
             ScoredPart(self.request, self.rows[:count], self.first),
             ScoredPart(self.request, self.rows[count:], self.first + count),
@@ -46,10 +46,7 @@ class ScoredPart:
 class ScoredRequest:
     """The n scored tokens of one request, with lists of K ids.
 
-    Args:
-        entry: of the request.
-        top_k: how many of the most probable tokens are reported, where the lists of kept tokens are
-            not.
+    `top_k` is K of the most probable tokens, reported unless the lists of kept tokens are.
     """
 
     def __init__(self, entry: Entry, top_k: int) -> None:
@@ -58,47 +55,35 @@ class ScoredRequest:
         self.entry = entry
         self.kept: KeptTokens | None = extra.kept
         self.first_position = extra.generated - n
-        """In the response, of the first scored token."""
+        """Position of the first scored token in the response."""
         if extra.kept is None:
             self.columns = KeptColumns.only_tokens(entry.context[-n:], top_k)
         else:
             k = top_k if extra.kept.lenience is not None else extra.kept.topk_ids.shape[1]
             self.columns = batch_of([self], k).columns
         self.k: int = self.columns.ids.shape[1]
-        """K."""
         self.reading = Reading.empty(n, self.k)
         self.reports_top_k = not self.columns.exact.all()
-        """Whether the current K most probable tokens are reported."""
+        """True if the current K most probable tokens are reported."""
         self.ids = self.columns.ids.copy()
-        """`[n, K]` the lists that are reported."""
         self.values: FloatArray = np.full((n, self.k), -np.inf, np.float32)
         """`[n, K]`"""
         self._hidden: list[tuple[int, torch.Tensor]] = []
 
     def part(self, begin: int, count: int, offset: int) -> tuple[ScoredPart, bool]:
-        """What a step has of it, and whether its prompt is complete then.
+        """Return a step's part of it, and True if its prompt is then complete.
 
-        Args:
-            begin: tokens of the prompt that were taken in before.
-            count: tokens of it that the step takes in.
-            offset: row of the first one among the step's hidden states.
+        The step takes in `count` tokens after the first `begin`, in its rows from `offset` on.
         """
         total = len(self.entry.context)
-        # The state at position i says what follows: token i + 1.
+        # The state at position i predicts token i + 1.
         first = total - 1 - self.entry.extra.scored
         low, high = max(begin, first), min(begin + count, total - 1)
         rows = np.arange(low, max(high, low)) + offset - begin
         return ScoredPart(self, rows, low - first), begin + count >= total
 
     def keep_hidden(self, first: int, hidden: torch.Tensor) -> None:
-        """Keep a copy of some hidden states, if the exact rule judges.
-
-        Those of an earlier attempt are dropped.
-
-        Args:
-            first: index of the first one among all scored positions.
-            hidden: `[n, H]`
-        """
+        """Keep hidden states `[n, H]` from scored position `first`, replacing earlier ones."""
         if self.kept is None or self.reports_top_k:
             return
         while self._hidden and self._hidden[-1][0] >= first:
@@ -106,12 +91,12 @@ class ScoredRequest:
         self._hidden.append((first, hidden.clone()))
 
     def hidden_at(self, index: int) -> torch.Tensor:
-        """`[H]` at one of the scored positions."""
+        """Return the state `[H]` at one of the scored positions."""
         first, hidden = next(part for part in reversed(self._hidden) if part[0] <= index)
         return hidden[index - first]
 
     def table(self) -> tuple[IntArray, FloatArray]:
-        """The scores, as `ScoreColumns` says."""
+        """Return the scores, laid out as `ScoreColumns`."""
         columns = ScoreColumns(self.k)
         ids = np.full((len(self.ids), columns.width), Outcome.KEPT, np.int32)
         values = np.zeros(ids.shape, np.float32)
@@ -121,12 +106,7 @@ class ScoredRequest:
         return ids, values
 
     def verdict_table(self, verdict: Verdict, row: int) -> tuple[IntArray, FloatArray]:
-        """The kept tokens that stay and the one after them, as `ScoreColumns` says.
-
-        Args:
-            verdict: with nothing unnamed.
-            row: of this request in it.
-        """
+        """Return row `row` of the complete `verdict` and its kept tokens, as `ScoreColumns`."""
         accepted, token = int(verdict.accepted[row]), verdict.token[row]
         count = accepted + int(token >= 0)
         ids, values = self.table()
@@ -140,7 +120,7 @@ class ScoredRequest:
 
 
 def batch_of(requests: Sequence[ScoredRequest], k: int) -> KeptBatch:
-    """The kept tokens of some requests, to be judged together."""
+    """Collect the kept tokens of some requests, to be judged together."""
     return KeptBatch.of(
         [request.kept for request in requests if request.kept is not None],
         np.array([request.entry.extra.seed for request in requests], np.uint64),

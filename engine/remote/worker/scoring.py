@@ -1,9 +1,8 @@
 """Scores given tokens and verifies kept ones from the hidden states of their prompts.
 
-Only the positions that were asked for go through the output layer, those of all requests of a step
-together, in slabs of bounded memory, with the processed distribution. Kept tokens are judged here,
-where the whole current distribution is (`engine.sampling.verification`): only what becomes of them
-travels.
+Only the scored positions go through the output layer, those of all requests of a step together, in
+slabs of bounded memory, with the processed distribution. Kept tokens are judged here, where the
+whole current distribution is (`engine.sampling.verification`): only the outcomes travel.
 """
 
 from __future__ import annotations
@@ -31,13 +30,9 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray
 class Scorer:
     """Reads and judges scored positions. All ranks make the same calls, with the same requests.
 
-    Args:
-        compute_logits: the output layer: `[n, H]` hidden states to `[n, >= V]` logits; all ranks
-            take part in it.
-        vocab_size: V.
-        ranks: of this worker; rank 0 scores.
-        max_bytes: memory that scoring may hold at once (`asyncrl.engine.sampling.logits`).
-        listed: K of the engine, at least the length of the reported lists.
+    `compute_logits` is the output layer, `[n, H]` to `[n, >= V]`, in which all ranks take part.
+    Scoring holds at most `max_bytes` at once. `listed` is K of the engine, at least that of
+    reported lists.
     """
 
     def __init__(
@@ -55,12 +50,7 @@ class Scorer:
         self._listed = listed
 
     def read(self, hidden_states: torch.Tensor, parts: list[ScoredPart]) -> None:
-        """Read the scored positions of a step, a slab of bounded memory at a time.
-
-        Args:
-            hidden_states: `[T, H]` of the step's tokens, as the output layer takes them.
-            parts: the scored positions among them.
-        """
+        """Read the scored positions of a step, whose hidden states are `[T, H]`, in slabs."""
         sampling = SamplingColumns.of([part.request.entry.sampling for part in parts])
         limit = self._rows_at_once(sampling)
         batch: list[ScoredPart] = []
@@ -78,7 +68,7 @@ class Scorer:
             self._read(hidden_states, batch)
 
     def _read(self, hidden_states: torch.Tensor, parts: list[ScoredPart]) -> None:
-        """Look up what is needed of these parts; `N` scored positions, part by part."""
+        """Look up the values of these parts; `N` scored positions, part by part."""
         rows = torch.from_numpy(np.concatenate([part.rows for part in parts]))
         hidden = hidden_states[rows.to(hidden_states.device)]
         logits = self._compute_logits(hidden)
@@ -101,13 +91,9 @@ class Scorer:
     def tables(
         self, done: dict[str, ScoredRequest], policy_version: int
     ) -> dict[str, tuple[IntArray, FloatArray]]:
-        """The tables of requests whose prompts are complete; none in ranks other than 0.
+        """Return the tables of requests whose prompts are complete; empty in ranks other than 0.
 
-        What is not finite is not judged: the reader refuses it.
-
-        Args:
-            done: by request id, the same in all ranks.
-            policy_version: of the weights that are loaded.
+        `done` is the same in all ranks. Non-finite values are not judged: the reader refuses them.
         """
         judged: dict[str, ScoredRequest] = {}
         verdict = batch = None
@@ -141,14 +127,7 @@ class Scorer:
         batch: KeptBatch | None,
         verdict: Verdict | None,
     ) -> None:
-        """Name all unnamed tokens of a verdict, which rank 0 has. All ranks compute the logits.
-
-        Args:
-            done: requests whose prompts are complete.
-            judged: names of the verdict's rows.
-            batch: of the verdict.
-            verdict: None in other ranks, and if nothing is judged.
-        """
+        """Name all unnamed tokens of rank 0's verdict (None in other ranks), in rows `judged`."""
         rows = np.empty(0, np.int64) if verdict is None else np.flatnonzero(verdict.unnamed)
         places = [] if verdict is None else verdict.accepted[rows].tolist()
         unnamed = [(judged[row], place) for row, place in zip(rows.tolist(), places, strict=True)]
@@ -164,18 +143,16 @@ class Scorer:
                 distributions.name_tokens(batch, verdict, rows[part], np.arange(len(logits)))
 
     def _rows_at_once(self, sampling: SamplingColumns) -> int:
-        """Most rows of a slab."""
         return rows_at_once(self._vocab_size, sampling, self._max_bytes)
 
 
 def _sampling(requests: Sequence[ScoredRequest], counts: NDArray[np.int64]) -> SamplingColumns:
-    """How the tokens of scored positions are drawn, `counts` of each request."""
+    """Return the sampling parameters of scored positions, `counts` of each request."""
     columns = SamplingColumns.of([request.entry.sampling for request in requests])
     return columns.at(np.repeat(np.arange(len(requests)), counts))
 
 
 def _fill(part: ScoredPart, found: LogitReading, source: slice) -> None:
-    """Take over what was found at a part's rows of a slab."""
     request = part.request
     request.reading.fill(part.span, found.reading, source)
     if request.reports_top_k and found.listed is not None:

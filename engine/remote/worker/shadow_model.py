@@ -1,20 +1,18 @@
 """A second tree of a model's modules: new weights are loaded into it while the first one decodes.
 
-Loaders stack, pad, shard and pack what a checkpoint has, and they write into modules. So they
-are given modules: shallow copies, with parameters and buffers of their own. What they leave
-there is then copied, parameter by parameter, into the model between two steps.
+Loaders stack, pad, shard and pack a checkpoint's tensors, and they write into modules. So they get
+shallow copies of the modules, with separate parameters and buffers.
 
     twin = Twin(model, device)
-    load(twin.model, tensors)      # in a thread; the model decodes meanwhile
-    twin.install()                 # between two steps
+    load(twin.model, tensors)      # in a thread; the model keeps decoding
+    twin.install()                 # between two steps: copies parameter by parameter
 
-On a CPU vLLM multiplies by packed copies, which a function of each layer holds (`cpu_linear`) and
-nothing can write to. Loading makes new ones, here as in the model itself, and installing swaps the
-two functions. SGLang packs nothing.
+On a CPU vLLM multiplies by packed copies, which a function of each layer holds (`cpu_linear`).
+Loading makes new ones, and installing swaps the two functions. SGLang packs nothing.
 
-Whether this does what loading into the model itself does depends on the layers: loading may leave
-something that is neither a parameter nor that function. `Attributes` and `differences` find out;
-`asyncrl.engine.remote.worker.staging` asks them once, before anything is served.
+This equals loading into the model only if loading leaves nothing besides parameters and that
+function. `Attributes` and `differences` find out; `asyncrl.engine.remote.worker.staging` calls them
+once, before anything is served.
 """
 
 from __future__ import annotations
@@ -37,31 +35,25 @@ PACKED = "cpu_linear"
 """Attribute of the layers that vLLM packs on a CPU: the product with the packed weight."""
 _TREE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _OF_LOADING = ("_do_torchao_reload", "_original_do_torchao_reload")
-"""Attributes that vLLM's loading keeps for itself."""
+"""Attributes that only vLLM's loading uses."""
 _WRAPPER = "online_process_loader"
 """Name of the function that vLLM wraps around a tensor's loader while it loads."""
 _NOT_LOOKED_AT = (PACKED, *_OF_LOADING, "_parameters", "_modules", "kv_cache")
 """Attributes that `Attributes` leaves out: compared by the twin, or never made of weights."""
 _DEPTH = 3
-"""How far `Attributes` follows containers and objects of engines from a module."""
+"""Depth to which `Attributes` follows containers and objects of engines from a module."""
 _ENGINES = ("vllm", "sglang")
-"""Packages whose objects `Attributes` follows."""
 _ROWS = 4
 """Random rows that both packed copies of a weight are multiplied by."""
 
 
 class Twin:
-    """A model's second tree, and the way from it into the model.
+    """A model's second tree, which can be installed into the model.
 
-    Args:
-        model: decodes, and gets what is installed.
-        device: where the twin's parameters lie, in one piece: that of the model, or the CPU. Host
-            memory is page-locked if the model is on a GPU.
-        untouched: keys of `loaded_parts` that no loading changes, such as the rows of a vocabulary
-            of which a rank has only padding.
-
-    Raises:
-        ValueError: a parameter does not lie in memory row by row.
+    Its parameters lie in one piece on `device`, page-locked in host memory if the model is on a
+    GPU. `untouched` are keys of `loaded_parts` that no loading changes, such as rows of a
+    vocabulary of which a rank has only padding. Raises ValueError if a parameter is not contiguous
+    in memory.
     """
 
     def __init__(
@@ -83,7 +75,6 @@ class Twin:
         self.pairs: list[tuple[Any, Any]] = [(one, twins[id(one)]) for one in live]
         """Each module of the model, and its twin."""
         self.model = twins[id(model)]
-        """Loads like the model."""
         made: dict[int, Any] = {}
         for module, twin in self.pairs:
             _rebind(twin, twins)
@@ -94,7 +85,7 @@ class Twin:
                 if child is not None
             }
             for name, tensor in held["_parameters"].items():
-                if tensor is not None:  # a tied one is one tensor of several modules, as there
+                if tensor is not None:  # a tied one is one tensor of several modules, here too
                     if id(tensor) not in made:
                         made[id(tensor)] = like(tensor, self._tensors[id(tensor)][1], module, twin)
                     own["_parameters"][name] = made[id(tensor)]
@@ -105,7 +96,7 @@ class Twin:
         self._pin = Pin(memory) if on_gpu and device.type == "cpu" else None
 
     def poison(self) -> None:
-        """Make all numbers that loading sets NaN, so that whatever it leaves as it is differs."""
+        """Set all numbers that loading sets to NaN, so that numbers it leaves alone differ."""
         for staged in self._loaded:
             if staged.is_floating_point():
                 staged.fill_(float("nan"))
@@ -116,7 +107,7 @@ class Twin:
             self._pin.release()
 
     def install(self) -> None:
-        """Copy into the model what was loaded; while no step runs, in inference mode."""
+        """Copy what was loaded into the model; called while no step runs, in inference mode."""
         device = None
         for own, staged in self._tensors.values():
             own.data.copy_(staged, non_blocking=True)
@@ -126,14 +117,12 @@ class Twin:
             setattr(module, PACKED, ours)
             setattr(twin, PACKED, theirs)
         if device is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)  # the twin is loaded again from now on
+            torch.cuda.synchronize(device)  # the twin may be loaded again from here on
 
     def differences(self, wanted: dict[str, Any]) -> list[str]:
-        """What the twin does not hold as the model did, by digests. No step may run.
+        """Return the names of what differs from the model's earlier `loaded_parts`, `wanted`.
 
-        Args:
-            wanted: `loaded_parts` of the model, when it held the numbers that the twin was loaded
-                with. Buffers are compared with those of the model as it is now.
+        Buffers are compared with the model's current ones. No step may run.
         """
         names = {id(module): name for name, module in self.pairs[0][0].named_modules()}
         found: list[str] = []
@@ -161,14 +150,14 @@ class Twin:
         return found
 
     def _holds(self, live: Tensor, staged: Tensor, wanted: Any) -> bool:
-        """Whether a tensor of the twin has the numbers that are wanted, where it should lie."""
+        """Return True if a tensor of the twin has the wanted numbers, in the twin's memory."""
         if not isinstance(live, nn.Parameter):
             return _same_bits(live, staged)
         is_same = _note_of(staged.detach().to(live.device)) == wanted
         return bool(is_same) and self._is_ours(live, staged)
 
     def _is_ours(self, held: Tensor, staged: Tensor) -> bool:
-        """Whether installing copies this parameter, from where loading has put it."""
+        """Return True if installing copies this parameter from the memory that loading wrote."""
         if not isinstance(held, nn.Parameter) or not held.numel():
             return True
         memory = self._tensors.get(id(held))
@@ -179,10 +168,7 @@ class Twin:
 
 
 def loaded_parts(model: nn.Module) -> dict[str, Any]:
-    """What stands for each parameter and each packed weight of a model, tied ones by every name.
-
-    Two of them are compared by `unchanged` and `differing`.
-    """
+    """Return digests of each parameter and packed weight of a model, tied ones by every name."""
     parts: dict[str, Any] = {}
     notes: dict[int, _Note] = {}
     for name, one in model.named_parameters(remove_duplicate=False):
@@ -196,12 +182,12 @@ def loaded_parts(model: nn.Module) -> dict[str, Any]:
 
 
 def unchanged(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    """Keys of `loaded_parts` that have the same numbers, or the same function."""
+    """Return the keys of `loaded_parts` with the same numbers, or the same function."""
     return {name for name in before if name in after and _is_same(after[name], before[name])}
 
 
 def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Keys of `loaded_parts` that have other numbers, or another product."""
+    """Return the keys of `loaded_parts` with other numbers, or another product."""
     same = unchanged(before, after)
     return [
         name
@@ -215,14 +201,10 @@ def _part(path: str, name: str) -> str:
 
 
 class Attributes:
-    """What a model holds besides parameters and packed weights, to see what a loading changes.
+    """Digests of a model besides parameters and packed weights, to see what a loading changes.
 
     Buffers, other tensors and plain values, in modules, in containers and in objects of the engine
-    that belong to modules. Tensors are noted by digests, so a change in place is seen, and nothing
-    big is kept.
-
-    Args:
-        model: as it is now, and no step runs.
+    that belong to modules. A change in place is seen. No step may run.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -230,7 +212,7 @@ class Attributes:
         self._held = _noted(model)
 
     def changed(self) -> list[str]:
-        """Names of what has other values now, or is new or gone."""
+        """Return the names of what has changed, is new or is gone."""
         now = _noted(self._model)
         names = dict.fromkeys([*now, *self._held])
         return [
@@ -251,14 +233,12 @@ class _Note:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Stands for a packed weight."""
-
     function: Any
     product: Tensor | None
-    """What it gives for random rows; None: the layer does not say how wide they are."""
+    """Its result for random rows; None: their width is unknown."""
 
     def gives_as(self, other: Any) -> bool:
-        """Whether another one gives the same bits."""
+        """Return True if another one gives the same bits."""
         given = other.product if isinstance(other, _Packed) else None
         return self.product is not None and given is not None and _same_bits(self.product, given)
 
@@ -278,7 +258,7 @@ def _noted(model: nn.Module) -> dict[str, Any]:
 
 
 def _reached(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """The names and notes of a value and of its parts."""
+    """Yield the names and notes of a value and of its parts."""
     if isinstance(value, Tensor):
         yield path, _note_of(value)
     elif isinstance(value, (dict, list, tuple)) and depth:
@@ -314,14 +294,7 @@ def _note_of(tensor: Tensor) -> _Note:
 
 
 def like(tensor: Tensor, data: Tensor, live: nn.Module, twin: nn.Module) -> Tensor:
-    """`data` with the class and the attributes of a module's tensor, for the module's twin.
-
-    Args:
-        tensor: of `live`.
-        data: numbers, and memory, of the result.
-        live: the module; methods of it become those of the twin.
-        twin: its twin.
-    """
+    """Return `data` with the class and attributes of a module's tensor, for the module's twin."""
     data.__class__ = tensor.__class__
     for name, value in vars(tensor).items():
         while getattr(value, "__name__", "") == _WRAPPER:
@@ -331,7 +304,7 @@ def like(tensor: Tensor, data: Tensor, live: nn.Module, twin: nn.Module) -> Tens
 
 
 def _shallow(module: nn.Module) -> Any:
-    """A module with the attributes of another one, and no tensors or children."""
+    """Copy a module's attributes to a new one, without tensors or children."""
     twin = object.__new__(type(module))
     twin.__dict__.update(vars(module))
     for name in _TREE:
@@ -345,7 +318,6 @@ def _rebind(twin: nn.Module, twins: dict[int, Any]) -> None:
 
 
 def _bound(value: Any, twins: dict[int, Any]) -> Any:
-    """A method of a module becomes one of its twin; anything else stays."""
     if isinstance(value, MethodType) and id(value.__self__) in twins:
         return MethodType(value.__func__, twins[id(value.__self__)])
     return value
@@ -354,10 +326,9 @@ def _bound(value: Any, twins: dict[int, Any]) -> Any:
 def _memory_for(
     model: nn.Module, device: torch.device
 ) -> tuple[Tensor, list[tuple[nn.Parameter, Tensor]]]:
-    """Memory of the model's size; and each parameter, with the part of the memory that is for it.
+    """Allocate memory of the model's size; return it with each parameter's view of it.
 
-    Raises:
-        ValueError: a parameter does not lie in memory row by row.
+    Raises ValueError if a parameter is not contiguous in memory.
     """
     parameters = list(model.named_parameters())
     loose = [name for name, one in parameters if not one.is_contiguous()]
@@ -392,13 +363,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _product(module: Any, function: Any, weight: Tensor) -> Tensor | None:
-    """What a product of a layer gives for the same random rows; None: it does not say their width.
-
-    Args:
-        module: the layer.
-        function: its product.
-        weight: that it is called with.
-    """
+    """Return a layer's product for fixed random rows; None if their width is unknown."""
     width = getattr(module, "input_size_per_partition", None) or getattr(
         module, "embedding_dim", None
     )
@@ -411,10 +376,9 @@ def _product(module: Any, function: Any, weight: Tensor) -> Tensor | None:
 
 
 def _is_packed_anew(twin: Any, before: _Packed) -> bool:
-    """Whether a twin's product gives what the model's gave, and reads no other memory.
+    """Return True if a twin's product gives what the model's gave, and reads no other memory.
 
-    A product may read the weight that it is called with, or a copy of its own, but no other tensor:
-    after swapping, the model's would read the twin's.
+    A product may read only the weight that it is called with, or a copy: products are swapped.
     """
     function, given = getattr(twin, PACKED), twin.weight.detach().clone()
     found = _product(twin, function, given)

@@ -1,17 +1,13 @@
-"""New weights where the model runs: loaded into a second tree of modules, then copied.
+"""New weights next to the running model: loaded into a second tree of modules, then copied.
 
-An engine's loader brings a checkpoint's tensors into the form in which its layers hold them. It
-takes several times as long as a copy, so it runs in a thread on a second tree of the model's
-modules (`engine.remote.worker.shadow_model`) while tokens are generated. Installing copies from
-there.
-
-That the two come to the same is proved, not assumed, before the engine says that it is ready, with
-the weights that it was started with:
+An engine's loader takes several times as long as a copy, so it runs in a thread on a second tree of
+the model's modules (`engine.remote.worker.shadow_model`) while tokens are generated. That both give
+the same is proved before the engine becomes ready:
 
 1. The model is loaded with numbers that all differ from its own. Nothing may change but what
-   copying replaces: anything else was made of weights, and copying would leave it as it is.
+   copying replaces.
 2. A twin is made, filled with NaN, and loaded with the model's own weights. The model must not
-   notice, and the twin must then hold what the engine's own start had left in the model.
+   change, and the twin must then hold what the engine's start had left in the model.
 3. The twin is copied into the model, which must then be as it was at the start.
 
 Otherwise every installation loads the model in the pause, and the report says why.
@@ -42,32 +38,31 @@ from asyncrl.wire.weights.reader import WeightBuffer
 
 _SHOWN = 5
 _SHIFT = 3 / 64
-"""Added to numbers. No power of two, so it undoes no change of the mantissa's highest bit."""
+"""Added to numbers. Not a power of two, so it does not undo a change of the mantissa's highest
+bit."""
 
 
 class Loader(Protocol):
-    """How an engine loads a checkpoint's tensors into its model."""
+    """Loads a checkpoint's tensors into the engine's model."""
 
     name: str
-    """Of the engine, for messages: "vLLM"."""
+    """The engine's name in messages: "vLLM"."""
     device: torch.device
-    """Of the model."""
     dtype: torch.dtype
-    """Of its floating-point parameters."""
 
     @property
     def model_path(self) -> str:
-        """The directory that it was loaded from."""
+        """Directory that the model was loaded from."""
 
     @property
     def model(self) -> torch.nn.Module:
-        """That decodes."""
+        """The model that decodes."""
 
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors, named as in the HF state dict, into the model or its twin, in place."""
 
     def adopt(self, twin: Twin) -> None:
-        """Give the engine what it needs to load into a new twin."""
+        """Prepare the engine to load into a new twin."""
 
     def forget(self, twin: Twin) -> None:
         """Undo `adopt`."""
@@ -75,20 +70,17 @@ class Loader(Protocol):
     def check_unchanged(self, names: Collection[str]) -> None:
         """Raise WeightsError if loading should have changed one of these parameters.
 
-        Args:
-            names: keys of `loaded_parts` that loading other numbers has left as they were.
+        `names` are keys of `loaded_parts` that loading other numbers has not changed.
         """
 
     def installed(self, policy_version: int) -> None:
-        """The model has new weights: drop what the engine derived from the old ones."""
+        """Drop what the engine derived from the old weights."""
 
 
 class WorkerWeights:
     """The staged weights of one rank: `prove` once, then `begin`, `report` and `install`.
 
-    Args:
-        loader: the engine's.
-        on_device: stage on the model's device; otherwise in host memory.
+    Weights are staged on the model's device if `on_device`; otherwise in host memory.
     """
 
     def __init__(self, loader: Loader, *, on_device: bool = False) -> None:
@@ -109,23 +101,19 @@ class WorkerWeights:
         self._why_reloads = "copying was not proved to do what loading does"
 
     def _base(self, _names: Collection[str]) -> dict[str, torch.Tensor]:
-        """What adapters are added to; loaders need all weights, not only those that change."""
+        """Return the weights that adapters are added to; loaders need all of them."""
         return self._own()
 
     def _own(self) -> dict[str, torch.Tensor]:
-        """The weights that the model was started with, named as they are published."""
+        """Return the weights that the model was started with, by their published names."""
         return weights_of_model(self._loader.model_path, self._loader.dtype)
 
     def prove(self) -> None:
         """Find out whether all later versions can be copied from a twin; it may take minutes.
 
-        While nothing is served, and the model has the weights of its start, which it has afterwards
-        too.
-
-        Raises:
-            WeightsReadError: transformers cannot load the model that the engine was started with.
-            WeightsError: the engine cannot load new weights into this model, or loading the same
-                ones does not give what its start gave.
+        The model has its initial weights, before and afterwards; nothing is served. Raises
+        WeightsReadError if transformers cannot load the initial weights; WeightsError if the engine
+        cannot load weights into this model, or loading the same ones does not restore its state.
         """
         model, own = self._loader.model, list(self._own().items())
         with torch.inference_mode():
@@ -156,14 +144,9 @@ class WorkerWeights:
     def _proved(
         self, model: torch.nn.Module, started: dict[str, Any], own: NamedTensors
     ) -> tuple[Twin | None, list[str]]:
-        """A twin, and nothing; or None, and what speaks against copying from it.
+        """Return a twin and no names, or None and what speaks against copying from it.
 
-        With a twin, the model is as it was at the start; otherwise it may hold anything.
-
-        Args:
-            model: that decodes.
-            started: `loaded_parts` of it.
-            own: the weights that it holds.
+        With a twin, the model is as at the start, with `own` weights and `loaded_parts` `started`.
         """
         attributes = Attributes(model)
         self._loader.load(model, other_numbers(own))
@@ -196,7 +179,7 @@ class WorkerWeights:
         self._staging = self._thread.submit(self._staged.stage, manifest)
 
     def report(self) -> StagingReport:
-        """How the staging begun last went. Raises what it did not expect, and if none was begun."""
+        """Return the state of the staging begun last. Raises its unexpected errors."""
         if self._staging is None:
             raise WeightsError("no staging of weights was begun")
         if not self._staging.done():
@@ -212,12 +195,8 @@ class WorkerWeights:
     def install(self, policy_version: int) -> str:
         """Put the staged version into the model's layers; only while generation is paused.
 
-        Returns:
-            Why it was not copied, but loaded by the engine in the pause, as will be all others; ""
-            otherwise.
-
-        Raises:
-            WeightsError: this version is not staged; nothing was changed.
+        Returns as `RemoteWorker.asyncrl_install`. Raises WeightsError if this version is not
+        staged.
         """
         with self._staged.install(policy_version) as tensors, torch.inference_mode():
             if self._twin is not None:
@@ -229,7 +208,7 @@ class WorkerWeights:
 
     @property
     def copies(self) -> bool:
-        """Whether installing copies: it was proved to do what loading does."""
+        """True if installing copies, which was proved equal to loading."""
         return self._twin is not None
 
     def _forget(self, twin: Twin) -> None:
@@ -257,7 +236,7 @@ class WorkerWeights:
 
 
 def _use_device(device: torch.device) -> None:
-    """In a new thread, whose device would be the first one."""
+    """Set the device of a new thread, which would otherwise be the first one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -268,14 +247,12 @@ def _first_of(names: list[str]) -> str:
 
 
 def other_numbers(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of the same shapes with other finite values in every place, one by one.
+    """Yield tensors of the same shapes with other finite values in every place, one by one.
 
-    In a copy, on the tensor's own device, because loaders may keep all tensors of a layer: first
-    the highest bit of the mantissa, which changes all but zeros and subnormal numbers by a quarter
-    or more, and then `_SHIFT`, for those.
-
-    Args:
-        tensors: with finite numbers of 2 or 4 bytes; those that are not floating-point stay.
+    First the mantissa's highest bit is flipped, which changes all but zeros and subnormal numbers
+    by a quarter or more; `_SHIFT` changes those. Each is a copy, because loaders may keep all
+    tensors of a layer. Numbers are finite and have 2 or 4 bytes; tensors that are not
+    floating-point stay.
     """
     for name, tensor in tensors:
         if tensor.is_floating_point():

@@ -1,1 +1,1 @@
-"""The generator's side: starts SGLang's processes, sends requests, hands steps to their readers."""
+"""The generator's side: starts SGLang's processes, sends requests, delivers steps to readers."""

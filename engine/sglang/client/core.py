@@ -1,7 +1,4 @@
-"""The calls to SGLang's scheduler process: requests, pauses, weights.
-
-What SGLang's scheduler process sends becomes chunks, tables and ends for the readers.
-"""
+"""The calls to SGLang's scheduler process, and the processing of its messages."""
 
 from __future__ import annotations
 
@@ -37,12 +34,7 @@ from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 
 
 class OutputProcessor:
-    """Hands what comes for a request to the inbox announced for it.
-
-    Args:
-        responses: of the requests that generate; the others are scored.
-        meter: gets the gauges.
-    """
+    """Passes the results of requests to their inboxes; `responses` are those that generate."""
 
     def __init__(self, responses: Responses, meter: Meter) -> None:
         self.responses = responses
@@ -56,19 +48,15 @@ class OutputProcessor:
         return request_id in self._inboxes
 
     def expect(self, request_id: str, inbox: Inbox[Any]) -> None:
-        """Announce where the outputs of a request go, just before it is sent."""
+        """Register the inbox of a request, just before it is sent."""
         self._inboxes[request_id] = inbox
 
     def forget(self, request_id: str) -> Inbox[Any] | None:
-        """Drop what comes of a request later; its inbox, if it was not over."""
+        """Drop later results of a request; return its inbox if it had not ended."""
         return self._inboxes.pop(request_id, None)
 
     def take(self, outputs: messages.Outputs) -> None:
-        """Hand over a message; outputs of requests that were forgotten are dropped.
-
-        Raises:
-            ValueError: the bytes of a table do not have its shape.
-        """
+        """Process a message, or raise ValueError; outputs of forgotten requests are dropped."""
         for step in outputs.steps:
             self.responses.record(step_table(step), step.policy_version)
         for scored in outputs.scored:
@@ -100,7 +88,7 @@ class OutputProcessor:
 
 
 def step_table(step: messages.Step) -> StepTable:
-    """The table of some steps. Raises ValueError as `take`."""
+    """Return the table of a step. Raises ValueError as `take`."""
     return StepTable(
         *_table(step.ids, step.logprobs, step.width, count := len(step.tickets) // 8),
         np.frombuffer(step.tickets, "<i8", count),
@@ -108,7 +96,7 @@ def step_table(step: messages.Step) -> StepTable:
 
 
 def scored_table(scored: messages.Scored) -> Scored:
-    """The table of a scored request. Raises ValueError as `take`."""
+    """Return the table of a scored request. Raises ValueError as `take`."""
     count = len(scored.ids) // (4 * scored.width)
     ids, logprobs = _table(scored.ids, scored.logprobs, scored.width, count)
     return Scored(ids, logprobs, scored.policy_version)
@@ -117,7 +105,6 @@ def scored_table(scored: messages.Scored) -> Scored:
 def _table(
     ids: bytes, logprobs: bytes, width: int, count: int
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """`[count, width]` each."""
     if not len(ids) == len(logprobs) == 4 * count * width:
         raise ValueError(
             f"{len(ids)} and {len(logprobs)} bytes for two tables of {count} rows of {width}"
@@ -133,17 +120,12 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _ID_LENGTH = 16
-"""Of all request ids: SGLang's abort takes every request whose id begins with the given one
+"""Length of all request ids: SGLang's abort takes every request whose id begins with the given one
 (`managers/scheduler.py` of sglang 0.5.23, `abort_request`), so none may begin with another."""
 
 
 class SglangCore:
-    """What SGLang can be asked; satisfies `asyncrl.engine.remote.client.core.Core`.
-
-    Args:
-        process: of SGLang.
-        chunk_tokens: of a report.
-    """
+    """The calls to SGLang; satisfies `asyncrl.engine.remote.client.core.Core`."""
 
     name = "SGLang"
     min_temperature = 0.01
@@ -157,20 +139,17 @@ class SglangCore:
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._installations = 0
         self.policy_version = 0
-        """Of the weights that are loaded."""
         self.vocab_size = 0
-        """Of the model, once it is loaded."""
         self.pid = 0
-        """Of the scheduler process of rank 0, once it is ready."""
 
     @property
     def ended(self) -> EngineError | None:
-        """Why nothing can be asked any more; None while it runs."""
+        """The error that every later call raises; None while it runs."""
         return self._process.ended
 
     @property
     def unfinished(self) -> int:
-        """Requests submitted whose end has not come."""
+        """Number of submitted requests that have not ended."""
         return len(self._outputs)
 
     @property
@@ -180,15 +159,15 @@ class SglangCore:
 
     @property
     def meter(self) -> Meter:
-        """What it has done since its start."""
+        """Its counters since the start."""
         return self._outputs.meter
 
     def failure(self, what: str) -> EngineError:
-        """An error that quotes the end of SGLang's log."""
+        """Return an error that quotes the end of SGLang's log."""
         return self._process.failure(what)
 
     def fail(self, error: EngineError) -> None:
-        """Refuse every later call with this error, and tell those who wait."""
+        """Refuse every later call with this error, and raise it to all waiters."""
         self._process.fail(error)
 
     def take(self, message: ToClient) -> None:
@@ -203,12 +182,7 @@ class SglangCore:
             self._ready.set_result(message)
 
     async def ready(self, limit: float) -> None:
-        """Wait for the worker to take requests.
-
-        Raises:
-            TimeoutError: it was not ready after `limit` seconds.
-            EngineError: it died before.
-        """
+        """Wait until the worker accepts requests, or raise TimeoutError or EngineError (death)."""
         ready = await self._process.ask(self._ready, "start", limit=limit)
         self.vocab_size, self.pid = ready.vocab_size, ready.pid
 
@@ -234,14 +208,11 @@ class SglangCore:
         )
 
     def _salt(self) -> str:
-        """Prefix KV is shared only among requests of the same salt, so of the same weights.
-
-        A version alone does not say which weights: another trainer may train it again.
-        """
+        """Return a new salt: a version may come twice, from two trainers."""
         return f"version {self.policy_version}, installation {self._installations}"
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests and drop what comes of them later; those already over are ignored."""
+        """End requests and drop their later results; ended ones are ignored."""
         ended = []
         for sent_id in map(_sent, request_ids):
             inbox = self._outputs.forget(sent_id)
@@ -252,15 +223,12 @@ class SglangCore:
             self._process.send(EndRequests(ended))
 
     async def interrupt(self, request_id: str) -> None:
-        """Have SGLang end a request, which answers with what it has drawn and the end.
-
-        Nothing happens if it is already over.
-        """
+        """End a request, which reports what it has drawn and then its end. Idempotent."""
         if _sent(request_id) in self._outputs:
             self._process.send(EndRequests([_sent(request_id)]))
 
     async def pause(self) -> None:
-        """Return when no step runs any more and all steps have come; requests stay as they are."""
+        """Stop, and return when all steps have been received; requests keep their state."""
         # The last steps came before the answer, by the same socket.
         await self._call("pause", SglangWorker.asyncrl_pause)
         self.meter.idle()
@@ -270,25 +238,17 @@ class SglangCore:
         await self._call("resume", SglangWorker.asyncrl_resume)
 
     async def begin_staging(self, manifest: WeightManifest) -> None:
-        """Have the worker begin to copy published weights; generation continues."""
+        """Make the worker copy published weights; generation continues."""
         builtins = msgspec.to_builtins(manifest)
         await self._call("stage new weights", SglangWorker.asyncrl_begin_staging, builtins)
 
     async def staging(self) -> StagingReport:
-        """How far the staging begun last is, in all ranks together."""
+        """Return the state of the staging begun last, over all ranks."""
         report = await self._call("stage new weights", SglangWorker.asyncrl_staging)
         return msgspec.convert(report, StagingReport)
 
     async def install(self, policy_version: int, limit: float) -> str:
-        """Put the staged weights in place and stamp what is drawn from now on; only while paused.
-
-        Args:
-            policy_version: that is staged.
-            limit: of the wait for it, in seconds.
-
-        Returns:
-            Why SGLang had to load them in the pause (`RemoteWorker.asyncrl_install`), or "".
-        """
+        """Put the staged weights in place, as `Core.install`."""
         install = SglangWorker.asyncrl_install
         what = "install new weights"
         reason = await self._call_within(limit, what, install, policy_version)
@@ -297,10 +257,7 @@ class SglangCore:
         return reason
 
     async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:
-        """Of the weights in use, by names and shapes of the HF state dict.
-
-        SGLang generates meanwhile. The weights must stay.
-        """
+        """Return the fingerprint of the weights in use, which must not change; steps continue."""
         what = "compare its weights"
         await self._call(what, SglangWorker.asyncrl_begin_fingerprint, shapes)
         while True:
@@ -309,7 +266,7 @@ class SglangCore:
                 return msgspec.convert(found, Fingerprint)
 
     async def save_cache(self) -> int:
-        """Write the snapshot of the cache inside SGLang; returns its bytes."""
+        """Write the snapshot of the cache inside SGLang; return its bytes."""
         return await self._call("save its cache", SglangWorker.asyncrl_save_cache)
 
     async def _call(
@@ -319,11 +276,7 @@ class SglangCore:
         *args: P.args,
         **none: P.kwargs,
     ) -> T:
-        """Call a method of the worker; the result of rank 0.
-
-        Raises:
-            EngineError: it failed, SGLang died, or it did not answer in time.
-        """
+        """Return the result of rank 0. Raises EngineError if it failed or did not come."""
         return await self._call_within(None, what, method, *args, **none)
 
     async def _call_within(
@@ -334,7 +287,6 @@ class SglangCore:
         *args: P.args,
         **_none: P.kwargs,
     ) -> T:
-        """As `_call`, with a limit of its own in seconds; None: that of calls."""
         self._process.check()
         number = next(self._numbers)
         waiting = self._answers[number] = asyncio.get_running_loop().create_future()
@@ -353,7 +305,6 @@ class SglangCore:
 
 
 def _sent(request_id: str) -> str:
-    """The id that SGLang is told."""
     if len(request_id) > _ID_LENGTH:
         raise EngineError(f"request id {request_id!r} has more than {_ID_LENGTH} characters")
     return request_id.rjust(_ID_LENGTH, ".")

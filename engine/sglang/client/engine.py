@@ -1,9 +1,8 @@
-"""SglangEngine: SGLang behind the `Engine` protocol, with the cache of rollouts drafting inside it.
+"""SglangEngine: SGLang behind the `Engine` protocol, with the rollout cache drafting inside it.
 
-The parts are `process` (starting, watching, stopping SGLang), `link` (the sockets to its scheduler
-process), `core` (the calls) and `outputs` (what comes back); everything else is
-`asyncrl.engine.remote.client`. What both processes agree on is in `asyncrl.engine.sglang.messages`,
-`calls`, `settings` and `server_settings`.
+The parts are `process` (starting, watching and stopping SGLang, and the sockets to its scheduler
+process) and `core` (the calls and the results); everything else is `asyncrl.engine.remote.client`.
+Both processes use `asyncrl.engine.sglang.messages`, `settings` and `server_settings`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _HEADROOM = 16
 """Tokens of a request's room that SGLang keeps free (6), the token drawn after a scored text, and
 some to spare."""
 _MAX_STEP_TOKENS = 4096
-"""Of a step that drafts. SGLang has no limit for it; more never pays."""
+"""Most tokens of a step that drafts. SGLang does not limit it; more never pays."""
 
 
 async def launch(
@@ -38,11 +37,7 @@ async def launch(
     seed: int,
     place: CachePlace,
 ) -> SglangCore:
-    """Start SGLang's processes and connect to its scheduler.
-
-    Raises:
-        EngineStartError: SGLang did not start; the end of its log is quoted.
-    """
+    """Start SGLang and connect to its scheduler. Raises EngineStartError with the log's end."""
     core = SglangCore(process, config.sglang.chunk_tokens)
     folder = process.open(core.take)
     worker = worker_settings(config, cache_config, place, folder)
@@ -81,7 +76,7 @@ def server_settings(
     seed: int,
     folder: SglangFolder,
 ) -> ServerSettings:
-    """What SGLang's own arguments are made of."""
+    """Return the settings from which SGLang's arguments are made."""
     ours, drafts = config.sglang, _drafts(cache_config)
     return ServerSettings(
         folder=str(folder.path),
@@ -108,7 +103,7 @@ def server_settings(
 def worker_settings(
     config: EngineConfig, cache_config: CacheConfig, place: CachePlace, folder: SglangFolder
 ) -> WorkerSettings:
-    """What our part of the scheduler process is made of."""
+    """Return the settings of our part of the scheduler process."""
     ours = config.sglang
     drafting = DrafterSettings(
         cache=cache_config.model_dump(mode="json"),
@@ -130,15 +125,7 @@ def worker_settings(
 
 
 class SglangEngine(RemoteEngine):
-    """The generator on SGLang.
-
-    Args:
-        config: of the engine.
-        model_path: a directory in HF format or a hub id.
-        cache_config: of the cache of rollouts that drafts inside SGLang.
-        seed: of the stream that gives seeds to requests without one.
-        place: where the cache's snapshot is, and how rollouts are exchanged.
-    """
+    """The generator on SGLang; see `RemoteEngine`."""
 
     def __init__(
         self,

@@ -17,7 +17,6 @@ _QUOTED_LINES = 15
 _LONGEST_FOLDER = 80
 """Bytes. A socket's path may have 107."""
 _PACKAGES = Path(asyncrl.__file__).resolve().parents[1]
-"""The directory that asyncrl was imported from."""
 
 
 class SglangFolder:
@@ -32,14 +31,12 @@ class SglangFolder:
         self.log = self.path / "sglang.log"
         self.log.touch()
         self.requests = f"ipc://{self.path / 'requests'}"
-        """Address from which the worker takes messages."""
         self.outputs = f"ipc://{self.path / 'outputs'}"
-        """Address to which it sends."""
         self.logging = self.path / "logging.json"
         self.logging.write_text(json.dumps(_logging(level)))
 
     def tail(self) -> str:
-        """The last lines of the log, "" when nothing was written."""
+        """Return the last lines of the log, "" if nothing was written."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()
         except FileNotFoundError:
@@ -52,12 +49,12 @@ class SglangFolder:
 
 
 def environment_of(config: EngineConfig, folder: SglangFolder) -> dict[str, str]:
-    """The environment variables of SGLang's processes."""
+    """Return the environment variables of SGLang's processes."""
     threads = str(config.rank_threads)
     variables = os.environ | {
         MARK_VARIABLE: "1",
         "SGLANG_LOGGING_CONFIG_PATH": str(folder.logging),
-        # SGLang's own sockets, which nobody else uses, take msgpack (sglang 0.5.23, environ.py).
+        # SGLang's own sockets, which nothing else uses, take msgpack (sglang 0.5.23, environ.py).
         "SGLANG_USE_PICKLE_IPC": "0",
         # Room for drafts beyond max_model_len, which no request may use.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -79,7 +76,7 @@ def environment_of(config: EngineConfig, folder: SglangFolder) -> dict[str, str]
 
 
 def _logging(level: str) -> dict[str, object]:
-    """Configuration of `logging`: stderr is the log file, stdout the generator's stderr."""
+    """Return a `logging` configuration: stderr is the log file, stdout the generator's stderr."""
     return {
         "version": 1,
         "disable_existing_loggers": False,

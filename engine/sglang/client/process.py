@@ -1,12 +1,10 @@
-"""SGLang's processes: started, watched, waited for within limits, stopped.
+"""SGLang's processes and sockets: started, watched, waited for within limits, stopped.
 
 When the process dies, for any reason, `on_end` is called on the event loop with an error that
 quotes the end of SGLang's log, and every call that waits for an answer fails at once.
 
-The two sockets to SGLang's scheduler process, and the task that takes what it sends.
-
-receiving task   consumes: `ToClient` messages · produces: what `take` makes of them
-waits for: the scheduler process · unblocked by: `close`
+    receiving task   consumes: `ToClient` messages · produces: calls of `take`
+                     waits for: the scheduler process · unblocked by: `close`
 """
 
 from __future__ import annotations
@@ -37,12 +35,9 @@ AnySocket = TypeVar("AnySocket", bound=zmq.Socket[Any])
 
 
 class Link:
-    """Sends `ToWorker` messages and hands over `ToClient` messages in order.
+    """Sends `ToWorker` messages and passes on `ToClient` messages in order.
 
-    Args:
-        folder: where the sockets are; only this user may enter it.
-        take: gets each message.
-        fail: is told why no more are received.
+    Its sockets are in the private `folder`. `fail` gets the error when receiving has failed.
     """
 
     def __init__(
@@ -62,7 +57,7 @@ class Link:
         self._task = asyncio.create_task(self._receive(), name="asyncrl-sglang-outputs")
 
     def _bind(self, socket: AnySocket, address: str) -> AnySocket:
-        # Nothing is dropped or held up: requests are bounded by those who send them.
+        # Nothing is dropped or held up: requests are bounded by their senders.
         socket.set(zmq.SNDHWM, 0)
         socket.set(zmq.RCVHWM, 0)
         socket.set(zmq.LINGER, 0)
@@ -70,13 +65,9 @@ class Link:
         return socket
 
     def send(self, message: ToWorker) -> None:
-        """Queue a message; it does not wait for the worker to take it.
+        """Queue a message, without yielding to other tasks, which could change the order.
 
-        It does not give way to other tasks either: otherwise one could send the end of a request
-        before the request.
-
-        Raises:
-            EngineError: the worker has not connected yet, or is gone.
+        Raises EngineError if the worker has not connected yet, or is gone.
         """
         try:
             self._push.send(self._encode(message), zmq.NOBLOCK)
@@ -117,15 +108,11 @@ MODULE = "asyncrl.engine.sglang.worker.main"
 _STATUS_SECONDS = 1.0
 """Longest wait for the exit status of a process that has ended."""
 _STOP_SECONDS = 10.0
-"""Then the processes are killed."""
+"""Longest wait for the end; then the processes are killed."""
 
 
 class SglangProcess:
-    """One SGLang: `open` and `start` once, `stop` once. Used from one event loop.
-
-    Args:
-        config: of SGLang.
-    """
+    """One SGLang: `open` and `start` once, `stop` once. Used from one event loop."""
 
     name = "SGLang"
 
@@ -137,16 +124,12 @@ class SglangProcess:
         self._fd: int | None = None
         self._over = asyncio.Event()
         self.ended: EngineError | None = None
-        """Why nothing can be asked any more; None while it runs."""
+        """The error that every later call raises; None while it runs."""
         self.on_end: Callable[[EngineError], None] = lambda _: None
         """Called once, when the process fails; not when it is closed."""
 
     def open(self, take: Callable[[ToClient], None]) -> SglangFolder:
-        """Make its folder, and begin to receive what it will send.
-
-        Args:
-            take: gets each message.
-        """
+        """Make its folder, and pass each message that it sends to `take`."""
         self._folder = folder = SglangFolder(self._config.log_level)
         self._link = Link(folder, take, self._on_broken_link)
         return folder
@@ -159,23 +142,15 @@ class SglangProcess:
         self._link.send(message)
 
     def _on_broken_link(self, error: EngineError) -> None:
-        """Nothing that it sends can be read any more, so it is ended."""
+        """End the process, whose messages cannot be read any more."""
         self.fail(self.failure(str(error)))
         if self._process is not None:
             self._process.terminate()
 
     def start(self, python: str, environment: dict[str, str], settings: msgspec.Struct) -> None:
-        """Start `python -m MODULE` in a session of its own.
+        """Start `python -m MODULE` in a new session, with `settings` on its command line.
 
-        Its stderr goes to the log, its stdout to this process's stderr.
-
-        Args:
-            python: the interpreter.
-            environment: its variables.
-            settings: for its command line.
-
-        Raises:
-            EngineStartError: it cannot be executed.
+        Its stderr goes to the log, its stdout to this stderr. Raises EngineStartError.
         """
         arguments = [msgspec.json.encode(settings).decode(), str(os.getpid())]
         try:
@@ -196,21 +171,15 @@ class SglangProcess:
         asyncio.get_running_loop().add_reader(self._fd, self._on_exit)
 
     def check(self) -> None:
-        """Raise EngineError, saying why, if nothing can be asked any more."""
+        """Raise EngineError with the reason if the process has ended."""
         if self.ended is not None:
             raise EngineError(str(self.ended)) from self.ended
 
     async def ask(self, answer: Awaitable[T], what: str, *, limit: float | None = None) -> T:
-        """Await an answer of the process, but not past its end or the time limit.
+        """Await an answer of the process, but not past its end or the time limit in seconds.
 
-        Args:
-            answer: to wait for.
-            what: is asked; for the error: "asked to {what}, SGLang did not answer".
-            limit: of the wait, in seconds; None: that of calls.
-
-        Raises:
-            TimeoutError: it did not answer within `limit`.
-            EngineError: the process ended, or did not answer in time.
+        `what` completes the error "asked to {what}, SGLang did not answer". Raises TimeoutError if
+        it did not answer within `limit`; EngineError if it ended, or without `limit` was too slow.
         """
         task = asyncio.ensure_future(answer)
         over = asyncio.ensure_future(self._over.wait())
@@ -229,13 +198,13 @@ class SglangProcess:
             over.cancel()
 
     def failure(self, what: str) -> EngineError:
-        """An error that quotes the end of SGLang's log."""
+        """Return an error that quotes the end of SGLang's log."""
         tail = "" if self._folder is None else self._folder.tail()
         quoted = f"\nThe end of SGLang's log:\n{tail}" if tail else ""
         return EngineError(f"{what}{quoted}")
 
     def fail(self, error: EngineError) -> None:
-        """Refuse every later call with this error, and tell those who wait."""
+        """Refuse every later call with this error, and raise it to all waiters."""
         if self.ended is None:
             self.ended = error
             self._over.set()
@@ -285,7 +254,7 @@ class SglangProcess:
 
 
 def _stderr() -> int:
-    """This process's standard error, which a test may have replaced by something without a file."""
+    """Return this process's stderr, which a test may have replaced by an object without a file."""
     try:
         return sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):
@@ -293,7 +262,7 @@ def _stderr() -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, which ends its schedulers; then kill whatever is left of its session."""
+    """End a process, which ends its schedulers; then kill what is left of its session."""
     deadline = time.monotonic() + _STOP_SECONDS
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,12 +1,12 @@
 """Everything of SGLang 0.5.23 that our side of its processes uses, and why.
 
-The other modules import SGLang's names from here only, and what they override of its classes says
-so where it is done. Nothing of its installed files is changed.
+The other modules import SGLang's names only from here; overridden methods of its classes are marked
+in place. Nothing of its installed files is changed.
 
     HookRegistry             SGLang's plug-in point to put a subclass in place of its scheduler: its
                              process looks the name up after it has loaded plug-ins.
-    Scheduler                overridden: where messages come from, what becomes of outputs, what
-                             happens between two steps.
+    Scheduler                overridden: the source of messages, the use of outputs, the work
+                             between two steps.
     Sampler                  overridden: draws.
     LogitsProcessor          a forward pre-hook takes the hidden states of scored positions, and its
                              `_get_logits` computes their logits: it gathers them over the ranks and
@@ -48,7 +48,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.utils import TypeBasedDispatcher
 
 SCHEDULER_NAME = "sglang.srt.managers.scheduler.Scheduler"
-"""What `run_scheduler_process` makes an instance of."""
+"""The class that `run_scheduler_process` instantiates."""
 
 __all__ = [
     "FINISH_ABORT",

@@ -13,19 +13,19 @@ from asyncrl.engine.sglang.messages import Answer, Call
 
 
 class SteppingScheduler(Protocol):
-    """A scheduler that can be stopped, and told of new weights."""
+    """A scheduler that can be stopped and receives new versions."""
 
     def stop(self) -> None:
-        """Run no step from now on; all that ran before are in the outbox."""
+        """Run no step from now on; the outputs of earlier steps are in the outbox."""
 
     def resume_steps(self) -> None:
         """Run steps again."""
 
     def advance(self, policy_version: int) -> None:
-        """Draw from now on under this version."""
+        """Draw under this version from now on."""
 
     def save_cache(self) -> int:
-        """Write the snapshot of the cache of rollouts; returns its bytes."""
+        """Write the snapshot of the rollout cache; return its bytes."""
 
 
 class Weights(Protocol):
@@ -35,7 +35,7 @@ class Weights(Protocol):
         """Begin to copy the weights of a manifest."""
 
     def staging(self) -> dict[str, Any]:
-        """A `StagingReport`."""
+        """Return a `StagingReport`."""
 
     def install(self, policy_version: int) -> str:
         """Put the staged weights of this version in place."""
@@ -48,19 +48,14 @@ class Weights(Protocol):
 
 
 class WorkerCalls(RemoteWorker):
-    """What the client may call, by name.
-
-    Args:
-        scheduler: that is stopped for new weights.
-        weights: of its model.
-    """
+    """The methods that the client may call, by name."""
 
     def __init__(self, scheduler: SteppingScheduler, weights: Weights) -> None:
         self._scheduler = scheduler
         self._weights = weights
 
     def asyncrl_pause(self) -> None:
-        """Stop running steps; requests stay as they are."""
+        """Stop running steps; requests keep their state."""
         self._scheduler.stop()
 
     def asyncrl_resume(self) -> None:
@@ -72,15 +67,11 @@ class WorkerCalls(RemoteWorker):
         self._weights.begin(manifest)
 
     def asyncrl_staging(self) -> dict[str, Any]:
-        """A `StagingReport` of the staging begun last, in all ranks together."""
+        """Return a `StagingReport` of the staging begun last, over all ranks."""
         return self._weights.staging()
 
     def asyncrl_install(self, policy_version: int) -> str:
-        """Put the staged weights of this version in place, while steps are stopped.
-
-        Returns:
-            Why SGLang had to load them in the pause, "" if it had not.
-        """
+        """Put the staged weights of this version in place, while steps are stopped."""
         why_reloaded = self._weights.install(policy_version)
         self._scheduler.advance(policy_version)
         return why_reloaded
@@ -90,22 +81,16 @@ class WorkerCalls(RemoteWorker):
         self._weights.begin_fingerprint(shapes)
 
     def asyncrl_fingerprint(self) -> dict[str, Any] | None:
-        """Continue it for a few milliseconds; the fingerprint when it is done."""
+        """Continue it for a few milliseconds; return the fingerprint when it is done."""
         return self._weights.fingerprint()
 
     def asyncrl_save_cache(self) -> int:
-        """Write the snapshot of the cache of rollouts; returns its bytes."""
+        """Write the snapshot of the rollout cache; return its bytes."""
         return self._scheduler.save_cache()
 
 
 def answer(calls: object, call: Call, ranks: Ranks) -> Answer:
-    """Make a call in all ranks; errors of any rank are reported, results of rank 0.
-
-    Args:
-        calls: its methods whose names begin with `asyncrl_` may be called.
-        call: what is called.
-        ranks: of this process.
-    """
+    """Make a call of `calls` in all ranks; report errors of any rank, or results of rank 0."""
     result, error = None, ""
     try:
         result = _method(calls, call.method)(*call.arguments)

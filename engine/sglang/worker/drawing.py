@@ -19,14 +19,7 @@ from asyncrl.engine.sglang.worker.steps import Places, Reporting, StepOutput
 
 
 class StepDrawing:
-    """Draws one token for each row of the batch.
-
-    Args:
-        batch: that is run.
-        ranks: of this process; rank 0 draws.
-        reporting: where tables go.
-        max_bytes: memory that drawing may hold at once (`asyncrl.engine.sampling.logits`).
-    """
+    """Draws one token for each row of the batch, in rank 0, within `max_bytes`."""
 
     def __init__(
         self, batch: SchedulerBatch, ranks: Ranks, reporting: Reporting, max_bytes: int
@@ -37,10 +30,9 @@ class StepDrawing:
         self._max_bytes = max_bytes
 
     def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, StepOutput | None]:
-        """The tokens `[B]` int64 of the step and its table, which only rank 0 has.
+        """Return `[B]` int64 tokens and, in rank 0, the table.
 
-        Args:
-            logits: `[B, V]`; may be overwritten.
+        May overwrite the logits `[B, V]`.
         """
         batch, rows = self._batch, len(logits)
         if not self._ranks.leads:
@@ -64,15 +56,7 @@ def output_of(
     reporting: Reporting,
     at: torch.Tensor | None = None,
 ) -> StepOutput:
-    """The table of a step.
-
-    Args:
-        drawn: in it.
-        batch: that ran.
-        starts: `[B]` where each row's first token lies in the table.
-        reporting: where the table goes.
-        at: draws that the table has, in order; None: all.
-    """
+    """Return the table of a step, whose rows begin at `starts` `[B]`; `at` selects draws."""
     reported = slice(1 + batch.top_k_logprobs)
     ids, logprobs = drawn.ids[:, reported], drawn.logprobs[:, reported]
     return StepOutput(

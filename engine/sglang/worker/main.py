@@ -3,14 +3,14 @@
     python -m asyncrl.engine.sglang.worker.main
 
 Runs in SGLang's interpreter. It does what SGLang's `Engine` does up to its schedulers (`start.py`),
-and leaves out the tokenizer manager, the detokenizer and all of HTTP: our scheduler
-(`scheduler.py`) talks to the generator itself.
+without tokenizer manager, detokenizer and HTTP: our scheduler (`scheduler.py`) communicates with
+the generator directly.
 
     generator ── Popen, own session ──► this process ── fork ──► a scheduler for each rank
 
 It ends with status 1 when a scheduler ends, with status 2 when SGLang does not take the settings,
 and with the generator, however that ends. No process of its session outlives it: the schedulers
-have SGLang's own parent-death signal, and the generator kills the session when this process ends.
+have SGLang's parent-death signal, and the generator kills the session when this process ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GIB = 1 << 30
 
 
 def main() -> None:
-    """Run SGLang as the settings in the command line say, until it or the generator ends."""
+    """Run SGLang with the settings of the command line, until it or the generator ends."""
     settings = msgspec.json.decode(sys.argv[1], type=ServerSettings)
     end_with(int(sys.argv[2]), settings.folder)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
@@ -58,8 +58,8 @@ def main() -> None:
 
 
 def _start(settings: ServerSettings) -> tuple[list[Any], Callable[[], None]]:
-    """Start a scheduler process for each rank: the processes, and what waits for all of them."""
-    gc.disable()  # what is imported is no garbage
+    """Start a scheduler process for each rank; return the processes and a wait for readiness."""
+    gc.disable()  # imported objects are not garbage
     on_cpu = _prepare_device(settings)
     from asyncrl.engine.sglang.worker.start import start_schedulers
 
@@ -67,7 +67,7 @@ def _start(settings: ServerSettings) -> tuple[list[Any], Callable[[], None]]:
 
 
 class Ranks:
-    """The scheduler processes, which end together.
+    """The scheduler processes, by rank, which end together.
 
     A scheduler that fails or hangs sends SIGQUIT to this process (`managers/scheduler.py`:6373 and
     `utils/watchdog.py`:163 of sglang 0.5.23). SGLang's own handler would kill without a word.
@@ -87,12 +87,12 @@ class Ranks:
         signal.signal(signal.SIGTERM, self._on_close)
 
     def watch(self) -> None:
-        """Wait for the first process that ends, which none does by itself, and end with it."""
+        """Wait for the first process that ends, which is always a failure, and end with it."""
         connection.wait([process.sentinel for process in self._processes])
         self._on_failure(signal.SIGQUIT, None)
 
     def _on_failure(self, _number: int, _frame: FrameType | None) -> None:
-        """Say which process failed, and how, and end."""
+        """Log which process failed, and how, and end."""
         ended = 0
         for rank, process in enumerate(self._processes):
             process.join(timeout=0.2)  # it may just be ending
@@ -115,7 +115,7 @@ class Ranks:
         self._end(128 + number)
 
     def _end(self, status: int) -> None:
-        """Kill what is left of them, and end without running SGLang's clean-up."""
+        """Kill the remaining processes, and end without SGLang's clean-up."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -125,10 +125,9 @@ class Ranks:
 
 
 def _prepare_device(settings: ServerSettings) -> bool:
-    """Choose the platform before SGLang is imported, which reads it then; whether it is a CPU.
+    """Choose the platform before SGLang is imported, which reads it then; True if it is a CPU.
 
-    Raises:
-        ValueError: the settings ask for a GPU that is not there.
+    Raises ValueError if the settings ask for a GPU that is not there.
     """
     if settings.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -146,11 +145,9 @@ def _prepare_device(settings: ServerSettings) -> bool:
 
 
 def server_arguments(settings: ServerSettings, *, on_cpu: bool) -> dict[str, Any]:
-    """The arguments of SGLang's `ServerArgs`.
+    """Return the arguments of SGLang's `ServerArgs`.
 
-    Raises:
-        ValueError: kv_cache_gib is too little for one request of max_model_len tokens, or
-            batch_invariant is asked for on a CPU.
+    Raises ValueError if kv_cache_gib is too little, or batch_invariant is asked for on a CPU.
     """
     if settings.batch_invariant and on_cpu:
         raise ValueError(
@@ -180,13 +177,13 @@ def server_arguments(settings: ServerSettings, *, on_cpu: bool) -> dict[str, Any
         "tp_size": settings.tensor_parallel_size,
         "enable_priority_scheduling": True,
         "schedule_low_priority_values_first": True,
-        # A request that runs is not put back for one that waits; when KV is full, the least urgent.
+        # A running request is not put back for a waiting one; when KV is full, the least urgent is.
         "disable_priority_preemption": True,
         "retraction_policy": "priority",
         "watchdog_timeout": settings.step_seconds,
         "log_level": settings.log_level.lower(),
         "mem_fraction_static": settings.mem_fraction_static,
-        # Ours is neither served nor measured by SGLang's own means.
+        # SGLang neither serves nor measures ours.
         "skip_server_warmup": True,
         "enable_metrics": False,
     }
@@ -210,7 +207,7 @@ def server_arguments(settings: ServerSettings, *, on_cpu: bool) -> dict[str, Any
 
 
 def _kv_tokens(settings: ServerSettings, dtype: str, kv_gib: float) -> int:
-    """The tokens whose KV fits into so much memory, on each rank."""
+    """Return the number of tokens whose KV fits into this memory, on each rank."""
     from asyncrl.engine.sglang.worker.start import kv_bytes
 
     each = kv_bytes(settings.model_path, dtype, settings.tensor_parallel_size)
@@ -226,7 +223,7 @@ def _kv_tokens(settings: ServerSettings, dtype: str, kv_gib: float) -> int:
 
 
 def end_with(parent: int, folder: str) -> None:
-    """Have this session end, and its folder be removed, when the generator has ended."""
+    """End this session, and remove its folder, when the generator has ended."""
     fd = os.pidfd_open(parent)
 
     def wait() -> None:

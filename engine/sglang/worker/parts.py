@@ -1,9 +1,4 @@
-"""Parts of SGLang's scheduler in our form: its requests, where they come from, how they end.
-
-Written against SGLang 0.5.23.
-
-The sockets to the generator's process. Imports no SGLang.
-"""
+"""Our versions of parts of SGLang's scheduler (0.5.23), and the sockets to the generator."""
 
 from __future__ import annotations
 
@@ -32,12 +27,7 @@ from asyncrl.engine.sglang.worker.api import (
 
 
 class Link:
-    """Receives requests and sends outputs.
-
-    Args:
-        requests: address that requests come from.
-        outputs: address that outputs go to.
-    """
+    """Receives requests from one address and sends outputs to another."""
 
     def __init__(self, requests: str, outputs: str) -> None:
         context = zmq.Context()
@@ -52,7 +42,7 @@ class Link:
         self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 
     def receive(self) -> list[ToWorker]:
-        """All messages that have come, in order. Does not wait."""
+        """Return all messages that have come, in order. Does not wait."""
         messages: list[ToWorker] = []
         while True:
             try:
@@ -72,7 +62,7 @@ class PrefillRequest(Req):
     entry: Entry
 
     def _compute_max_prefix_len(self, input_len: int) -> int:
-        """Most tokens of its prefix whose KV may be found: states of scored places are needed."""
+        """Limit the prefix whose KV may be found: states of scored places are needed."""
         first = len(self.entry.context) - 1 - self.entry.extra.scored
         found: int = super()._compute_max_prefix_len(input_len)
         return min(found, first)
@@ -80,7 +70,7 @@ class PrefillRequest(Req):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ClientReceiver(SchedulerRequestReceiver):
-    """Receives our client's messages in the place of SGLang's; the rest of it shares them out."""
+    """Receives our client's messages in place of SGLang's; the base class distributes them."""
 
     link: Link | None
     """None in ranks other than 0."""
@@ -102,7 +92,7 @@ class EndStreamer(SchedulerOutputStreamer):
         return_logprob: bool,  # noqa: ARG002
         skip_req: Any = None,
     ) -> None:
-        """SGLang has processed a step of these requests."""
+        """Report the ends of requests after SGLang has processed a step of them."""
         for request in reqs:
             if request is not skip_req and request.finished() and not request.finished_output:
                 request.finished_output = True
@@ -114,7 +104,7 @@ _BATCH_FIELDS = tuple(field.name for field in fields(ScheduleBatch))
 
 @contextmanager
 def isolated(batch: Any) -> Iterator[None]:
-    """Put the fields of SGLang's batch back after a forward pass, and lend it a sampling_info.
+    """Restore the fields of SGLang's batch after a forward pass, which gets a copied sampling_info.
 
     `Scheduler._forward_isolation` (SGLang 0.5.23) does this where drafts are possible, and looks up
     the names of the batch's 100 fields in each step.
@@ -130,7 +120,7 @@ def isolated(batch: Any) -> Iterator[None]:
 
 
 def generate_input(message: AddRequest, entry: Entry) -> Any:
-    """SGLang's request for one of ours; how its tokens are drawn is not SGLang's to know."""
+    """Return SGLang's request for one of ours, without sampling parameters."""
     params = SamplingParams(
         max_new_tokens=max(1, message.max_tokens),  # what a request that only scores draws is lost
         stop_token_ids=set(message.stop_tokens),
@@ -155,7 +145,7 @@ def generate_input(message: AddRequest, entry: Entry) -> Any:
 
 
 def end_of(request: Any) -> End:
-    """The end of a request that SGLang has finished."""
+    """Return the end of a request that SGLang has finished."""
     reason, accepted = request.finished_reason, request.spec_num_correct_drafts
     if isinstance(reason, FINISH_MATCHED_TOKEN):
         return End(request.rid, "stop", accepted)

@@ -1,9 +1,8 @@
 """SGLang's out-of-tree platform for CPUs: the official way to run it without a GPU (0.5.23).
 
-Its own CPU platform needs kernels of a special build (`SGLANG_USE_CPU_ENGINE`). This one has
-neither Triton nor graphs, so SGLang chooses operations of torch everywhere.
-
-SGLang loads it while it imports itself, so its names come from here and not from `worker.api`.
+Its CPU platform needs kernels of a special build (`SGLANG_USE_CPU_ENGINE`). This one has neither
+Triton nor graphs, so SGLang chooses operations of torch everywhere. SGLang loads it while it
+imports itself, so its names come from here and not from `worker.api`.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities(supports_triton=False, graph_capture=False)
 
     def is_pin_memory_available(self, device: Any = None) -> bool:  # noqa: ARG002
-        """Nothing is copied to a device."""
+        """Return False: nothing is copied to a device."""
         return False
 
     def get_default_attention_backend(self) -> str:
-        """Attention in operations of torch, with drafts and without."""
+        """Return our attention in operations of torch, with drafts and without."""
         return CPU_ATTENTION
 
     def get_dispatch_key_name(self) -> str:
-        """Layers run their `forward_native`."""
+        """Make layers run their `forward_native`."""
         return "native"
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:  # noqa: ARG002
-        """Ours drafts without a kernel."""
+        """Return True: ours drafts without a kernel."""
         return True
 
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
-        """Of an ordinary attention; SGLang's own for others."""
+        """Return our pool for ordinary attention; None leaves others to SGLang."""
         if kind != "mha":
             return None
         from asyncrl.engine.sglang.worker.kv_pool import TorchKVPool

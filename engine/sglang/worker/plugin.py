@@ -1,4 +1,4 @@
-"""What SGLang finds by its entry points (groups of sglang 0.5.23, `sglang/srt/plugins`).
+"""SGLang's entry points (groups of sglang 0.5.23, `sglang/srt/plugins`).
 
 Every process of SGLang in this environment loads them, so they do nothing unless the process was
 started by a generator of ours.
@@ -15,24 +15,20 @@ MARK_VARIABLE = "ASYNCRL_SGLANG"
 CPU_VARIABLES = {"SGLANG_PLATFORM": "asyncrl_cpu", "TORCH_COMPILE_DISABLE": "1"}
 """The environment without a GPU, read when SGLang and torch's compiler are imported. SGLang would
 compile a few helpers, such as the embedding's of several ranks. That takes longer than the start,
-and the linker fails where torch's path has a space."""
+and the linker fails if torch's path has a space."""
 _FAILED = 4
 """Exit status of a process whose plug-in could not be loaded."""
 
 
 def cpu_platform() -> str | None:
-    """The platform of machines without a GPU; None where SGLang is not ours."""
+    """Return the platform of machines without a GPU; None in processes that are not ours."""
     return (
         "asyncrl.engine.sglang.worker.platform.CpuPlatform" if MARK_VARIABLE in os.environ else None
     )
 
 
 def register() -> None:
-    """Register our scheduler and our drafting.
-
-    SGLang logs what a plug-in raises and runs on without it. It would then serve nobody, so a
-    process that cannot load ours ends.
-    """
+    """Register our scheduler and our drafting, or end: SGLang would run on without them."""
     if MARK_VARIABLE not in os.environ:
         return
     try:

@@ -16,7 +16,7 @@ from asyncrl.engine.sglang.messages import AddRequest
 
 
 def entry_of(message: AddRequest) -> Entry:
-    """What a message says of its request."""
+    """Return the entry of a message's request."""
     return Entry.of(
         RequestExtra.from_plain(message.extra),
         np.frombuffer(message.tokens, "<i4").astype(np.int32),
@@ -28,39 +28,30 @@ def entry_of(message: AddRequest) -> Entry:
 
 
 class Requests:
-    """Those whose end SGLang has not reported yet."""
+    """The requests whose end SGLang has not reported yet."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        """By request id."""
         self._ended: set[str] = set()
-        """Of these, the ones whose end was sent before SGLang got to it."""
+        """Requests whose end was sent before SGLang got to it."""
 
     def add(self, request_id: str, entry: Entry) -> None:
-        """A request is about to be given to SGLang."""
+        """Add a request that is about to be given to SGLang."""
         self.entries[request_id] = entry
 
     def interrupt(self, request_id: str) -> bool:
-        """End a request before SGLang does; what it draws from now on is nobody's.
-
-        Returns:
-            Whether it was running, so that its end is to be sent.
-        """
+        """End a request, whose later tokens are dropped; True if it was running."""
         if not self.serves(request_id):
             return False
         self._ended.add(request_id)
         return True
 
     def serves(self, request_id: str) -> bool:
-        """Whether a request is running, and its end was not sent."""
+        """Return True if a request is running and its end was not sent."""
         return request_id in self.entries and request_id not in self._ended
 
     def forget(self, request_id: str) -> bool:
-        """SGLang is done with a request.
-
-        Returns:
-            Whether its end is still to be sent.
-        """
+        """Remove a request that SGLang has finished. Returns True if its end must still be sent."""
         known = self.entries.pop(request_id, None) is not None
         if request_id in self._ended:
             self._ended.remove(request_id)
@@ -68,7 +59,7 @@ class Requests:
         return known
 
     def tickets(self, request_ids: list[str], tickets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`[n]` the tickets of requests, NO_TICKET for those that were ended meanwhile."""
+        """Return `[n]` tickets of requests, NO_TICKET for those that were ended since."""
         if self._ended.isdisjoint(request_ids):
             return tickets
         over = np.fromiter((one in self._ended for one in request_ids), np.bool_, len(request_ids))
@@ -76,12 +67,7 @@ class Requests:
 
 
 class SchedulerBatch(Batch):
-    """The batch that SGLang runs next, or is running.
-
-    Args:
-        requests: all that its scheduler knows.
-        listed: length of the lists that tokens are drawn with, reported or not.
-    """
+    """The batch that SGLang runs next, or is running; draws have lists of `listed` ids."""
 
     def __init__(self, requests: Requests, listed: int = UNREPORTED_K) -> None:
         super().__init__(listed)
@@ -109,9 +95,9 @@ class SchedulerBatch(Batch):
         return self._requests.entries
 
     def read(self, request_id: str) -> Entry:
-        """What is known of a request."""
+        """Return the entry of a request."""
         return self._requests.entries[request_id]
 
     def lengths(self) -> NDArray[np.int64]:
-        """`[B]` tokens of each row, those that are fed included; drafts not counted."""
+        """Return `[B]` tokens of each row, including those being fed; drafts are not counted."""
         return self._lengths

@@ -1,19 +1,14 @@
 """SGLang's scheduler, serving our client directly.
 
-SGLang's own way leads through a tokenizer process and a detokenizer process, with an object for
-each request and step. Here rank 0 receives our messages, which travel to the other ranks by the
-broadcast of SGLang's own; each rank makes SGLang's requests of them. What steps generate goes back
-as arrays (`worker.steps`), several steps in a message (`worker.outbox`).
+Rank 0 receives our messages, which SGLang broadcasts to the other ranks; each rank makes SGLang's
+requests from them. Generated tokens go back as arrays (`worker.steps`), several steps in a message
+(`worker.outbox`), without SGLang's tokenizer and detokenizer processes.
 
-Written against SGLang 0.5.23, whose `run_scheduler_process` makes an instance of whatever its
-plug-ins have put in the place of `Scheduler`. Each override says what it is for.
-
-Our draws as SGLang's sampler, and the hidden states of scored positions.
-
-Written against SGLang 0.5.23, whose model runner calls `sampler` for every step without drafts,
+Written against SGLang 0.5.23. Its `run_scheduler_process` instantiates the class that plug-ins have
+put in place of `Scheduler`. Its model runner calls `sampler` for every step without drafts,
 prefills included, in the forward pass's stream, after the output layer: so scoring happens here
-too. `register_sampler_backend` is its plug-in point for samplers, but on a CPU its settings choose
-another backend whatever was asked for, and a backend is made before there is a scheduler.
+too. On a CPU its plug-in point for samplers (`register_sampler_backend`) is not used, because its
+settings always choose another backend.
 """
 
 from __future__ import annotations
@@ -73,14 +68,7 @@ from asyncrl.rollout.acceptance import warm_up_verification
 
 
 class OutputLayer:
-    """Takes the hidden states that go into a model's output layer, and computes logits of some.
-
-    Args:
-        model: SGLang's.
-
-    Raises:
-        TypeError: the model has no `LogitsProcessor`.
-    """
+    """Computes logits of some hidden states that go into a `LogitsProcessor` (else TypeError)."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         processors = [one for one in model.modules() if isinstance(one, LogitsProcessor)]
@@ -95,7 +83,7 @@ class OutputLayer:
         self._processor.register_forward_pre_hook(self._take)
 
     def serve(self, scoring: PrefillScoring) -> None:
-        """Take what this wants from now on."""
+        """Serve this from now on."""
         self._scoring = scoring
 
     def _take(self, _module: Any, arguments: tuple[Any, ...]) -> None:
@@ -104,11 +92,7 @@ class OutputLayer:
             self._taken = hidden, head, LogitsMetadata.from_forward_batch(step)
 
     def score(self) -> None:
-        """Score what the step that has just run takes in, if it is to be scored.
-
-        Raises:
-            RuntimeError: its output layer was not called.
-        """
+        """Score what the last step took in, if required. Raises RuntimeError."""
         scoring = self._scoring
         if scoring is None or not scoring.wanted:
             return
@@ -121,7 +105,7 @@ class OutputLayer:
         self._taken = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[n, V]` of some hidden states `[n, H]` of the step that runs; all ranks call it."""
+        """Return `[n, V]` for hidden states `[n, H]` of the running step; all ranks call it."""
         assert self._taken is not None  # noqa: S101 - only called by `score`
         _, head, metadata = self._taken
         found: torch.Tensor = self._processor._get_logits(  # noqa: SLF001
@@ -131,12 +115,7 @@ class OutputLayer:
 
 
 class DrawingSampler(Sampler):
-    """Draws for SGLang's model runner, in the place of its sampler.
-
-    Args:
-        drawing: draws.
-        output_layer: of the model.
-    """
+    """Draws for SGLang's model runner, in place of its sampler."""
 
     def __init__(self, drawing: StepDrawing, output_layer: OutputLayer) -> None:
         super().__init__()
@@ -149,7 +128,7 @@ class DrawingSampler(Sampler):
         *_arguments: Any,
         **_named: Any,
     ) -> torch.Tensor:
-        """The token of each row, `[B]` int64; the table goes along with the logits' output."""
+        """Return the token of each row, `[B]` int64; attach the table to the logits' output."""
         self._output_layer.score()
         tokens, output = self._drawing(logits_output.next_token_logits)
         logits_output.auxiliary_device_output = output
@@ -198,7 +177,7 @@ class ClientScheduler(Scheduler):
         self._delete_names()
 
     def _delete_names(self) -> None:
-        """Delete the names of what SGLang has in /dev/shm, which all ranks have opened by now.
+        """Unlink SGLang's files in /dev/shm, which all ranks have opened by now.
 
         It ends by signals, and would leave the files behind.
         """
@@ -209,16 +188,16 @@ class ClientScheduler(Scheduler):
             queue.buffer.shared_memory.unlink()
             queue.buffer.is_creator = False  # else it is deleted again at the end
 
-    # What SGLang's __init__ calls to make its parts.
+    # Called by SGLang's __init__ to make its parts.
 
     def init_ipc_channels(self, port_args: Any) -> None:
-        """Connect to our client as well. SGLang's own sockets stay, and nobody writes to them."""
+        """Connect to our client as well. SGLang's sockets stay, unused."""
         super().init_ipc_channels(port_args)
         if self.recv_from_tokenizer is not None:
             self.link = Link(self.settings.requests, self.settings.outputs)
 
     def init_idle_sleeper(self) -> None:
-        """Wait for our messages when there is nothing to do."""
+        """Wait for our messages when idle."""
         sockets = [] if self.link is None else [self.link.requests]
         self.idle_sleeper = IdleSleeper(sockets) if sockets else None
 
@@ -246,7 +225,7 @@ class ClientScheduler(Scheduler):
         self.output_streamer.report_end = self._report_end
 
     def run_event_loop(self) -> None:
-        """Tell the client that requests are served, and serve them."""
+        """Announce readiness to the client, and serve requests."""
         if self.link is not None:
             self.link.send(Ready(self.model_config.vocab_size, os.getpid()))
         super().run_event_loop()
@@ -268,8 +247,7 @@ class ClientScheduler(Scheduler):
     def end(self, message: EndRequests) -> None:
         """End requests before the next step.
 
-        SGLang ends a running request after one more step, whose token `StepOutput` drops. It
-        compares the beginnings of ids; ours are all of the same length.
+        SGLang ends a running request after one more step, whose token `StepOutput` drops.
         """
         for name in message.request_ids:
             if self.requests.interrupt(name):
@@ -278,7 +256,7 @@ class ClientScheduler(Scheduler):
         self.outbox.flush()
 
     def call(self, message: Call) -> None:
-        """Make a call, and answer it after all outputs that came before."""
+        """Make a call, and answer it after all earlier outputs."""
         found = answer(self.calls, message, self.ranks)
         self.outbox.flush()
         if self.link is not None:
@@ -302,17 +280,17 @@ class ClientScheduler(Scheduler):
         self.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     def advance(self, policy_version: int) -> None:
-        """Draw from now on under this version."""
+        """Draw under this version from now on."""
         self.rows.advance(policy_version)
         if self.draft_worker is not None:
             self.draft_worker.advance(policy_version)
 
     def save_cache(self) -> int:
-        """Write the snapshot of the cache of rollouts; returns its bytes."""
+        """Write the snapshot of the rollout cache; return its bytes."""
         return 0 if self.draft_worker is None else self.draft_worker.save()
 
     def _record_scheduler_state_for_paused_engine(self) -> None:
-        """The loop of a paused scheduler comes here again and again: wait for a message."""
+        """Wait for a message, as the loop of a paused scheduler polls this method."""
         super()._record_scheduler_state_for_paused_engine()
         self.maybe_sleep_on_idle()
 
@@ -323,24 +301,24 @@ class ClientScheduler(Scheduler):
         super().on_idle()
 
     def get_next_batch_to_run(self, *args: Any, **kwargs: Any) -> Any:
-        """Choose a batch. Preparing prompts is not part of the decode step before."""
+        """Choose a batch. Preparing prompts is not part of the previous decode step."""
         began = self._now()
         plan = super().get_next_batch_to_run(*args, **kwargs)
         batch = plan.batch_to_run
         if batch is not None and batch.forward_mode.is_extend() and not self.enable_overlap:
-            self._rest(began)  # where steps overlap, the one before still runs
+            self._rest(began)  # if steps overlap, the previous one still runs
         return plan
 
     def _now(self) -> float:
         return 0.0 if self.draft_worker is None else self.draft_worker.now()
 
     def _rest(self, since: float) -> None:
-        """Tell the drafter when the last decode step was over, if something else follows it."""
+        """Report the end of the last decode step to the drafter, if something else follows it."""
         if self.draft_worker is not None:
             self.draft_worker.rest(since)
 
     def _create_generation_req(self, recv_req: Any, *args: Any, **kwargs: Any) -> Req:
-        """SGLang's request. Only our stop tokens end it, not what the model's files say."""
+        """Make SGLang's request. Only our stop tokens end it, not those of the model's files."""
         kwargs["eos_token_ids"] = None
         entry = self.requests.entries[recv_req.rid]
         if not entry.extra.scored:
@@ -366,7 +344,7 @@ class ClientScheduler(Scheduler):
         return isolated(batch)
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
-        """Process what a step generated; it is sent when its message is full."""
+        """Process the tokens of a step; they are sent when the message is full."""
         if result is None:  # `stop` has processed it
             return
         super().process_batch_result(batch, result)
@@ -387,7 +365,7 @@ class ClientScheduler(Scheduler):
             self.link.send(outputs)
 
     def _forget_drafts(self, request: Any) -> None:
-        """Tell the drafter that a request has ended; SGLang does so only in steps that decode."""
+        """Report a request's end to the drafter; SGLang does so only in steps that decode."""
         if self.draft_worker is not None:
             self.draft_worker.note_request_finished(rid=request.rid, natural_stop=False)
 
@@ -397,12 +375,11 @@ class ClientScheduler(Scheduler):
             self.outbox.add_end(end_of(request))
 
     def _accepted(self, name: str) -> int:
-        """Draft tokens of a running request that were accepted."""
         running = [*self.waiting_queue, *self.collect_inflight_reqs()]
         return next((one.spec_num_correct_drafts for one in running if one.rid == name), 0)
 
     def _count_prefixes(self, batch: Any) -> None:
-        """Count the prompts that a step begins, and what of them was found in the radix cache."""
+        """Count the prompts that a step begins, and their tokens found in the radix cache."""
         for request, prefix in zip(batch.reqs, batch.prefix_lens, strict=True):
             if request.extend_batch_idx == 1 and not request.retracted_stain:
                 self._prefix_asked += len(request.origin_input_ids)

@@ -1,10 +1,8 @@
 """Scores given tokens and verifies kept ones in the prefills of SGLang's model runner.
 
-SGLang computes `input_token_logprobs` from raw logits, all of a chunk at once. Here the hidden
-states that go into the output layer are taken (`hidden` below), and only those positions are looked
-at that were asked for, in slabs, with the processed distribution. Kept tokens are judged here,
-where the whole current distribution is (`engine.sampling.verification`): only what becomes of them
-travels.
+SGLang computes `input_token_logprobs` from raw logits. Here the hidden states that go into the
+output layer are taken, and only the scored positions are looked up, in slabs, with the processed
+distribution. Kept tokens are judged here: only the outcomes travel.
 
 A prompt may come in chunks, and from the beginning again after a retraction. Positions whose KV is
 found in the radix cache have no hidden states, so a scoring request takes no more of its prefix
@@ -26,22 +24,16 @@ from asyncrl.engine.sglang.worker.steps import Reporting
 
 
 class Prefill(NamedTuple):
-    """What a step takes in, for each row of its batch."""
+    """The tokens that a step takes in, for each row of its batch."""
 
     prefixes: list[int]
-    """`[B]` tokens whose KV was there before."""
+    """`[B]` tokens that had KV before."""
     lengths: list[int]
     """`[B]` tokens that are fed."""
 
 
 class PrefillScoring:
-    """The scored requests whose prompts are being taken in.
-
-    Args:
-        batch: that is run.
-        scorer: reads and judges.
-        reporting: where tables go.
-    """
+    """The scored requests whose prompts are being taken in; `reporting` receives their tables."""
 
     def __init__(self, batch: SchedulerBatch, scorer: Scorer, reporting: Reporting) -> None:
         self._batch = batch
@@ -52,26 +44,18 @@ class PrefillScoring:
 
     @property
     def wanted(self) -> bool:
-        """Whether the hidden states of the step that runs next are needed."""
+        """True if the hidden states of the next step are needed."""
         return self._prefill is not None
 
     def begin(self, prefill: Prefill | None) -> None:
-        """Note what the step that runs next takes in.
-
-        Args:
-            prefill: of the batch; None if it takes in no prompt.
-        """
+        """Note the prefill of the next step; None if it takes in no prompt."""
         scores = prefill is not None and any(
             self._batch.entry(name).extra.scored for name in self._batch.ids
         )
         self._prefill = prefill if scores else None
 
     def compute(self, hidden: torch.Tensor) -> None:
-        """Read the scored positions of the step, and report the requests that are complete.
-
-        Args:
-            hidden: `[T, H]` of all tokens that were fed, row after row.
-        """
+        """Read the scored positions of the step's `hidden` `[T, H]`; report complete requests."""
         prefill, self._prefill = self._prefill, None
         if prefill is None:
             return

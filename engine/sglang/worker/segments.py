@@ -1,4 +1,4 @@
-"""What a forward pass attends to, row by row: computed once, used by all layers. No SGLang here."""
+"""The keys of a forward pass, row by row: computed once, used by all layers. Imports no SGLang."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Singles:
     slots: torch.Tensor
     """`[b, L]` KV slots of each row's keys, then any."""
     mask: torch.Tensor | None
-    """`[b, 1, 1, L]` the keys that there are; None: all."""
+    """`[b, 1, 1, L]` keys that exist; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Segment:
     slots: torch.Tensor
     """`[L]` KV slots of the row's keys, its own tokens last."""
     mask: torch.Tensor | None
-    """`[tokens, L]` what each may attend to; None: the row has no other keys, causal."""
+    """`[tokens, L]` keys that each may attend to; None: the row has no other keys, causal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,8 @@ class Segments:
     ) -> None:
         """Attend with all tokens.
 
-        Args:
-            q: `[T, H, D]`
-            k: `[slots, H_kv, D]` of the whole pool.
-            v: `[slots, H_kv, D_v]`
-            scale: of the products.
-            out: `[T, H, D_v]` is set.
+        `q` is `[T, H, D]`, `k` `[slots, H_kv, D]` and `v` `[slots, H_kv, D_v]` the whole pool;
+        `out` `[T, H, D_v]` is set.
         """
         kv_heads = k.shape[1]
         for part in self.singles:
@@ -97,12 +93,9 @@ def segments_of(
 ) -> Segments:
     """Describe a forward pass of n rows.
 
-    Args:
-        table: `[n, >= context + count]` KV slots of each row's text.
-        contexts: `[n]` tokens of each row that have KV already.
-        counts: `[n]` tokens that it feeds.
-        masks: by row, `[count, count]` what its fed tokens may attend to among themselves; the
-            others attend causally.
+    `table` `[n, >= context + count]` has the KV slots of each row's text: `contexts` `[n]` tokens
+    have KV already, `counts` `[n]` are fed. `masks` maps rows to the mask `[count, count]` among
+    their fed tokens; other rows attend causally.
     """
     masks = masks or {}
     lengths = contexts + counts
@@ -122,7 +115,6 @@ def segments_of(
 
 
 def _alike(rows: Index, lengths: Index) -> Iterator[Index]:
-    """Rows in groups of nearly equal lengths."""
     rows = rows[np.argsort(lengths[rows], kind="stable")]
     first = 0
     for end in range(1, len(rows) + 1):
@@ -140,7 +132,7 @@ def _singles(table: torch.Tensor, rows: Index, lengths: Index, starts: Index) ->
     if inside.all():
         return Singles(torch.from_numpy(starts[rows]), slots, None)
     keys = torch.from_numpy(inside)
-    # What lies after a row's text may be stale: slot 0 exists, and is masked.
+    # Slots after a row's text may be stale: slot 0 exists, and is masked.
     return Singles(torch.from_numpy(starts[rows]), slots * keys, keys[:, None, None])
 
 
@@ -159,12 +151,9 @@ def _mask(context: int, count: int, own: NDArray[np.bool_] | None) -> torch.Tens
 def visible(
     counts: Index, query: Sequence[int] | Index, key: Sequence[int] | Index
 ) -> dict[int, NDArray[np.bool_]]:
-    """`masks` of the rows that hide something from their own tokens.
+    """Return the `masks` of the rows that hide something from their own tokens.
 
-    Args:
-        counts: `[n]` tokens that rows feed.
-        query: `[M]` fed tokens of the batch.
-        key: `[M]` fed tokens that each of these must not attend to, of the same row.
+    Rows feed `counts` `[n]` tokens; fed token query[m] of the batch must not attend to key[m].
     """
     starts = np.cumsum(counts) - counts
     query, key = np.asarray(query, np.int64), np.asarray(key, np.int64)

@@ -1,12 +1,12 @@
 """Starts SGLang's scheduler processes as its `Engine` does (`entrypoints/engine.py` of 0.5.23).
 
-`Engine.__init__` starts a tokenizer manager, a detokenizer process and sockets too, none of which
-serves us. So this repeats the part of `Engine._launch_subprocesses` (line 1129) up to its call of
-`_launch_scheduler_processes` (line 894, public for subclasses), and calls that.
+This repeats the part of `Engine._launch_subprocesses` (line 1129) up to its call of
+`_launch_scheduler_processes` (line 894, public for subclasses), and calls that. The tokenizer
+manager, the detokenizer process and sockets that `Engine.__init__` also starts are unused here.
 
 On a CPU the schedulers are forked from this process instead of spawned: importing SGLang costs 9 s
-of CPU, and they find it imported. This process computes nothing, so no thread of torch's or of a
-BLAS library is lost in the fork. With a GPU they are spawned, as SGLang does it.
+of CPU. This process computes nothing, so no thread of torch's or of a BLAS library is lost in the
+fork.
 """
 
 from __future__ import annotations
@@ -32,20 +32,13 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 def start_schedulers(
     arguments: dict[str, Any], folder: str
 ) -> tuple[list[Any], Callable[[], None]]:
-    """Start a scheduler process for each rank.
+    """Start a scheduler process for each rank, with arguments of `ServerArgs`.
 
-    Args:
-        arguments: of `ServerArgs`.
-        folder: of this SGLang's files, removed at its end.
-
-    Returns:
-        The processes by rank, and a function that waits until all of them are ready, which raises
-        RuntimeError if one fails.
-
-    Raises:
-        ValueError: SGLang does not take these arguments, or not this model.
+    `folder` holds this SGLang's files; removed at its end. Returns the processes by rank, and a
+    function that waits until all are ready or raises RuntimeError. Raises ValueError if SGLang does
+    not take these arguments, or not this model.
     """
-    load_plugins()  # what the arguments name is registered by ours
+    load_plugins()  # ours registers what the arguments name
     server_args = ServerArgs(**arguments)
     configure_logger(server_args)
     server_args.resolve_once()
@@ -55,7 +48,7 @@ def start_schedulers(
     publish(server_args, role="tokenizer")
     if server_args.device == "cpu":
         multiprocessing.set_start_method("fork", force=True)  # `_set_envs_and_config` chose "spawn"
-        gc.freeze()  # a collection in a scheduler does not copy the pages of what is imported
+        gc.freeze()  # a collection in a scheduler does not copy the pages of imported objects
     gc.enable()  # `main` has imported this without
     started, processes = Engine._launch_scheduler_processes(  # noqa: SLF001 - see above
         server_args, _ports(server_args, folder), _run_scheduler
@@ -64,13 +57,13 @@ def start_schedulers(
 
 
 def _run_scheduler(*arguments: Any) -> None:
-    """A scheduler process, without the handler of SIGQUIT that a fork takes along."""
+    """Run a scheduler process, without the handler of SIGQUIT that a fork inherits."""
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     run_scheduler_process(*arguments)
 
 
 def _ports(server_args: ServerArgs, folder: str) -> PortArgs:
-    """SGLang's own sockets, as temporary files in this folder: SGLang does not remove them."""
+    """Make SGLang's sockets as temporary files in this folder: SGLang does not remove them."""
     before, tempfile.tempdir = tempfile.tempdir, folder
     try:
         return PortArgs.init_new(server_args)
@@ -79,15 +72,9 @@ def _ports(server_args: ServerArgs, folder: str) -> PortArgs:
 
 
 def kv_bytes(model_path: str, dtype: str, ranks: int) -> int:
-    """Bytes of one token's KV in one of so many ranks.
+    """Return the bytes of one token's KV in one of `ranks` ranks that share the heads.
 
-    Args:
-        model_path: a directory in HF format or a hub id.
-        dtype: of KV.
-        ranks: that share the heads.
-
-    Raises:
-        ValueError: the model has other layers than attention.
+    Raises ValueError if the model has other layers than attention.
     """
     config = ModelConfig(model_path, dtype=dtype)
     if config.attention_arch == AttentionArch.MHA:

@@ -1,18 +1,15 @@
-"""What a step generated, on its way through SGLang's scheduler. Imports no SGLang.
+"""The outputs of steps, on their way through SGLang's scheduler to the client. Imports no SGLang.
 
 SGLang 0.5.23 carries `auxiliary_device_output` of a forward pass along with its tokens: it copies
 it to the host with them, commits the tokens, then calls `consume` with those that each request
-keeps (`sglang/srt/managers/auxiliary_output.py`). So the table is reported as it was drawn, without
-an object for each token, and only what SGLang has kept of it: neither the draw of a prompt that is
-not all in, nor drafts after a stop token or the limit, nor what a request drew after its end.
+keeps (`sglang/srt/managers/auxiliary_output.py`). So only what SGLang has kept of the table is
+reported: neither the draw of an unfinished prompt, nor drafts after a stop token or the limit, nor
+what a request drew after its end.
 
-What the scheduler process has to tell the client: steps, scores and ends, in order.
-
-A message costs the generator's process much more than what is in it, so several steps share one.
-When a message is sent depends on the tokens in it: a scheduler in which every response has ended
-sends at once what is left. So an interrupted response is never cut at the last step that came, as
-that place would tell something about the tokens after it (docs/decisions/0011): the scheduler ends
-it, and sends all that was drawn before, then its end.
+Several steps share a message. When it is sent depends on the tokens in it: a scheduler in which
+every response has ended sends at once what is left. So an interrupted response is never cut at the
+last step that came, as that place would reveal something about the tokens after it
+(docs/decisions/0011): the scheduler ends it, and sends all that was drawn before, then its end.
 """
 
 from __future__ import annotations
@@ -36,14 +33,7 @@ _MAX_SECONDS = 0.1
 
 
 class Outbox:
-    """Collects outputs and sends them, several steps in one message.
-
-    Args:
-        send: sends a message.
-        gauges: gives the state at the time of a message.
-        steps_per_message: a message is sent after so many steps.
-        clock: gives seconds.
-    """
+    """Collects outputs and sends them, several steps in one message with current `gauges`."""
 
     def __init__(
         self,
@@ -60,15 +50,9 @@ class Outbox:
         self._waiting = 0
         self._outputs = Outputs([], [], [])
         self.steps = 0
-        """That the model has run since the start."""
 
     def add_step(self, table: StepTable, policy_version: int) -> None:
-        """Keep what a step generated; at most one table a step.
-
-        Args:
-            table: of the step, with the tokens that stay only.
-            policy_version: of the weights that drew them.
-        """
+        """Add the table of a step with the tokens that are kept; at most one table a step."""
         step = Step(
             policy_version=policy_version,
             width=table.ids.shape[1],
@@ -81,14 +65,7 @@ class Outbox:
     def add_scored(
         self, request_id: str, ids: IntArray, logprobs: FloatArray, policy_version: int
     ) -> None:
-        """Keep the table of a scored request; the current step is sent when it ends.
-
-        Args:
-            request_id: of the request.
-            ids: `[n, width]`
-            logprobs: `[n, width]`
-            policy_version: of the weights that scored it.
-        """
+        """Add the table `[n, width]` of a scored request; the current step is sent when it ends."""
         self._outputs.scored.append(
             Scored(
                 request_id,
@@ -100,11 +77,11 @@ class Outbox:
         )
 
     def add_end(self, end: End) -> None:
-        """Keep the end of a request."""
+        """Add the end of a request."""
         self._outputs.ends.append(end)
 
     def end_step(self) -> None:
-        """Count a step whose outputs were all added; sends them if it is time."""
+        """Count a step whose outputs were all added; send them if it is time."""
         self.steps += 1
         now = self._clock()
         if not self._waiting:
@@ -128,18 +105,17 @@ def _bytes(array: NDArray[np.generic], dtype: str) -> bytes:
 
 
 class Places(NamedTuple):
-    """Where the rows of a step lie in its table."""
+    """Layout of a step's table."""
 
     request_ids: list[str]
     """`[B]`"""
     tickets: NDArray[np.int64]
-    """`[B]` of the requests."""
     starts: NDArray[np.int64]
-    """`[B]` where each row's first token lies in the table; the others follow it."""
+    """`[B]` index of each row's first token in the table; its other tokens follow."""
 
 
 class Reporting(NamedTuple):
-    """Where tables go."""
+    """Receivers of tables."""
 
     requests: Requests
     outbox: Outbox
@@ -155,20 +131,14 @@ class StepOutput:
     """`[T, 1 + K]` float32"""
     places: Places
     policy_version: int
-    """Of the weights that drew it."""
     reporting: Reporting
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> StepOutput:
-        """The same on the host; SGLang waits for the copy before it calls `consume`."""
+        """Copy to the host; SGLang waits for the copy before it calls `consume`."""
         return replace(self, ids=copy_tensor(self.ids), logprobs=copy_tensor(self.logprobs))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:  # noqa: ARG002
-        """Report the tokens that requests keep.
-
-        Args:
-            batch: SGLang's batch.
-            commits: `[B]` its `CommittedTokens` of each row; None: none.
-        """
+        """Report the tokens that requests keep: `[B]` SGLang's `CommittedTokens`; None: none."""
         requests, outbox = self.reporting
         counts = np.fromiter(
             (0 if one is None else len(one.token_ids) for one in commits), np.int64, len(commits)

@@ -1,20 +1,17 @@
 """New weights in SGLang's scheduler process: how SGLang loads and counts them.
 
 SGLang replaces weights between `begin_weight_update` and `end_weight_update`, while it is paused:
-it undoes what it made of the old ones, has the model load the new ones, and makes it again.
-`SglangLoader` calls the same three functions, so that they can be called for a twin of the model
-while tokens are generated (`asyncrl.engine.remote.worker.staging`). Installing copies what is
-finished, so nothing is undone or made again.
+it undoes what it made of the old ones, makes the model load the new ones, and makes it again.
+`SglangLoader` calls the same three functions for a twin of the model while tokens are generated
+(`asyncrl.engine.remote.worker.staging`). Installing copies the result.
 
-SGLang labels the tokens of a request with spans of its own `weight_version`. It is set to our
-policy version, so its spans are ours. No KV is flushed: requests of other weights have another
-`extra_key`, and SGLang's radix cache shares nothing between different ones.
+SGLang labels tokens with its `weight_version`, which is set to our policy version. No KV is
+flushed: requests of other weights have another `extra_key`, and SGLang's radix cache shares nothing
+between different ones.
 
-Experts of a mixture: how SGLang takes them, and where it holds them. Imports no SGLang.
-
-The HF state dict has the experts of a layer in two tensors, `[E, 2I, H]` and `[E, H, I]`, as SGLang
-0.5.23 holds them too. But its loaders take one expert after the other, as checkpoints on disk have
-them, and pass over other names without a word.
+The HF state dict has a mixture's experts of a layer in two tensors, `[E, 2I, H]` and `[E, H, I]`,
+as SGLang 0.5.23 holds them too. But its loaders take one expert after the other, as checkpoints on
+disk have them, and silently skip other names.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ _AS_LOADED = "UnquantizedFusedMoEMethod"
 def expert_by_expert(
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors, those of all experts as views of each one's, under the names on disk."""
+    """Yield the tensors, with stacked experts as views of each expert under its name on disk."""
     for name, tensor in tensors:
         layer = name.rpartition(".experts.")[0]
         if name.endswith(_GATE_UP):
@@ -63,12 +60,12 @@ class SglangHeldWeights(HeldWeights):
     """Finds the tensors of an HF state dict in a loaded model of SGLang's."""
 
     def tensor_of(self, module: Any, leaf: str) -> Any:
-        """The tensor of a module that a checkpoint calls `leaf`."""
+        """Return the tensor of a module that a checkpoint calls `leaf`."""
         return _experts(module, leaf) if leaf in _HELD else super().tensor_of(module, leaf)
 
 
 def _experts(module: Any, leaf: str) -> torch.Tensor | None:
-    """All experts' weights of one kind; None if SGLang keeps them in another layout."""
+    """Return all experts' weights of one kind; None if SGLang keeps them in another layout."""
     method = getattr(module, "quant_method", None)
     held: torch.Tensor | None = getattr(module, _HELD[leaf], None)
     if held is None or type(method).__name__ != _AS_LOADED or not _keeps_layout(method, module):
@@ -79,7 +76,7 @@ def _experts(module: Any, leaf: str) -> torch.Tensor | None:
 
 
 def _keeps_layout(method: Any, module: Any) -> bool:
-    """Whether its kernel takes the experts as they were loaded, or with interleaved rows."""
+    """Return True if its kernel takes experts as loaded, or with interleaved rows."""
     backend = getattr(method.get_moe_runner_backend(module), "name", "")
     return backend == "TRITON" and not getattr(module, "use_intel_amx_backend", False)
 
@@ -87,22 +84,18 @@ def _keeps_layout(method: Any, module: Any) -> bool:
 T = TypeVar("T")
 
 _PIECE = {"cpu": 1 << 22, "cuda": 1 << 28}
-"""Elements of weights that are looked at between two steps, some 10 ms; a tensor is never cut."""
+"""Elements of weights summed between two steps, some 10 ms; a tensor is never cut."""
 _STACKED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
     "gate_up_proj": ["gate_proj", "up_proj"],
 }
-"""What SGLang's models stack if they do not say so (`packed_modules_mapping`): most of them have it
-in `load_weights` only."""
+"""Stacked modules of models without `packed_modules_mapping`: most have it in `load_weights`
+only."""
 _SHOWN = 5
 
 
 class SglangLoader:
-    """Loads as SGLang does; satisfies `asyncrl.engine.remote.worker.staging.Loader`.
-
-    Args:
-        runner: SGLang's `ModelRunner`.
-    """
+    """Loads as SGLang does; satisfies `asyncrl.engine.remote.worker.staging.Loader`."""
 
     name = "SGLang"
 
@@ -114,12 +107,12 @@ class SglangLoader:
 
     @property
     def model_path(self) -> str:
-        """As `Loader`."""
+        """See `Loader`."""
         return str(self._runner.model_config.model_path)
 
     @property
     def model(self) -> torch.nn.Module:
-        """That decodes."""
+        """The model that decodes."""
         model: torch.nn.Module = self._runner.model
         return model
 
@@ -136,16 +129,13 @@ class SglangLoader:
         DefaultModelLoader.postprocess_weights(model, device)
 
     def adopt(self, twin: Twin) -> None:
-        """Do nothing: what SGLang knows of a tensor's loading, the tensor has."""
+        """Do nothing: a tensor holds all that SGLang needs to load it."""
 
     def forget(self, twin: Twin) -> None:
         """Do nothing."""
 
     def check_unchanged(self, names: Collection[str]) -> None:
-        """Raise WeightsError for parameters that SGLang has not loaded.
-
-        It logs names that it does not know, and continues with the weights of before.
-        """
+        """Raise WeightsError for parameters that SGLang has not loaded; it only logs them."""
         modules = dict(self.model.named_modules())
         left = []
         for name, one in self.model.named_parameters():
@@ -168,15 +158,9 @@ class SglangLoader:
 class SglangWeights:
     """The calls about weights, made in all ranks between two steps. All ranks return the same.
 
-    Making it proves how new weights are installed: minutes, for large models.
-
-    Args:
-        scheduler: SGLang's.
-        ranks: of this process.
-        on_device: stage on the model's device; otherwise in host memory.
-
-    Raises:
-        WeightsError: SGLang cannot replace the weights of this model.
+    The constructor proves how new weights are installed: minutes, for large models. It raises
+    WeightsError if SGLang cannot replace them. They are staged on the model's device if
+    `on_device`.
     """
 
     def __init__(self, scheduler: Any, ranks: Ranks, *, on_device: bool) -> None:
@@ -199,18 +183,14 @@ class SglangWeights:
         self._weights.begin(msgspec.convert(manifest, WeightManifest))
 
     def staging(self) -> dict[str, Any]:
-        """A `StagingReport` of the staging begun last, in all ranks together."""
+        """Return a `StagingReport` of the staging begun last, over all ranks."""
         report = StagingReport.of_all(in_all_ranks(self._ranks, self._weights.report))
         return dict(msgspec.to_builtins(report))
 
     def install(self, policy_version: int) -> str:
-        """Put the staged weights of this version in place, while no step runs.
-
-        Returns:
-            Why SGLang had to load them in the pause, in any rank; "" if it had not.
-        """
+        """Put the staged weights of this version in place, while no step runs."""
         if self._loader.device.type == "cuda":
-            torch.cuda.synchronize(self._loader.device)  # SGLang's steps run on streams of its own
+            torch.cuda.synchronize(self._loader.device)  # SGLang's steps run on other streams
         reasons = in_all_ranks(self._ranks, partial(self._weights.install, policy_version))
         self._scheduler.record_weight_version_change(new_version=str(policy_version))
         return next((reason for reason in reasons if reason), "")
@@ -227,16 +207,15 @@ class SglangWeights:
         self._fingerprint = held.fingerprint(_PIECE[self._loader.device.type])
 
     def fingerprint(self) -> dict[str, Any] | None:
-        """Continue it for a few milliseconds; the fingerprint when it is done."""
+        """Continue it for a few milliseconds; return the fingerprint when it is done."""
         found = next(self._fingerprint)
         return None if found is None else dict(msgspec.to_builtins(found))
 
 
 def in_all_ranks(ranks: Ranks, call: Callable[[], T]) -> list[T]:
-    """What a call returns in each rank. If it fails in one, it fails in all: none of them waits.
+    """Return a call's result in each rank. If it fails in one, it fails in all: none waits.
 
-    Raises:
-        WeightsError: it failed in another rank; what this one raises passes through.
+    Raises WeightsError if it failed in another rank; this rank's own exception passes through.
     """
     result: T | None = None
     error: Exception | None = None

@@ -1,9 +1,8 @@
 """Matrix products inside compiled kernels, by the BLAS library that torch brings along.
 
-A kernel that multiplies matrices itself is one call without Python for a whole forward pass; with
-`torch.mm` each product is a call of its own, which also gives up and takes back Python's lock. The
-library's Fortran function `sgemm_` is called by its address, with the arguments that `torch.mm`
-would give it, so the bits of the products and the number of threads are the same.
+So a whole forward pass is one call without Python. The library's Fortran function `sgemm_` is
+called by its address, with the arguments that `torch.mm` would give it, so the bits of the products
+and the number of threads are the same.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ kernel = kernels_of("engine/torch", "rollout")
 
 @cache
 def sgemm_address() -> int | None:
-    """Where torch's `sgemm_` lies in this process; None if its library does not export it."""
+    """Return the address of torch's `sgemm_`; None if its library does not export it."""
     folder = Path(torch.__file__).parent / "lib"
     for library in sorted(folder.glob("libtorch_cpu.*")):
         try:
@@ -42,10 +41,7 @@ def sgemm_address() -> int | None:
 def _sgemm(
     _typing: Any, _at: Any, _m: Any, _n: Any, _k: Any, _a: Any, _b: Any, _beta: Any, _c: Any
 ) -> tuple[Any, Any]:
-    """C `[n, m]` = A `[m, k]` times B `[n, k]`, plus `beta` times C; all lie row by row.
-
-    In Fortran's order these are C^T = A B^T with A transposed.
-    """
+    """Compute row-major C `[n, m]` = A `[m, k]` times B `[n, k]`, plus `beta` times C."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         where, m, n, k, a, b, beta, c = args
@@ -83,14 +79,9 @@ def _sgemm(
 def multiply(
     sgemm: int, x: FloatArray, weight: FloatArray, bias: FloatArray, out: FloatArray
 ) -> None:
-    """A linear layer: `x` `[T, C]` times the transposed `weight` `[N, C]`, into `out` `[T, N]`.
+    """Apply a linear layer: `x` `[T, C]` times the transposed `weight` `[N, C]`, to `out` `[T, N]`.
 
-    Args:
-        sgemm: what `sgemm_address` gives.
-        x: rows without gaps, like all of these.
-        weight: see above.
-        bias: `[N]`; `[0]`: there is none.
-        out: see above.
+    All arrays have rows without gaps. `bias` is `[N]`, or `[0]` for none.
     """
     rows, width = out.shape
     beta = 0.0

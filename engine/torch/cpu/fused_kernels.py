@@ -1,7 +1,7 @@
-"""Compiled kernels of `engine.torch.cpu.fused_model`: what lies between two matrix products.
+"""Compiled kernels of `engine.torch.cpu.fused_model` between matrix products.
 
-Shapes: T packed tokens, C hidden size, H query heads, J key/value heads, D head size, S slots.
-All numbers are float32.
+Shapes: T packed tokens, C hidden size, H query heads, J key/value heads, D head size, S slots. All
+numbers are float32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def embed(
 def add_and_norm(
     states: FloatArray, change: FloatArray, weight: FloatArray, epsilon: np.float32
 ) -> None:
-    """Add `change` `[T or more, C]` to `states` `[T, C]`; it becomes the RMS norm of the sum."""
+    """Add `change` `[T or more, C]` to `states` `[T, C]`; set it to the RMS norm of the sum."""
     for t in range(len(states)):
         for c in range(states.shape[1]):
             states[t, c] += change[t, c]
@@ -64,19 +64,9 @@ def rotate_and_store(
 ) -> None:
     """Norm and rotate queries and keys, and write keys and values to their places.
 
-    Args:
-        packed: `[T or more, (H + 2 J) D]` queries, keys, values; queries are changed in place.
-        heads: H.
-        query_norm: `[D]` weight of the norm of each query head; `[0]`: there is none.
-        key_norm: as `query_norm`.
-        epsilon: of the norms.
-        cosines: `[positions, D]`
-        sines: `[positions, D]`
-        positions: `[T]`
-        slots: `[T]`
-        places: `[T]`
-        keys: `[S, J, L, D]`
-        values: `[S, J, L, D]`
+    `packed` `[T or more, (H + 2 J) D]` has queries, which are changed in place, keys and values.
+    Norm weights are `[D]`, or `[0]` for none; `cosines` and `sines` `[positions, D]`; `positions`,
+    `slots` and `places` `[T]`; `keys` and `values` `[S, J, L, D]`.
     """
     kv_heads, size = keys.shape[1], keys.shape[3]
     normed, rotated = np.empty(size, np.float32), np.empty(size, np.float32)
@@ -108,7 +98,7 @@ def _normed(
     epsilon: np.float32,
     out: FloatArray,
 ) -> None:
-    """RMS norm of one head, which begins at `start` of row `t`; without a weight a copy."""
+    """Compute the RMS norm of one head, from `start` of row `t`; without a weight a copy."""
     size = len(out)
     for d in range(size):
         out[d] = packed[t, start + d]
@@ -122,7 +112,7 @@ def _normed(
 def _rotated(
     x: FloatArray, cosines: FloatArray, sines: FloatArray, at: int, out: FloatArray
 ) -> None:
-    """Rotary position embedding of one head (arXiv 2104.09864), halves as in transformers."""
+    """Apply rotary position embedding to one head (arXiv 2104.09864), halves as in transformers."""
     size = len(x)
     half = size // 2
     for d in range(half):
@@ -146,21 +136,10 @@ def attend(
     scale: np.float32,
     out: FloatArray,
 ) -> None:
-    """Softmax attention of some queries, one after the other.
+    """Compute softmax attention of the `chosen` `[N]` queries, one after the other.
 
-    Args:
-        packed: `[T or more, (H + 2 J) D]` queries first.
-        heads: H.
-        chosen: `[N]` the tokens that attend.
-        keys: `[S, J, L, D]`
-        values: `[S, J, L, D]`
-        slot: `[T]`; see `Reach`, also for the next four.
-        first: `[T]`
-        last: `[T]`
-        base: `[T]`
-        hidden: `[T, Q]`
-        scale: of the scores.
-        out: `[N or more, H D]`
+    `packed` is `[T or more, (H + 2 J) D]`, queries first; `keys` and `values` `[S, J, L, D]`;
+    `slot` to `hidden` as in `Reach`; `out` `[N or more, H D]`.
     """
     kv_heads, size = keys.shape[1], keys.shape[3]
     group = heads // kv_heads
@@ -196,7 +175,7 @@ def _weighted_mean(
     begin: int,
     out: FloatArray,
 ) -> None:
-    """The mean of `values[row, j, begin:begin + length]`, weighted by the softmax of `scores`."""
+    """Average `values[row, j, begin:begin + length]`, weighted by the softmax of `scores`."""
     size = len(out)
     top = np.float32(-np.inf)
     for i in range(length):

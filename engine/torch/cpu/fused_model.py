@@ -1,21 +1,14 @@
 """A forward pass of Llama-like models on a CPU core, in as few calls as possible.
 
-A small model's decode step is bound by the number of operations: transformers' forward pass of a
-layer is about 40 of them, each some microseconds of Python and dispatch. Here the whole pass is one
-compiled call, which gives up Python's lock once: a layer is four matrix products (queries, keys and
-values at once; output; gate and up at once; down) and three loops, on buffers that stay. The last
-layer computes only the tokens whose logits are wanted.
-
-The weights of fused products are rows of one tensor, and the module's parameters become views of
-it. So there is one copy of each weight, and installed weights are used at once.
-
-`rollout.cpu.fused_models` says which models have it. All others run through transformers' forward
-pass.
-
-The call:
+A small model's decode step is bound by the number of operations. Here the whole pass is one
+compiled call, which releases Python's lock once: a layer is four matrix products and three loops,
+on persistent buffers. The last layer computes only the tokens whose logits are wanted.
 
     embed + norm -> [qkv, rotate_and_store, attend, o, add_and_norm, gate and up, gated, down,
                      add_and_norm] x layers -> head
+
+The weights of fused products are rows of one tensor, and the module's parameters become views of
+it, so installed weights are used at once. `rollout.cpu.fused_models` lists the models.
 
 Shapes: N layers, T packed tokens, C hidden size, I intermediate size, H query heads, J key/value
 heads, D head size, V vocabulary, S slots, W wanted tokens. All numbers are float32.
@@ -45,24 +38,22 @@ kernel = kernels_of("engine/torch", "rollout")
 
 
 class Weights(NamedTuple):
-    """What a model computes with. A bias or a norm that the model lacks has 0 columns."""
+    """The model's weights. A bias or a norm that the model lacks has 0 columns."""
 
     table: FloatArray
     """`[V, C]` embeddings."""
     before_attention: FloatArray
-    """`[N, C]` of the norm."""
     qkv: FloatArray
     """`[N, (H + 2 J) D, C]`"""
     qkv_bias: FloatArray
     of_queries: FloatArray
-    """`[N, D]` of the norm of each query head."""
+    """`[N, D]` weight of the norm of each query head."""
     of_keys: FloatArray
     """`[N, D]`"""
     output: FloatArray
     """`[N, C, H D]`"""
     output_bias: FloatArray
     before_mlp: FloatArray
-    """`[N, C]` of the norm."""
     gate_up: FloatArray
     """`[N, 2 I, C]`"""
     gate_up_bias: FloatArray
@@ -75,22 +66,18 @@ class Weights(NamedTuple):
     """`[V, C]`"""
     head_bias: FloatArray
     cosines: FloatArray
-    """`[positions, D]` of the rotary embedding."""
     sines: FloatArray
     """`[positions, D]`"""
     epsilon: np.float32
-    """Of all norms."""
     scale: np.float32
-    """Of attention scores."""
     heads: int
     """H."""
 
 
 class Places(NamedTuple):
-    """Where the tokens of a pass lie and what they attend to (`engine.torch.attention_mask`)."""
+    """Places of a pass's tokens and of their keys (`engine.torch.attention_mask`)."""
 
     position: LongArray
-    """`[T]` in their contexts."""
     slot: LongArray
     first: LongArray
     last: LongArray
@@ -110,7 +97,7 @@ class Buffers(NamedTuple):
     attended: FloatArray
     """`[rows, H D]`"""
     both: FloatArray
-    """`[rows, 2 I]` gates and what they let through."""
+    """`[rows, 2 I]` gates and the values that they scale."""
     gated: FloatArray
     """`[rows, I]`"""
 
@@ -130,17 +117,11 @@ def forward(
 ) -> None:
     """Compute the logits after the wanted tokens; the KV of all tokens is written to its places.
 
-    Args:
-        sgemm: `asyncrl.engine.torch.cpu.blas.sgemm_address`.
-        weights: of the model.
-        ids: `[T]` tokens.
-        places: of the tokens.
-        wanted: `[W]` ascending indices into `[T]`. The last layer computes only these.
-        fed: rows of the products, at least T: the rows after T are padding.
-        keys: `[N, S, J, L, D]`; `[1, ...]`: not kept, each layer overwrites those before.
-        values: as `keys`.
-        buffers: with at least `fed` rows, and as many as `logits` has.
-        logits: `[W or more, V]`: rows after W are padding.
+    `sgemm` is `asyncrl.engine.torch.cpu.blas.sgemm_address`; `ids` are `[T]`. `wanted` `[W]` are
+    ascending indices into them: the last layer computes only these. `fed` rows, at least T, go
+    through the products; the rest is padding. `keys` and `values` are `[N, S, J, L, D]`; `[1,
+    ...]`: not kept, each layer overwrites those before. `buffers` have at least `fed` rows, and as
+    many as `logits` `[W or more, V]`.
     """
     w, count = weights, len(weights.qkv)
     states, change = buffers.states[: len(ids)], buffers.change[:fed]
@@ -180,16 +161,11 @@ _NOTHING: FloatArray = np.empty(0, np.float32)
 
 
 class FusedDecoder:
-    """The forward pass of one model. See `asyncrl.rollout.cpu.fused_models`.
+    """The forward pass of one model of `asyncrl.rollout.cpu.fused_models`, float32, on a CPU.
 
-    Args:
-        model: of a family in `rollout.cpu.fused_models`, float32, on a CPU. Its weights become
-        views. cache: its KV slots, allocated. What they hold is lost. batch_invariant: whether a
-        row's logits must not depend on what else is in the batch
-            (`engine.torch.cpu.invariant_attention`): products then see whole blocks of rows.
-
-    Raises:
-        EngineError: torch's BLAS has no `sgemm_`; `sgemm_address` gives None.
+    The model's weights become views. The slots of `cache` must be allocated; their content is lost.
+    If `batch_invariant`, products see whole blocks of rows
+    (`engine.torch.cpu.invariant_attention`). Raises EngineError if torch's BLAS has no `sgemm_`.
     """
 
     def __init__(self, model: Any, cache: SlotCache, *, batch_invariant: bool = False) -> None:
@@ -209,16 +185,9 @@ class FusedDecoder:
         reach: Reach,
         wanted: NDArray[np.int64],
     ) -> torch.Tensor:
-        """Logits `[len(wanted), V]` after some of the tokens, whose KV is written to the slots.
+        """Return logits `[len(wanted), V]` after some of `[T]` tokens; all KV goes to the slots.
 
-        Args:
-            ids: `[T]` tokens.
-            positions: `[T]` in their contexts.
-            reach: what each attends to; if it is `packed`, no slot is used.
-            wanted: ascending indices into `[T]`.
-
-        Raises:
-            EngineError: a position is beyond the slots.
+        If `reach` is `packed`, no slot is used. Raises EngineError for a position beyond the slots.
         """
         weights = self._weights
         if len(ids) and positions.max() >= len(weights.cosines):
@@ -258,7 +227,7 @@ class FusedDecoder:
 
 
 def _weights_of(model: Any, positions: int) -> Weights:
-    """The weights of all layers in joined tensors, of which the model's become views."""
+    """Join the weights of all layers in tensors, of which the model's become views."""
     inner, config = model.model, model.config
     layers = list(inner.layers)
     attentions, mlps = [one.self_attn for one in layers], [one.mlp for one in layers]
@@ -297,7 +266,7 @@ def _weights_of(model: Any, positions: int) -> Weights:
 
 
 def _linear(layers: list[tuple[nn.Linear, ...]]) -> tuple[FloatArray, FloatArray]:
-    """Weights `[N, out, in]` and biases `[N, out or 0]` of products over the same input."""
+    """Join weights `[N, out, in]` and biases `[N, out or 0]` of products over the same input."""
     weight = _joined([[one.weight for one in product] for product in layers])
     of_layers: list[list[torch.Tensor | None]] = [
         [one.bias for one in product] for product in layers
@@ -307,16 +276,12 @@ def _linear(layers: list[tuple[nn.Linear, ...]]) -> tuple[FloatArray, FloatArray
 
 
 def _norms(modules: list[Any]) -> FloatArray:
-    """Weights `[N, D]` of norms; `[N, 0]`: there are none."""
+    """Join weights `[N, D]` of norms; `[N, 0]`: there are none."""
     return _joined([[] if one is None else [one.weight] for one in modules])
 
 
 def _joined(layers: Sequence[Sequence[torch.Tensor]]) -> FloatArray:
-    """The parameters of each layer, one below the other: `[N, sum of rows, ...]`.
-
-    Each of them becomes a view as soon as it is copied, so that no more than one layer's weights
-    are in memory twice.
-    """
+    """Stack the parameters of each layer, `[N, sum of rows, ...]`; each becomes a view at once."""
     if not layers[0]:
         return np.empty((len(layers), 0), np.float32)
     rows = sum(len(one) for one in layers[0])

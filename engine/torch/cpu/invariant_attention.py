@@ -1,25 +1,20 @@
-"""Attention whose result for one token does not depend on what else is in the batch.
+"""Attention whose result for one token does not depend on the rest of the batch.
 
 A row's logits differ in the last bits with the shape of the batch, because libraries choose another
 order of summation for another number of rows, queries or keys. That moves a draw about once in
 10^6, and the shape of a batch depends on the clock. A model that is loaded `batch_invariant` gives
-the same bits whatever the other rows are, whether a context is fed at once or token by token, and
-with or without drafts:
+the same bits for any other rows, whether a context is fed at once or token by token, and with or
+without drafts:
 
 - Attention runs in `attend`, one query at a time: scores, exponentials and sums go through the
   visible keys in the order of their places. Keys that are hidden from a token add exactly 0.
 - Every other operation works on single tokens. It sees a multiple of `TOKENS` tokens for each
-  thread, filled up with tokens that nothing attends to: so many that matrix products use the same
-  kernel for every row, and a whole number of vectors, so that no element is computed by the scalar
-  code for remainders.
+  thread, filled up with tokens that nothing attends to, so that matrix products use the same
+  kernel for every row, and no element is computed by the scalar code for remainders.
 
 The latter is a property of the libraries and the processor, so `model.load_model` compares bits at
-start and refuses a machine on which it does not hold.
-
-`engine.torch.fused` does the same with kernels of its own: one query at a time, padded products.
-
-Compared with `slots.SlotAttention` on one core of an EPYC 9004: 1.4 to 2.9 times as fast for rows
-that decode one token each, half as fast for contexts of 1,000 tokens.
+start and refuses a machine on which it does not hold. `engine.torch.cpu.fused_model` does the same
+with its kernels.
 """
 
 from __future__ import annotations
@@ -36,16 +31,16 @@ from asyncrl.rollout.trajectory import FloatArray
 kernel = kernels_of("engine/torch", "rollout")
 
 TOKENS = 32
-"""Tokens per thread of which a forward pass feeds a multiple: two vectors of AVX-512."""
+"""A forward pass feeds a multiple of this per thread: two vectors of AVX-512."""
 
 
 def missing(tokens: int) -> int:
-    """How many tokens of padding a forward pass with this many needs."""
+    """Return the number of padding tokens that a forward pass of this many tokens needs."""
     return -tokens % (TOKENS * torch.get_num_threads())
 
 
 def filled_up(packed: torch.Tensor) -> torch.Tensor:
-    """`[1, T]` with zeros after it."""
+    """Pad `[1, T]` with zeros."""
     return torch.nn.functional.pad(packed, (0, missing(packed.shape[1])))
 
 
@@ -56,17 +51,10 @@ def attention_within(
     values: torch.Tensor,
     rule: ScoreRule,
 ) -> torch.Tensor:
-    """Attend, on a CPU in float32.
+    """Attend, on a CPU in float32; return `[T or more, H, E]`.
 
-    Args:
-        reach: the keys of each token.
-        query: `[H, T or more, D]`
-        keys: `[S, J, L, D]` slots, or the packed tokens as one slot.
-        values: `[S, J, L, E]`
-        rule: of scores; its window is that of `reach`.
-
-    Returns:
-        `[T or more, H, E]`
+    `query` is `[H, T or more, D]`; `keys` `[S, J, L, D]` and `values` `[S, J, L, E]` are slots, or
+    the packed tokens as one slot. The rule's window is that of `reach`.
     """
     queries = query.transpose(0, 1).contiguous()
     out = torch.zeros(*queries.shape[:2], values.shape[3])
@@ -95,21 +83,11 @@ def attend(
     sinks: FloatArray,
     out: FloatArray,
 ) -> None:
-    """Softmax attention of the first T queries, one after the other.
+    """Compute softmax attention of the first T queries, one after the other.
 
-    Args:
-        queries: `[T or more, H, D]`; those after the T-th are padding.
-        keys: `[S, J, L, D]`
-        values: `[S, J, L, E]`
-        slot: `[T]`; see `Reach`, also for the next four.
-        first: `[T]`
-        last: `[T]`
-        base: `[T]`
-        hidden: `[T, Q]`
-        scale: of the scores.
-        softcap: bound of the scores; 0: none.
-        sinks: `[H]` score of a key without a value, or `[0]`.
-        out: `[T or more, H, E]`, zeros; receives the results.
+    `queries` are `[T or more, H, D]`, the rest padding; `keys` `[S, J, L, D]`; `values` `[S, J, L,
+    E]`; `slot` to `hidden` as in `Reach`; `softcap` 0 for none; `sinks` `[H]` scores of keys
+    without values, or `[0]`; `out` `[T or more, H, E]` zeros, which receives the results.
     """
     heads, size, width = queries.shape[1], queries.shape[2], values.shape[3]
     group = heads // keys.shape[1]

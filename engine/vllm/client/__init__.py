@@ -1,1 +1,1 @@
-"""The generator's side: starts vLLM in a process of its own and talks to it."""
+"""The generator's side: starts vLLM in a separate process and communicates with it."""

@@ -1,7 +1,7 @@
 """Everything of vLLM that the generator's process touches, by name. Pinned to 0.32.0.
 
-Where vLLM is updated, these names are checked first, then what is done with them. Importing this
-takes seconds, as vLLM does: modules that are imported without an engine import it in functions.
+When vLLM is updated, check these names first, then their uses. Importing this takes seconds, as
+vLLM does: modules that are imported without an engine import it in functions.
 """
 
 from __future__ import annotations

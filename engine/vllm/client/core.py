@@ -30,39 +30,34 @@ _MAX_TEMPLATES = 64
 
 
 class VllmCore:
-    """What vLLM can be asked; satisfies `asyncrl.engine.remote.client.core.Core`.
-
-    Args:
-        process: a started vLLM.
-    """
+    """The calls to a started vLLM; satisfies `asyncrl.engine.remote.client.core.Core`."""
 
     name = "vLLM"
     min_temperature = 0.01
-    """vLLM silently raises a lower one to this."""
+    """vLLM silently raises a lower temperature to this."""
 
     def __init__(self, process: VllmProcess) -> None:
         self.process = process
         self.policy_version = 0
-        """Of the weights that are loaded."""
         self._installations = 0
         self._adapter: Any = None
-        """What requests name where an adapter is kept apart from the model."""
+        """Set if the adapter is kept apart from the model."""
         self._templates: dict[Hashable, Any] = {}
         """vLLM's `SamplingParams` by our arguments, without the token limit."""
 
     @property
     def vocab_size(self) -> int:
-        """Of the loaded model."""
+        """Vocabulary size of the loaded model."""
         return self.process.vllm.vocab_size
 
     @property
     def ended(self) -> EngineError | None:
-        """Why nothing can be asked any more; None while it runs."""
+        """The error that every later call raises; None while it runs."""
         return self.process.ended
 
     @property
     def unfinished(self) -> int:
-        """Requests submitted whose end has not come."""
+        """Number of submitted requests that have not ended."""
         unfinished: int = self.process.vllm.processor.get_num_unfinished_requests()
         return unfinished
 
@@ -73,26 +68,19 @@ class VllmCore:
 
     @property
     def meter(self) -> Meter:
-        """What it has done since its start."""
+        """Its counters since the start."""
         return self.process.vllm.meter
 
     def failure(self, what: str) -> EngineError:
-        """An error that quotes the end of vLLM's log."""
+        """Return an error that quotes the end of vLLM's log."""
         return self.process.failure(what)
 
     def fail(self, error: EngineError) -> None:
-        """Refuse every later call with this error, and tell those who wait."""
+        """Refuse every later call with this error, and raise it to all waiters."""
         self.process.fail(error)
 
     async def attach(self, config: EngineConfig, limit: float) -> None:
-        """Put our drawing, scoring and drafting into vLLM's worker.
-
-        The worker compiles what draws, and proves how it installs weights.
-
-        Args:
-            config: of the engine.
-            limit: what is left of the start, in seconds.
-        """
+        """Put our drawing, scoring and drafting into vLLM's worker, within `limit` seconds."""
         if config.vllm.lora_rank:
             from asyncrl.engine.vllm.client.api import LoRARequest
 
@@ -126,10 +114,7 @@ class VllmCore:
         )
 
     def _params_of(self, request: CoreRequest) -> Any:
-        """VLLM's parameters of a request: a copy of those of an earlier one of its kind.
-
-        VLLM checks what it constructs, `extra_args` above all: a fifth of what a response costs.
-        """
+        """Return a copy of vLLM's parameters of this kind of request: checking them is slow."""
         listed = request.extra.top_k_logprobs if request.extra.scored else None
         kind = request.temperature, request.top_p, request.stop_tokens, listed
         if kind not in self._templates:
@@ -137,19 +122,16 @@ class VllmCore:
                 self._templates.clear()
             self._templates[kind] = _params(*kind)
         params = copy(self._templates[kind])
-        # vLLM must draw a token even if it only scores; it is thrown away.
+        # vLLM must draw a token even if it only scores; it is dropped.
         params.max_tokens = max(1, request.max_tokens)
         return params
 
     def _salt(self) -> str:
-        """Prefix KV is shared only among requests of the same salt, so of the same weights.
-
-        A version alone does not say which weights: another trainer may train it again.
-        """
+        """Return a new salt: a version may come twice, from two trainers."""
         return f"version {self.policy_version}, installation {self._installations}"
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests; those already over are ignored."""
+        """End requests; ended ones are ignored."""
         if self.process.died.is_set():
             return
         served = self.process.vllm.processor.external_req_ids
@@ -158,10 +140,7 @@ class VllmCore:
             await self.process.ask(self.process.vllm.llm.abort(running), "abort requests")
 
     async def interrupt(self, request_id: str) -> None:
-        """Have the core end a request, which answers with what it has drawn and the end.
-
-        Nothing happens if it is already over.
-        """
+        """End a request, which reports what it has drawn and then its end. Idempotent."""
         vllm = self.process.vllm
         running = list(vllm.processor.external_req_ids.get(request_id, ()))
         if running:
@@ -169,7 +148,7 @@ class VllmCore:
             await self.process.ask(call, "interrupt a request")
 
     async def pause(self) -> None:
-        """Return when no step runs any more and all steps have come; requests stay as they are."""
+        """Stop, and return when all steps have been received; requests keep their state."""
         client = self.process.vllm.llm.engine_core
         call = client.pause_scheduler_async(mode="keep", clear_cache=False)
         await self.process.ask(call, "pause")
@@ -184,25 +163,17 @@ class VllmCore:
         await self.process.ask(self.process.vllm.llm.resume_generation(), "resume")
 
     async def begin_staging(self, manifest: WeightManifest) -> None:
-        """Have the worker begin to copy published weights; generation continues."""
+        """Make the worker copy published weights; generation continues."""
         builtins = msgspec.to_builtins(manifest)
         await self._call("stage new weights", VllmWorker.asyncrl_begin_staging, builtins)
 
     async def staging(self) -> StagingReport:
-        """How far the staging begun last is, in all ranks together."""
+        """Return the state of the staging begun last, over all ranks."""
         found = await self._call("stage new weights", VllmWorker.asyncrl_staging)
         return StagingReport.of_all([msgspec.convert(one, StagingReport) for one in found])
 
     async def install(self, policy_version: int, limit: float) -> str:
-        """Put the staged weights in place and stamp what is drawn from now on; only while paused.
-
-        Args:
-            policy_version: that is staged.
-            limit: of the wait for it, in seconds.
-
-        Returns:
-            Why vLLM had to load them in the pause (`RemoteWorker.asyncrl_install`), or "".
-        """
+        """Put the staged weights in place, as `Core.install`."""
         install = VllmWorker.asyncrl_install
         what = "install new weights"
         reasons = await self._call_within(limit, what, install, policy_version)
@@ -213,19 +184,16 @@ class VllmCore:
         return next((reason for reason in reasons if reason), "")
 
     async def fingerprint(self, shapes: dict[str, tuple[int, ...]]) -> Fingerprint:
-        """Of the weights in use, by names and shapes of the HF state dict.
-
-        vLLM generates meanwhile. The weights must stay.
-        """
+        """Return the fingerprint of the weights in use, which must not change; steps continue."""
         what = "compare its weights"
         await self._call(what, VllmWorker.asyncrl_begin_fingerprint, shapes)
         while True:
             found, *_ = await self._call(what, VllmWorker.asyncrl_fingerprint)
-            if found is not None:  # each rank gives the one of the whole model
+            if found is not None:  # each rank returns that of the whole model
                 return msgspec.convert(found, Fingerprint)
 
     async def save_cache(self) -> int:
-        """Write the snapshot of the cache inside the core; returns its bytes."""
+        """Write the snapshot of the cache inside the core; return its bytes."""
         return sum(await self._call("save its cache", VllmWorker.asyncrl_save_cache))
 
     async def _call(
@@ -235,7 +203,7 @@ class VllmCore:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[T]:
-        """Call a method of the worker extension; one result for each worker."""
+        """Return one result for each worker."""
         return await self._call_within(None, what, method, *args, **kwargs)
 
     async def _call_within(
@@ -246,7 +214,6 @@ class VllmCore:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[T]:
-        """As `_call`, with a limit of its own in seconds; None: that of calls."""
         llm = self.process.vllm.llm
         call = llm.collective_rpc(method.__name__, args=args, kwargs=kwargs)
         return await self.process.ask(call, what, limit=limit)
@@ -255,14 +222,9 @@ class VllmCore:
 def _params(
     temperature: float, top_p: float, stop_tokens: tuple[int, ...], listed: int | None
 ) -> Any:
-    """VLLM's parameters for a kind of requests, without the token limit.
+    """Return vLLM's parameters for a kind of requests, without the token limit.
 
-    Args:
-        temperature: of sampling.
-        top_p: of sampling.
-        stop_tokens: that end a response.
-        listed: K of the lists of scored tokens; None: it generates. Our scorer fills them, and our
-            sampler those of drawn tokens, for which vLLM would slice the step's table.
+    `listed` is K of the lists of scored tokens; None: it generates. We fill all lists ourselves.
     """
     from asyncrl.engine.vllm.client.api import SamplingParams
 
@@ -271,7 +233,7 @@ def _params(
         top_p=top_p,
         stop_token_ids=list(stop_tokens),
         prompt_logprobs=listed,
-        ignore_eos=True,  # only our stop tokens end a response; what the model's files say does not
+        ignore_eos=True,  # only our stop tokens end a response, not those of the model's files
         detokenize=False,
-        skip_clone=True,  # vLLM copies the parameters of a request, deeply unless it is told not to
+        skip_clone=True,  # otherwise vLLM copies the parameters of a request deeply
     )

@@ -1,13 +1,8 @@
-"""VllmEngine: vLLM behind the `Engine` protocol, with the cache of rollouts drafting inside it.
+"""VllmEngine: vLLM behind the `Engine` protocol, with the rollout cache drafting inside it.
 
 The parts are `process` (starting, watching, stopping vLLM) and `core` (the calls); everything else
-is `asyncrl.engine.remote.client`. What both processes agree on is in `asyncrl.engine.vllm.remote`
-and `asyncrl.engine.vllm.extras`.
-
-Whether a run would have been better without a drafter.
-
-A drafter of ours costs vLLM its asynchronous scheduling, which prepares a step while the one before
-runs (decision 0033). vLLM fixes that when it starts: it cannot be switched back while it runs.
+is `asyncrl.engine.remote.client`. Both processes use `asyncrl.engine.vllm.remote` and
+`asyncrl.engine.vllm.extras`.
 """
 
 from __future__ import annotations
@@ -24,16 +19,16 @@ from asyncrl.engine.vllm.client.process import VllmProcess
 from asyncrl.wire.records.step import EngineStats
 
 _STEPS = 2000
-"""Fewer say nothing: the planner is still learning."""
+"""The planner is still learning with fewer steps."""
 _WORTH = 0.02
-"""Accepted drafts, as a share of generated tokens, that are worth a drafter."""
+"""Smallest share of accepted drafts in generated tokens that justifies a drafter."""
 
 
 def advice_on_drafting(stats: EngineStats) -> str:
-    """A sentence if hardly any draft was worth feeding in many steps; "" otherwise.
+    """Return a warning if hardly any draft was worth feeding in many steps; "" otherwise.
 
-    Args:
-        stats: of an engine on a GPU, with a drafter.
+    A drafter of ours costs vLLM its asynchronous scheduling (decision 0033), from its start on.
+    `stats` are those of an engine on a GPU, with a drafter.
     """
     tokens = stats.tokens
     share = tokens.accepted / tokens.generated if tokens.generated else 0.0
@@ -50,15 +45,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class VllmEngine(RemoteEngine):
-    """The generator on vLLM.
-
-    Args:
-        config: of the engine.
-        model_path: a directory in HF format or a hub id.
-        cache_config: of the cache of rollouts that drafts inside vLLM.
-        seed: of the stream that gives seeds to requests without one.
-        place: where the cache's snapshot is, and how rollouts are exchanged.
-    """
+    """The generator on vLLM; see `RemoteEngine`."""
 
     def __init__(
         self,
@@ -93,7 +80,7 @@ class VllmEngine(RemoteEngine):
         await super().close()
 
     def _advise(self) -> None:
-        """Log that the drafter did not pay, where it costs vLLM its asynchronous scheduling."""
+        """Log that the drafter did not pay, if it costs vLLM its asynchronous scheduling."""
         if self._parts is None or self._process.ended is not None:
             return
         vllm_config = self._process.vllm.llm.vllm_config

@@ -1,10 +1,10 @@
-"""On a CPU the engine core is forked from a process that has imported vLLM already.
+"""Forks the engine core on a CPU from a process that has imported vLLM already.
 
-vLLM spawns its core, which then imports again what the generator's process has just imported: 10 s
-of CPU. Here a fork server of `multiprocessing` imports it while the generator does, and forks the
-core, and for the core its tensor-parallel ranks. The server computes nothing, so no thread of
-torch's or of a BLAS library is lost in the fork. With a GPU, or where the model is compiled, all
-are spawned, as vLLM does it. Importing this module imports no vLLM.
+vLLM would spawn its core, which imports vLLM again: 10 s of CPU. Here a fork server of
+`multiprocessing` imports it while the generator does, and forks the core and its tensor-parallel
+ranks. The server computes nothing, so no thread of torch's or of a BLAS library is lost in the
+fork. With a GPU, or if the model is compiled, all are spawned, as vLLM does it. Importing this
+module imports no vLLM.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _NO_COMPILERS = "TORCH_COMPILE_DISABLE"
 
 
 def forks(config: EngineConfig) -> bool:
-    """Whether cores are forked: vLLM is built for a CPU and does not compile the model.
+    """Return True if cores are forked: vLLM is built for a CPU and does not compile the model.
 
-    This is asked before vLLM is imported, so that both imports run at once.
+    It is called before vLLM is imported, so that both imports run at once.
     """
     if config.vllm.enforce_eager is False:
         return False
@@ -38,7 +38,7 @@ def forks(config: EngineConfig) -> bool:
 
 
 def start_server() -> None:
-    """Have the server import vLLM, with the environment variables of now. Does not wait for it."""
+    """Start the server, which imports vLLM with the current environment. Does not wait for it."""
     forkserver.set_forkserver_preload([_PRELOADED])
     with without_compilers():
         forkserver.ensure_running()
@@ -47,14 +47,13 @@ def start_server() -> None:
 def without_compilers() -> AbstractContextManager[None]:
     """Keep vLLM from compiling with `enforce_eager` on a CPU.
 
-    It would still compile a few helpers of its sampler, which takes longer than the whole start and
-    makes them slower. Processes that are started in it inherit the environment variable.
+    It would compile a few helpers of its sampler, which takes longer than the whole start.
     """
     return kept_variable(_NO_COMPILERS, "1")
 
 
 class _Popen(popen_forkserver.Popen):
-    """A core as this process sees it.
+    """A core, seen from this process.
 
     The server sends its exit status once. Two threads ask for it: vLLM's, which watches the core,
     and ours. The second to read would find the end of the pipe, and report status 255.
@@ -70,7 +69,7 @@ class _Popen(popen_forkserver.Popen):
 
 
 class _Core(context.ForkServerProcess):
-    """A core or a rank, with the environment variables of what starts it, not of the server."""
+    """A core or a rank, with the environment variables of its parent, not of the server."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -81,7 +80,7 @@ class _Core(context.ForkServerProcess):
         return _Popen(process)
 
     def run(self) -> None:
-        """Run it, with as many threads as its variables say: the server has read its own."""
+        """Run with the number of threads in its environment: the server has read its own."""
         import torch
 
         for name in os.environ.keys() - self._variables.keys():
@@ -94,6 +93,6 @@ class _Core(context.ForkServerProcess):
 
 
 class ForkContext(context.ForkServerContext):
-    """What vLLM may take its processes from."""
+    """The multiprocessing context that vLLM takes its processes from."""
 
     Process = _Core

@@ -1,17 +1,15 @@
-"""Which CUDA graphs vLLM captures, so that they fit one token a row and drafts of any lengths.
+"""The CUDA graphs that vLLM captures, chosen for one token a row and drafts of any lengths.
 
-With speculation vLLM 0.32 takes 1 + num_speculative_tokens tokens of every row for the uniform
-decode step (`v1/worker/gpu_model_runner.py`:870, `uniform_decode_query_len`), and replays a full
-graph only for a step in which each row has exactly so many (:3653, `_is_uniform_decode`). Our rows
-have one token where drafting does not pay and drafts of different lengths where it does, so no step
+With speculation vLLM 0.32 replays a full graph only for a step in which each row has exactly 1 +
+num_speculative_tokens tokens (`v1/worker/gpu_model_runner.py`:870, `uniform_decode_query_len`, and
+:3653, `_is_uniform_decode`). Our rows have one token or drafts of different lengths, so no step
 would ever match. Worse, full graphs make it round all capture sizes up to multiples of that number
-(`config/compilation.py`:1489 and :1530): with 16 draft tokens a step of one row would be
-padded to 17 tokens, and one of 256 rows to 272.
+(`config/compilation.py`:1489 and :1530): with 16 draft tokens a step of one row would be padded to
+17 tokens.
 
-So with drafts only piecewise graphs are captured: they hold everything between two attention calls,
-and fit any step with as many tokens, however these are spread over rows. Without a drafter the
-uniform step is one token a row, and vLLM's own choice (full graphs for it, piecewise ones for the
-rest) is right; only the sizes have to reach our number of slots.
+So with drafts only piecewise graphs are captured, which fit any step with as many tokens, however
+these are spread over rows. Without a drafter vLLM's own choice (full graphs for the uniform step,
+piecewise ones for the rest) is right; only the sizes have to reach our number of slots.
 
 Never run on a GPU.
 """
@@ -22,18 +20,12 @@ from typing import Any
 
 _FINE, _COARSE = 256, 1024
 _DRAFTED = 256
-"""Draft tokens for which there are graphs, on top of one token a row: beyond some 200 to 300 tokens
-a step is bound by arithmetic, and launching kernels costs nothing."""
+"""Draft tokens that graphs cover, on top of one token a row: beyond some 200 to 300 tokens a step
+is bound by arithmetic, and launching kernels costs nothing."""
 
 
 def graph_config(*, drafts: int, slots: int, max_step_tokens: int) -> dict[str, Any]:
-    """Our part of vLLM's `compilation_config`.
-
-    Args:
-        drafts: most draft tokens of a row; 0: vLLM runs without a drafter.
-        slots: most rows.
-        max_step_tokens: most tokens of a step.
-    """
+    """Return our part of vLLM's `compilation_config` for at most `drafts` draft tokens a row."""
     largest = min(slots + (_DRAFTED if drafts else 0), max_step_tokens)
     chosen: dict[str, Any] = {"cudagraph_capture_sizes": capture_sizes(largest)}
     if drafts:
@@ -42,7 +34,7 @@ def graph_config(*, drafts: int, slots: int, max_step_tokens: int) -> dict[str, 
 
 
 def capture_sizes(largest: int) -> list[int]:
-    """Numbers of tokens, ascending, the last one `largest`; at most 1/8 is padding from 64 on."""
+    """Return numbers of tokens up to `largest`; at most 1/8 is padding from 64 on."""
     sizes = [size for size in (1, 2, 4) if size < largest]
     sizes += range(8, min(largest, _FINE), 8)
     sizes += range(_FINE, min(largest, _COARSE), 32)

@@ -1,12 +1,11 @@
 """Starts vLLM. Imports it, so `environment.prepare` must have run before.
 
-Our output processor inside `AsyncLLM` hands each step to its readers with its version.
-vLLM's own processor merges the steps of a slow consumer, keeps only the last weight version of a
-request and builds a Python object per log-probability. This one takes the table of a whole step
-(`asyncrl.engine.remote.extras.StepTable`) with the version that the core stamped on it. A message
-has some steps of one version, and no other outputs than those of tables and of requests that end
-(`asyncrl.engine.vllm.worker.scheduler`), so a step costs a compiled call for any number of
-requests. Written against vLLM 0.32.0.
+Our output processor inside `AsyncLLM` takes the table of a whole step
+(`asyncrl.engine.remote.extras.StepTable`) with the version that the core stamped on it, and
+delivers it to its readers. vLLM's own one merges the steps of a slow consumer, keeps only the last
+weight version of a request and builds a Python object per log-probability. A message has some steps
+of one version, and only the outputs of tables and of requests that end
+(`asyncrl.engine.vllm.worker.scheduler`). Written against vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -53,11 +52,7 @@ _REASONS: dict[Any, Reason] = {
 
 
 class StepProcessor(OutputProcessor):
-    """Hands what comes for a request to the inbox announced for it.
-
-    Args:
-        responses: of the requests that generate; the others are scored.
-    """
+    """Passes the results of requests to their inboxes; `responses` are those that generate."""
 
     def __init__(self, responses: Responses) -> None:
         super().__init__(None, log_stats=True)
@@ -65,11 +60,11 @@ class StepProcessor(OutputProcessor):
         self._expected: dict[str, Inbox[Any]] = {}
 
     def expect(self, request_id: str, inbox: Inbox[Any]) -> None:
-        """Announce where the steps of a request go, just before it is added."""
+        """Register the inbox of a request, just before it is added."""
         self._expected[request_id] = inbox
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Add a request as the parent does, then replace its queue by the announced inbox."""
+        """Add a request as the parent does, then replace its queue by the registered inbox."""
         super().add_request(request, *args, **kwargs)
         inbox = self._expected.pop(request.external_req_id)
         self.request_states[request.request_id].queue = inbox
@@ -81,16 +76,10 @@ class StepProcessor(OutputProcessor):
         iteration_stats: Any = None,  # noqa: ARG002
         weight_version: str | None = None,
     ) -> OutputProcessorOutput:
-        """Hand over a message of the core's; outputs of requests already aborted are dropped.
+        """Process a message of the core's; outputs of requests already aborted are dropped.
 
-        Args:
-            engine_core_outputs: of the message, or the next ones of it: vLLM splits long messages.
-            engine_core_timestamp: unused.
-            iteration_stats: unused.
-            weight_version: of the weights that drew the step.
-
-        Raises:
-            EngineError: there are tokens without their table. vLLM passes it to every inbox.
+        Raises EngineError, which vLLM passes to every inbox, if there are tokens without their
+        table.
         """
         version = int(weight_version or 0)
         for output in engine_core_outputs:
@@ -104,7 +93,6 @@ class StepProcessor(OutputProcessor):
         return OutputProcessorOutput(request_outputs=[], reqs_to_abort=[])
 
     def _end(self, output: EngineCoreOutput, policy_version: int) -> None:
-        """The last output of a request."""
         state = self.request_states.get(output.request_id)
         if state is None:
             return
@@ -133,10 +121,10 @@ _FINE, _COARSE = 256, 1024
 
 
 class VllmMeter(Meter):
-    """What vLLM has done since its start. `logger` makes the hook that AsyncLLM calls."""
+    """Counters of vLLM since its start. `logger` makes the hook that AsyncLLM calls."""
 
     def logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
-        """A factory for `AsyncLLM(stat_loggers=[...])`."""
+        """Make a logger for `AsyncLLM(stat_loggers=[...])`."""
         return _MeterLogger(self, vllm_config, engine_index)
 
     def record(self, stats: Any) -> None:
@@ -178,7 +166,7 @@ _PREFILL, _CPU_PREFILL = 4096, 512
 9.1 s with 4096, 4.6 with 1024 and 3.7 with 256. New weights then wait for shorter steps."""
 _VLLM_MAX_LOGPROBS = 20
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""That vLLM 0.32.0 makes room for."""
+"""Ranks that vLLM 0.32.0 makes room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +188,7 @@ def launch(
 ) -> Launched:
     """Start the engine core and wait until it is ready. Blocks; call it off the event loop.
 
-    Raises:
-        EngineStartError: the device is not there.
-        Other errors of vLLM's pass through; the caller quotes its log.
+    Raises EngineStartError if the device is not there, or vLLM's own errors.
     """
     _check_device(config)
     meter = VllmMeter()
@@ -216,7 +202,7 @@ def launch(
     if llm.output_handler is not None:
         llm.shutdown()
         raise EngineStartError("launch() must not run on an event loop: vLLM reads outputs already")
-    if llm.logger_manager is not None:  # always there; nobody reads vLLM's own Prometheus metrics
+    if llm.logger_manager is not None:  # always there; vLLM's Prometheus metrics are not read
         llm.logger_manager.stat_loggers = [
             one
             for one in llm.logger_manager.stat_loggers
@@ -234,7 +220,7 @@ def engine_args(
     seed: int,
     place: CachePlace,
 ) -> dict[str, Any]:
-    """The arguments of `AsyncEngineArgs` for our settings."""
+    """Return the arguments of `AsyncEngineArgs` for our settings."""
     on_cpu = current_platform.is_cpu()
     ours = config.vllm
     drafts = cache_config.draft_tokens if cache_config.enabled else 0
@@ -303,7 +289,7 @@ def engine_args(
 
 @contextmanager
 def core_processes(config: EngineConfig) -> Iterator[None]:
-    """Have vLLM start its core as `fork_server` says."""
+    """Make vLLM start its core by `fork_server`."""
     if not current_platform.is_cpu() or config.vllm.enforce_eager is False:
         yield
         return
@@ -318,13 +304,11 @@ def core_processes(config: EngineConfig) -> Iterator[None]:
 
 
 def _float32_logits(config: EngineConfig) -> bool:
-    """Whether vLLM keeps logits in float32.
+    """Return True if vLLM keeps logits in float32.
 
-    On capability 8.x its batch-invariant products are kernels of its own (`determinism.
+    On capability 8.x its batch-invariant products are special kernels (`determinism.
     batch_invariant` overrides `aten::mm`), and the one with a float32 result is not among them.
-
-    Raises:
-        EngineStartError: that one is asked for together with `batch_invariant`.
+    Raises EngineStartError if float32 logits are asked for together with `batch_invariant` there.
     """
     wanted = config.has_float32_logits(on_cpu=current_platform.is_cpu())
     if not (wanted and config.batch_invariant and current_platform.is_device_capability_family(80)):

@@ -1,7 +1,4 @@
-"""Imports what an engine core needs, for the server that cores and ranks are forked from.
-
-What is set here holds in all that is forked (`fork_server`).
-"""
+"""Imports what an engine core needs, for the server that cores and ranks are forked from."""
 
 from __future__ import annotations
 
@@ -17,17 +14,17 @@ from asyncrl.engine.vllm.remote import DRAFTER_PATH, EXTENSION_PATH, SCHEDULER_P
 
 _EXECUTOR = "vllm.v1.executor.multiproc_executor"
 
-gc.disable()  # what is imported is no garbage
+gc.disable()  # imported objects are not garbage
 for _name in (
     "vllm.v1.engine.core",
     _EXECUTOR,
     "vllm.v1.worker.cpu_worker",
     *(path.rpartition(".")[0] for path in (SCHEDULER_PATH, EXTENSION_PATH, DRAFTER_PATH)),
 ):
-    with contextlib.suppress(ImportError):  # a core says what is missing
+    with contextlib.suppress(ImportError):  # a core reports what is missing
         import_module(_name)
 gc.freeze()
-gc.unfreeze = lambda: None  # vLLM would collect garbage in what was imported, at a core's end
+gc.unfreeze = lambda: None  # vLLM would collect garbage among imported objects at a core's end
 gc.enable()
 
 # A core forks its ranks from the same server. `multiprocessing` would start another one, as the

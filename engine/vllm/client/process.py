@@ -1,9 +1,7 @@
-"""vLLM's engine-core process: started, watched, asked with bounded waits, stopped.
+"""vLLM's engine-core process: started, watched, called with time limits, stopped.
 
 When the process dies, for any reason, `died` is set and `on_end` is called on the event loop with
 an error that quotes the end of vLLM's log. Every call that waits for the process fails at once.
-
-The environment variables that vLLM is started with, and its log.
 
 vLLM reads many settings from environment variables when it is imported, and again in its core
 process, so they are set before the first import. Does not import vLLM.
@@ -44,7 +42,7 @@ _LONGEST_FOLDER = 70
 
 
 class VllmLog:
-    """A private directory with vLLM's log; `tail` is what an error message quotes."""
+    """A private directory with vLLM's log; error messages quote its `tail`."""
 
     def __init__(self, level: str) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="asyncrl-vllm-"))
@@ -54,7 +52,7 @@ class VllmLog:
         self.config_path.write_text(json.dumps(_logging(str(self.path), level)))
 
     def tail(self) -> str:
-        """The last lines, "" when nothing was written."""
+        """Return the last lines, "" if nothing was written."""
         if not self.path.exists():
             return ""
         lines = self.path.read_text(errors="replace").splitlines()[-_QUOTED_LINES:]
@@ -67,10 +65,9 @@ class VllmLog:
 
 @functools.cache
 def process_log(level: str) -> VllmLog:
-    """The log of all engines of this process, removed when the process ends.
+    """Return the log of all engines of this process, removed when the process ends.
 
-    vLLM reads the path of its logging configuration once per process and passes it to the core of
-    every later engine, so the log must outlive the engine that it was made for.
+    vLLM reads its path once per process and passes it to the core of every later engine.
     """
     log = VllmLog(level)
     atexit.register(log.remove)
@@ -78,7 +75,7 @@ def process_log(level: str) -> VllmLog:
 
 
 def folder_for_sockets() -> dict[str, str]:
-    """The variable that keeps vLLM's sockets out of a TMPDIR whose path is too long for them."""
+    """Return the variable that keeps vLLM's sockets out of a TMPDIR whose path is too long."""
     if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER:
         return {}
     return {"VLLM_RPC_BASE_PATH": "/tmp"}  # noqa: S108
@@ -93,11 +90,11 @@ def prepare(config: EngineConfig, log: VllmLog) -> None:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_DO_NOT_TRACK": "1",
             "DO_NOT_TRACK": "1",
-            # AsyncLLM's core is a process of its own already. This has it run the model itself;
+            # AsyncLLM's core is a separate process already. This makes it run the model itself;
             # vLLM would start another process, to bind its threads, for half the start's time.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(config.vllm.start_limit)),
-            # vLLM's output task takes a step's message in whole: ours needs no time for it.
+            # vLLM's output task processes a step's message as a whole, as ours is fast.
             "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": str(config.slots + 1),
             # The drafting hook and our scoring are written for the first model runner.
             "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -141,9 +138,10 @@ def _logging(path: str, level: str) -> dict[str, object]:
 T = TypeVar("T")
 
 _STATUS_SECONDS = 1.0
-"""Longest wait for the exit status of a dead core: one of vLLM's threads may be just reading it."""
+"""Longest wait for the exit status of a dead core, which a thread of vLLM's may be reading."""
 _SHUTDOWN_SECONDS = 10.0
-"""Then the process is killed. It needs 2 to 4, and logs what it left open when it is killed."""
+"""Longest wait for its end; then the process is killed. It needs 2 to 4, and logs what it left open
+when it is killed."""
 _SOCKETS = (
     "output_socket",
     "input_socket",
@@ -151,7 +149,7 @@ _SOCKETS = (
     "first_req_rcv_socket",
     "stats_update_socket",
 )
-"""Those of AsyncLLM's client. Its context can be terminated only when all are closed."""
+"""Sockets of AsyncLLM's client. Its context can be terminated only when all are closed."""
 
 
 class VllmProcess:
@@ -165,7 +163,7 @@ class VllmProcess:
         self._fds: list[int] = []
         self.died = asyncio.Event()
         self.ended: EngineError | None = None
-        """Why nothing can be asked any more; None while it runs."""
+        """The error that every later call raises; None while it runs."""
         self.on_end: Callable[[EngineError], None] = lambda _: None
         """Called once, when the process fails; not when it is closed."""
 
@@ -175,14 +173,14 @@ class VllmProcess:
         """Start vLLM with policy version 0. Raises EngineStartError, quoting vLLM's log."""
         prepare(self._config, self._log)
         if forks(self._config):
-            start_server()  # which imports vLLM while this process does
+            start_server()  # it imports vLLM while this process does
         await asyncio.to_thread(self._launch, model_path, cache_config, seed, place)
         self._watch()
 
     def _launch(
         self, model_path: str, cache_config: CacheConfig, seed: int, place: CachePlace
     ) -> None:
-        """Runs in a thread: vLLM's constructor blocks for 10 to 60 s.
+        """Launch in a thread, as vLLM's constructor blocks for 10 to 60 s.
 
         Returns nothing, because the thread would keep the result alive.
         """
@@ -208,27 +206,22 @@ class VllmProcess:
 
     @property
     def vllm(self) -> Launched:
-        """The running vLLM. Raises EngineError, saying why, when there is none."""
+        """The running vLLM. Raises EngineError with the reason if there is none."""
         self.check()
         if self._launched is None:
             raise EngineError("vLLM is not running")
         return self._launched
 
     def check(self) -> None:
-        """Raise EngineError, saying why, if nothing can be asked any more."""
+        """Raise EngineError with the reason if vLLM has ended."""
         if self.ended is not None:
             raise EngineError(str(self.ended)) from self.ended
 
     async def ask(self, call: Awaitable[T], what: str, *, limit: float | None = None) -> T:
-        """Await a call to the core, but not past its death or the time limit.
+        """Await a call to the core, but not past its death or the time limit in seconds.
 
-        Args:
-            call: to wait for.
-            what: is asked; for the error: "asked to {what}, vLLM's engine core died".
-            limit: of the wait, in seconds; None: that of calls.
-
-        Raises:
-            EngineError: the call failed, the core died, or it did not answer in time.
+        `what` completes the error "asked to {what}, vLLM's engine core died"; limit None: that of
+        calls. Raises EngineError if the call failed, the core died, or it did not answer in time.
         """
         seconds = self._config.vllm.call_seconds if limit is None else limit
         task = asyncio.ensure_future(call)
@@ -247,7 +240,7 @@ class VllmProcess:
             died.cancel()
 
     def failure(self, what: str) -> EngineError:
-        """An error that quotes the end of vLLM's log."""
+        """Return an error that quotes the end of vLLM's log."""
         return EngineError(f"{what}{self._quote()}")
 
     def _quote(self) -> str:
@@ -255,7 +248,7 @@ class VllmProcess:
         return f"\nThe end of vLLM's log:\n{tail}" if tail else ""
 
     def fail(self, error: EngineError) -> None:
-        """Refuse every later call with this error, and tell those who wait."""
+        """Refuse every later call with this error, and raise it to all waiters."""
         if self.ended is None:
             self.ended = error
             self.on_end(error)

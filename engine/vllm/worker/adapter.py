@@ -1,10 +1,9 @@
 """An adapter that vLLM keeps apart from the model: `trainer.lora.serve: adapter`.
 
-vLLM puts a module around each layer that may have an adapter, with room for A and B of as many
-adapters as `max_loras` says: one. All requests name it, and each version is written over the one
-before while generation is paused. So requests continue under the new version as they do with merged
-weights, and vLLM never reads an adapter's files. KV of another version is not reused, because the
-prefix cache's salt has the version (`VllmCore`).
+vLLM puts a module around each layer that may have an adapter, with room for A and B of `max_loras`
+adapters: one. All requests name it, and each version overwrites the previous one while generation
+is paused. KV of another version is not reused, because the prefix cache's salt has the version
+(`VllmCore`).
 """
 
 from __future__ import annotations
@@ -25,23 +24,19 @@ from asyncrl.wire.weights.layout import WeightManifest
 from asyncrl.wire.weights.reader import WeightBuffer
 
 _SLOT = 0
-"""Of vLLM's room for adapters."""
+"""Index in vLLM's room for adapters."""
 
 
 class _Place(NamedTuple):
-    """Where vLLM holds a layer's pair."""
+    """Location of a layer's pair in vLLM."""
 
     module: str
     part: int
-    """Of the layers that the module stacks."""
+    """Index among the layers that the module stacks."""
 
 
 class ServedAdapter:
-    """Writes A and B into vLLM's layers, and reads what they hold. Starts with none: B is 0.
-
-    Args:
-        runner: vLLM's, started with `enable_lora`.
-    """
+    """Writes A and B into vLLM's layers, and reads what they hold. At first B is 0."""
 
     def __init__(self, runner: Any) -> None:
         from asyncrl.engine.vllm.worker.api import LogitsProcessorWithLoRA, LoRARequest
@@ -63,11 +58,7 @@ class ServedAdapter:
         _leave_the_head(runner.get_model())
 
     def write(self, tensors: NamedTensors) -> None:
-        """Take A and scaling * B of a version in the place of those before.
-
-        Raises:
-            WeightsError: vLLM has no place for a layer's adapter; nothing was changed.
-        """
+        """Overwrite the adapter with A and scaling * B; WeightsError: nothing was changed."""
         pairs = {name.removesuffix(".weight"): one for name, one in pairs_of(tensors).items()}
         places = {layer: self._place(layer) for layer in pairs}
         by_module: dict[str, dict[int, Pair]] = {}
@@ -86,7 +77,7 @@ class ServedAdapter:
         self._layers, self._rank = places, max((len(one.a) for one in pairs.values()), default=0)
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """A and scaling * B as the layers hold them, by the names that they are published with."""
+        """Yield A and scaling * B as the layers hold them, by their published names."""
         for layer, (name, part) in self._layers.items():
             module, rank = self._modules[name], self._rank
             a = module.lora_a_stacked[part][_SLOT, 0, :rank]
@@ -107,9 +98,9 @@ class ServedAdapter:
 
 
 def _leave_the_head(model: torch.nn.Module) -> None:
-    """Take out what would add an adapter of the head, which has none here.
+    """Remove the wrapper for an adapter of the head, which has none here.
 
-    vLLM's counts on a row for each drawn token, and our scoring has others.
+    vLLM's expects a row for each drawn token, and our scoring has others.
     """
     from asyncrl.engine.vllm.worker.api import LogitsProcessorWithLoRA
 
@@ -120,12 +111,7 @@ def _leave_the_head(model: torch.nn.Module) -> None:
 
 
 class AdapterWeights(WorkerWeights):
-    """As `WorkerWeights`, of versions of an adapter that is kept apart.
-
-    Args:
-        loader: the engine's.
-        adapter: takes them.
-    """
+    """`WorkerWeights` for versions of an adapter that is kept apart."""
 
     def __init__(self, loader: Loader, adapter: ServedAdapter) -> None:
         super().__init__(loader)
@@ -136,14 +122,14 @@ class AdapterWeights(WorkerWeights):
         """Do nothing: an adapter is always copied."""
 
     def install(self, policy_version: int) -> str:
-        """As `WorkerWeights.install`: a copy, always."""
+        """Copy the staged version, always."""
         with self._staged.install(policy_version) as tensors, torch.inference_mode():
             self._adapter.write(tensors)
         return ""
 
 
 class _AdapterBuffer:
-    """A copy of one version of an adapter, in the engine's data type and scaled."""
+    """One version of an adapter, in the engine's data type and scaled."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -151,12 +137,12 @@ class _AdapterBuffer:
         self._scaling = 1.0
 
     def read(self, manifest: WeightManifest) -> None:
-        """As `WeightBuffer.read`."""
+        """See `WeightBuffer.read`."""
         if manifest.lora is None or manifest.lora.serve != "adapter":
             raise WeightsReadError("this engine serves an adapter apart, and other weights came")
         self._published.read(manifest)
         self._scaling = manifest.lora.scaling
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """As `WeightBuffer.tensors`."""
+        """See `WeightBuffer.tensors`."""
         yield from served_apart(self._published.tensors(), self._scaling, self._dtype)

@@ -1,8 +1,8 @@
-"""Everything of vLLM that its engine core's process is asked for, by name. Pinned to 0.32.0.
+"""Everything of vLLM that is used in its engine core's process, by name. Pinned to 0.32.0.
 
-Where vLLM is updated, these names are checked first, then what is done with them, and the methods
-that `sampling`, `scoring`, `drafter` and `scheduler` replace or extend. Importing this takes
-seconds: modules that tests use without an engine import it in functions.
+When vLLM is updated, check these names first, then their uses, and the methods that `sampling`,
+`scoring`, `drafter` and `scheduler` replace or extend. Importing this takes seconds: modules that
+tests use without an engine import it in functions.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """The adapter to vLLM's `custom_class` drafting hook, experimental upstream (0.32.0).
 
-vLLM calls `make_drafter` in each rank of its model, and `propose` after each step. The hook
-passes no request ids, so the worker extension hands over the model runner once (`attach`), whose
-batch names the rows. This file holds everything that drafting needs to know of vLLM's internals.
-`worker.rows` decides what to draft, `asyncrl.engine.drafting.planner` how much.
+vLLM calls `make_drafter` in each rank of its model, and `propose` after each step. The hook passes
+no request ids, so the worker extension hands over the model runner once (`attach`), whose batch
+names the rows. `worker.rows` decides what to draft, `asyncrl.engine.drafting.planner` how much.
 
-vLLM treats a step without drafts as one with drafts of length 0.
-`prepare_plainly` makes such a step as cheap as one without speculation, and
-`attach` gives the scheduler only drafts that there are.
-
-Makes a step without drafts as cheap as one without speculation, in every rank.
-
-vLLM treats a step without drafts as one with drafts of length 0: it prepares their verification.
+vLLM prepares the verification of a step without drafts as if it had drafts of length 0.
+`prepare_plainly` makes such a step as cheap as one without speculation, in every rank, and `attach`
+gives the scheduler only existing drafts.
 """
 
 from __future__ import annotations
@@ -58,16 +53,12 @@ class FollowingDrafter:
         """Do nothing: there is no model."""
 
     def propose(self, sampled_token_ids: list[list[int]], *_args: Any, **_kwargs: Any) -> Any:
-        """No drafts; vLLM asks rank 0 only."""
+        """Return no drafts; vLLM asks rank 0 only."""
         return [[] for _ in sampled_token_ids]
 
 
 class CacheDrafter:
-    """Drafts from the cache of this engine's earlier rollouts.
-
-    Args:
-        vllm_config: vLLM's, with our `DrafterSettings` in `additional_config`.
-    """
+    """Drafts from the cache of this engine's earlier rollouts."""
 
     def __init__(self, vllm_config: Any) -> None:
         settings = drafter_from_config(vllm_config.additional_config)
@@ -85,24 +76,24 @@ class CacheDrafter:
         self._slots: NDArray[np.int64] = np.empty(0, np.int64)
         self._empty: list[list[int]] = []
         self._proposed: dict[str, list[int]] = {}
-        self.timer = StepTimer(self.planner, guess_breaks=True)  # vLLM tells nobody of a pause
+        self.timer = StepTimer(self.planner, guess_breaks=True)  # vLLM does not signal a pause
 
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
         """Warm up the cache's compiled code; there is no model to load."""
         warm_up()
 
     def advance(self, policy_version: int) -> None:
-        """Label what is generated from now on with this policy version."""
+        """Label later tokens with this policy version."""
         if self._batch is not None:
             self._record(self._batch, set(self._batch.ids))
         self._cache.advance(policy_version)
 
     def save(self) -> int:
-        """Write the cache's snapshot, if it has a place for one; returns its bytes."""
+        """Write the cache's snapshot, if it has a path for one; return its bytes."""
         return save_at(self._cache, self._place)
 
     def attach(self, runner: Any, batch: RunnerBatch, sampler: CoreSampler) -> None:
-        """Hook into the model runner, whose batch says which request is in which row."""
+        """Hook into the model runner, whose batch maps requests to rows."""
         self._runner, self._batch, self._sampler = runner, batch, sampler
         execute, take = runner.execute_model, runner.take_draft_token_ids
 
@@ -122,7 +113,7 @@ class CacheDrafter:
         runner.take_draft_token_ids = take_draft_token_ids
 
     def begin(self, scheduler_output: Any, now: float) -> None:
-        """Note the start of a step, and tell the planner how long the one before took."""
+        """Note the start of a step, and report the time of the previous one to the planner."""
         self.timer.begin(now)
         if self._batch is not None and scheduler_output.finished_req_ids:
             # Their rows of vLLM's table are about to be used again.
@@ -147,16 +138,11 @@ class CacheDrafter:
         token_ids_cpu: IntArray,
         slot_mappings: Any = None,  # noqa: ARG002
     ) -> list[list[int]]:
-        """Drafts for the next step.
+        """Draft for the next step; return `[B]` drafts, of any lengths.
 
-        Args:
-            sampled_token_ids: tokens that each row just got; none for a prompt not yet all in.
-            num_tokens_no_spec: `[>= B]` tokens of each row, drafts not counted.
-            token_ids_cpu: `[>= B, max_model_len]` tokens of each row.
-            slot_mappings: unused.
-
-        Returns:
-            `[B]` drafts, of any lengths.
+        Each row just got `sampled_token_ids` (none for an unfinished prompt). `token_ids_cpu` is
+        `[>= B, max_model_len]`, with `num_tokens_no_spec` `[>= B]` tokens of each row.
+        `slot_mappings` is unused.
         """
         rows, self._proposed = len(sampled_token_ids), {}
         drafts = self._no_drafts(rows)
@@ -178,7 +164,7 @@ class CacheDrafter:
         return drafts
 
     def _no_drafts(self, rows: int) -> list[list[int]]:
-        """`[B]` empty drafts. Neither vLLM nor we change them, so they are made once."""
+        """Return `[B]` empty drafts. Neither vLLM nor we change them, so they are made once."""
         if len(self._empty) != rows:
             self._empty = [[] for _ in range(rows)]
         return self._empty
@@ -186,13 +172,7 @@ class CacheDrafter:
     def _choose(
         self, got: NDArray[np.int64], lengths: NDArray[np.int64], table: IntArray
     ) -> dict[int, list[int]]:
-        """Drafts by row of the batch; rows without one are missing.
-
-        Args:
-            got: `[B]` tokens that each has just got.
-            lengths: `[B]` tokens of each now.
-            table: `[>= B, max_model_len]` tokens of each row.
-        """
+        """Return drafts by row of the batch; rows without one are missing."""
         if not ((self._slots != NO_SLOT) & (got > 0)).any():
             return {}
         decode = np.flatnonzero(got)
@@ -214,7 +194,7 @@ class CacheDrafter:
             self._slots = self._book.slots(batch.ids, batch.entry)
 
     def _record(self, batch: RunnerBatch, names: Container[str]) -> None:
-        """Tell the cache what these requests have generated, as far as they have rows."""
+        """Add to the cache what those of these requests that have rows have generated."""
         self._follow(batch)
         rows = np.array([row for row, name in enumerate(batch.ids) if name in names], np.int64)
         if len(rows):
@@ -222,7 +202,7 @@ class CacheDrafter:
             self._book.record(self._slots[rows], rows, batch.lengths()[rows], table)
 
     def _other_tokens(self, got: NDArray[np.int64]) -> int:
-        """Tokens of unfinished prompts that the next step takes in."""
+        """Return the tokens of unfinished prompts that the next step takes in."""
         waiting = np.flatnonzero(got == 0)
         if not len(waiting):
             return 0
@@ -233,7 +213,7 @@ class CacheDrafter:
 
 
 def make_drafter(vllm_config: Any) -> CacheDrafter | FollowingDrafter:
-    """What vLLM builds: rank 0 drafts for all."""
+    """Make vLLM's drafter: rank 0 drafts for all."""
     from asyncrl.engine.vllm.worker.api import get_tp_group
 
     leads = Ranks.of_group(get_tp_group()).leads

@@ -1,7 +1,4 @@
-"""Runs inside vLLM's engine-core process on our behalf, called by `collective_rpc`.
-
-vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`).
-"""
+"""Our code in vLLM's engine-core process, mixed into its worker class (`worker_extension_cls`)."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from asyncrl.wire.weights.layout import Fingerprint, WeightManifest
 _ORPHANED = 3
 """Exit status of an engine core whose generator has ended."""
 _PIECE = {"cpu": 1 << 22, "cuda": 1 << 28}
-"""Elements of weights that are looked at between two steps, some 10 ms; a tensor is never cut."""
+"""Elements of weights summed between two steps, some 10 ms; a tensor is never cut."""
 
 
 class WorkerExtension(VllmWorker):
@@ -49,16 +46,7 @@ class WorkerExtension(VllmWorker):
     def asyncrl_attach(
         self, parent: int, top_k: int, logits_bytes: int, stage_on_device: bool
     ) -> None:
-        """Install our drawing, scoring and drafting, and exit when process `parent` has ended.
-
-        It also proves how new weights are installed: minutes, for large models.
-
-        Args:
-            parent: id of the generator's process.
-            top_k: K of the reported lists; 0: none is reported.
-            logits_bytes: memory that drawing and scoring may hold at once (engine.logits_mib).
-            stage_on_device: whether new weights wait on the model's device (engine.weight_staging).
-        """
+        """See `VllmWorker.asyncrl_attach`."""
         _exit_with(parent)
         runner = self.model_runner
         check_reloadable(runner.get_model())
@@ -91,16 +79,12 @@ class WorkerExtension(VllmWorker):
         self._weights.begin(msgspec.convert(manifest, WeightManifest))
 
     def asyncrl_staging(self) -> dict[str, Any]:
-        """A `StagingReport` of the staging begun last."""
+        """Return a `StagingReport` of the staging begun last."""
         report: dict[str, Any] = msgspec.to_builtins(self._weights.report())
         return report
 
     def asyncrl_install(self, policy_version: int) -> str:
-        """Put the staged weights of this version in place, while generation is paused.
-
-        Returns:
-            Why vLLM had to load them in the pause, "" if it had not.
-        """
+        """Put the staged weights of this version in place, while generation is paused."""
         why_reloaded = self._weights.install(policy_version)
         self._batch.advance(policy_version)
         drafter = _drafter_of(self.model_runner)
@@ -119,12 +103,12 @@ class WorkerExtension(VllmWorker):
         self._fingerprint = held.fingerprint(_PIECE[self.device.type])
 
     def asyncrl_fingerprint(self) -> dict[str, Any] | None:
-        """Continue it for a few milliseconds; the fingerprint when it is done."""
+        """Continue it for a few milliseconds; return the fingerprint when it is done."""
         found = next(self._fingerprint)
         return None if found is None else dict(msgspec.to_builtins(found))
 
     def asyncrl_save_cache(self) -> int:
-        """Write the snapshot of the cache of rollouts; returns its bytes."""
+        """Write the snapshot of the rollout cache; return its bytes."""
         drafter = _drafter_of(self.model_runner)
         return 0 if drafter is None else drafter.save()
 

@@ -1,8 +1,8 @@
-"""Where vLLM's layers hold the weights that a fingerprint is taken of.
+"""The weights in vLLM's layers, from which a fingerprint is taken.
 
 On a CPU vLLM multiplies by packed copies, whose numbers only a product with unit vectors shows. The
 packed copy of a head that is tied to the embedding can be left behind, so its product is looked at
-too. The experts of a mixture are compared where vLLM's kernel takes them as they are loaded.
+too. The experts of a mixture are compared if vLLM's kernel takes them as they are loaded.
 """
 
 from __future__ import annotations
@@ -25,14 +25,7 @@ _AS_LOADED = ("TRITON", "BATCHED_TRITON")
 
 
 class VllmHeldWeights(HeldWeights):
-    """Finds the tensors of an HF state dict in a loaded vLLM model.
-
-    Args:
-        model: vLLM's.
-        shapes: of the HF state dict, tied names included.
-        ranks: that the model is split among; all of them must take the fingerprint.
-        adapter: that is kept apart from the model; None: there is none.
-    """
+    """Finds the tensors of an HF state dict in a loaded vLLM model; see `HeldWeights`."""
 
     def __init__(
         self,
@@ -53,25 +46,25 @@ class VllmHeldWeights(HeldWeights):
         )
 
     def modules(self) -> dict[str, Any]:
-        """All modules by path; where vLLM has put one for adapters around another, the inner."""
+        """Return all modules by path; for vLLM's adapter wrappers, the inner modules."""
         found = super().modules()
         inner = {path: one for path, one in found.items() if path.endswith(_INNER)}
         return found | {path.removesuffix(_INNER): one for path, one in inner.items()}
 
     def further(self) -> list[tuple[str, TensorSums]]:
-        """Those of A and B of an adapter that is kept apart."""
+        """Return the sums of A and B of an adapter that is kept apart."""
         if self._adapter is None:
             return []
         return [(name, sums_of(one)) for name, one in self._adapter.held()]
 
     def tensor_of(self, module: Any, leaf: str) -> Any:
-        """The tensor of a module that a checkpoint calls `leaf`."""
+        """Return the tensor of a module that a checkpoint calls `leaf`."""
         return _experts(module, leaf) if leaf in _EXPERTS else super().tensor_of(module, leaf)
 
     def sums_by_product(
         self, module: Any, name: str, shard: Shard, shape: Shape
     ) -> TensorSums | None:
-        """The sums of a packed weight; None if the module has none."""
+        """Return the sums of a packed weight; None if the module has none."""
         is_packed = name.rpartition(".")[2] == "weight" and hasattr(module, "cpu_linear")
         if not is_packed or _looks_up(module, name):
             return None
@@ -79,7 +72,7 @@ class VllmHeldWeights(HeldWeights):
 
 
 def _experts(runner: Any, leaf: str) -> torch.Tensor | None:
-    """All experts' weights of one kind; None if vLLM keeps them in another layout."""
+    """Return all experts' weights of one kind; None if vLLM keeps them in another layout."""
     routed = getattr(runner, "routed_experts", None)
     backend = getattr(getattr(routed, "quant_method", None), "unquantized_backend", None)
     if getattr(backend, "name", "") not in _AS_LOADED:
@@ -88,7 +81,7 @@ def _experts(runner: Any, leaf: str) -> torch.Tensor | None:
 
 
 def _looks_up(module: Any, name: str) -> bool:
-    """Whether this name of a tensor is that of an embedding, which is not multiplied by."""
+    """Return True if this name of a tensor is an embedding's, which is not multiplied by."""
     from asyncrl.engine.vllm.worker.api import ParallelLMHead, VocabParallelEmbedding
 
     embeds = isinstance(module, VocabParallelEmbedding)
@@ -96,7 +89,7 @@ def _looks_up(module: Any, name: str) -> bool:
 
 
 def _sums_by_product(module: Any, shard: Shard, shape: Shape) -> TensorSums:
-    """The probe of a packed weight's block: its columns, exactly, by a product."""
+    """Compute the probe of a packed weight's block, exactly, by a product."""
     rows, columns = shape
     height, width = shard.shape
     chosen, first = probes_within(columns, shard.column, width)

@@ -1,17 +1,13 @@
 """Draws tokens inside vLLM's model runner, the same ones with drafts and without.
 
-vLLM draws with one random generator per request, whose numbers depend on which drafts were
-accepted. Here a draw is a pure function of (distribution, seed of the request, policy version,
-position in the response), see `engine.sampling.drawing`. So neither the batch, the row, preemption
-nor drafts change which token a request generates. The list that is reported is the one that the
-draw used. At each drafted position a token is drawn as without drafts, and the draft is accepted as
-far as it equals the draws (`asyncrl.rollout.acceptance.accept_chain`, exact for any draft). That
-needs none of vLLM's rejection kernels and costs one pass over the logits.
+A draw is a pure function of (distribution, seed of the request, policy version, position in the
+response), see `engine.sampling.drawing`. So neither the batch, the row, preemption nor drafts
+change which token a request generates; vLLM's generator per request depends on accepted drafts. At
+each drafted position a token is drawn as without drafts, and the draft is accepted as far as it
+equals the draws (`asyncrl.rollout.acceptance.accept_chain`, exact for any draft).
 
 `CoreSampler` replaces `GPUModelRunner._sample` (vLLM 0.32.0), which gets one row of logits per
-request, and one more per draft token when the step has drafts.
-
-vLLM's batch as arrays. Imports no vLLM.
+request, and one more per draft token when the step has drafts. Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -33,12 +29,7 @@ from asyncrl.rollout.acceptance import accept_chain
 
 
 class RunnerBatch(Batch):
-    """Follows the batch of one model runner.
-
-    Args:
-        runner: vLLM's `GPUModelRunner`.
-        listed: length of the lists that tokens are drawn with, reported or not.
-    """
+    """Follows the batch of vLLM's `GPUModelRunner`; draws have lists of `listed` ids."""
 
     def __init__(self, runner: Any, listed: int = UNREPORTED_K) -> None:
         super().__init__(listed)
@@ -57,21 +48,17 @@ class RunnerBatch(Batch):
         return requests
 
     def read(self, request_id: str) -> Entry:
-        """From the runner's state of a request."""
+        """Read an entry from the runner's state of a request."""
         return entry_of(self.runner.requests[request_id])
 
     def lengths(self) -> NDArray[np.int64]:
-        """`[B]` tokens of each row now, drafts not counted."""
+        """Return `[B]` tokens of each row, without drafts."""
         lengths: NDArray[np.int64] = self.runner.input_batch.num_tokens_no_spec[: len(self.ids)]
         return lengths.astype(np.int64)
 
 
 def entry_of(request: Any) -> Entry:
-    """What the runner's state of a request says.
-
-    Raises:
-        KeyError: the request does not carry our section, so this engine did not send it.
-    """
+    """Read an entry from the runner's state of a request, or raise KeyError."""
     params = request.sampling_params
     return Entry.of(
         from_extra_args(params.extra_args),
@@ -84,18 +71,10 @@ def entry_of(request: Any) -> Entry:
 
 
 _NO_TOKEN = -1
-"""What vLLM reads as no token."""
 
 
 class CoreSampler:
-    """Draws for a model runner, in place of `runner._sample`.
-
-    Args:
-        runner: vLLM's `GPUModelRunner`.
-        batch: its requests.
-        ranks: of this worker; rank 0 draws.
-        max_bytes: memory that drawing may hold at once (`asyncrl.engine.sampling.logits`).
-    """
+    """Draws for a model runner, in place of `runner._sample`, in rank 0, within `max_bytes`."""
 
     def __init__(self, runner: Any, batch: RunnerBatch, ranks: Ranks, max_bytes: int) -> None:
         self._runner = runner
@@ -115,7 +94,7 @@ class CoreSampler:
         self._runner._sample = self.__call__  # noqa: SLF001
 
     def __call__(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
-        """VLLM's `SamplerOutput` for the step's logits."""
+        """Return vLLM's `SamplerOutput` for the step's logits."""
         drafted = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len
         if not self._ranks.leads:
             width = 1 + (spec_decode_metadata.max_spec_len if drafted else 0)
@@ -128,7 +107,7 @@ class CoreSampler:
         return self._drafted(logits, spec_decode_metadata, self.fed)
 
     def _follow(self, rows: int, width: int, device: torch.device) -> Any:
-        """What rank 0 has drawn. Nothing is reported from here."""
+        """Receive what rank 0 has drawn, without a table."""
         tokens = torch.empty((rows, width), dtype=torch.int32, device=device)
         shared = self._ranks.share_tokens(tokens)
         return self._result(sampled_token_ids=shared, logprobs_tensors=None)

@@ -1,16 +1,14 @@
 """vLLM's scheduler, made to send what several steps generated in one message.
 
-vLLM sends an object per request and step, and slices the step's log-probabilities for each: some
-60 us per request and step, for K = 8. Here requests ask vLLM for no log-probabilities. The whole
-table, which comes from the worker with the rest of the step's results, is attached to the first
-output of the step (`StepTable`). It has all tokens, so of the other outputs only those that end a
-request are sent.
+vLLM sends an object per request and step, and slices the step's log-probabilities for each. Here
+the whole table, which comes from the worker with the rest of the step's results, is attached to the
+first output of the step (`StepTable`). It has all tokens, so of the other outputs only those that
+end a request are sent.
 
-A message costs the generator's process much more than what is in it, so several steps share one
-(`Outbox`). When a message is sent depends on the tokens in it: a core in which every response has
-ended sends at once what is left. So an interrupted response must not be cut at the last step that
-came, as that place would tell something about the tokens after it (docs/decisions/0011). It ends
-here: what was drawn before is sent, then its end.
+Several steps share a message (`Outbox`). When it is sent depends on the tokens in it: a core in
+which every response has ended sends at once what is left. So an interrupted response must not be
+cut at the last step that came, as that place would reveal something about the tokens after it
+(docs/decisions/0011). It ends here: what was drawn before is sent, then its end.
 
 Written against vLLM 0.32.0.
 """
@@ -38,12 +36,7 @@ _MAX_SECONDS = 0.1
 
 
 class Outbox:
-    """The outputs of steps that were not sent yet.
-
-    Args:
-        steps_per_message: a message is sent after so many steps.
-        clock: gives seconds.
-    """
+    """The outputs of steps not sent yet; a message has at most `steps_per_message` steps."""
 
     def __init__(self, steps_per_message: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._steps_per_message = steps_per_message
@@ -53,21 +46,16 @@ class Outbox:
         self._drafts: Any = None
         self._hurried = False
         self.steps = 0
-        """That are not sent yet."""
         self.due = False
-        """Whether a message is sent after the current step."""
+        """True if a message is sent after the current step."""
 
     @property
     def waits(self) -> bool:
-        """Whether there is anything to send."""
+        """True if there is anything to send."""
         return self.steps > 0 or bool(self._outputs)
 
     def begin(self, *, urgent: bool) -> None:
-        """Count a step, and decide whether a message is sent after it.
-
-        Args:
-            urgent: to be sent at once.
-        """
+        """Count a step, and decide whether a message is sent after it: always if `urgent`."""
         now = self._clock()
         if not self.steps:
             self._began = now
@@ -76,11 +64,7 @@ class Outbox:
         self.due = urgent or self._hurried or full
 
     def count_drafts(self, drafts: Any) -> Any:
-        """Add vLLM's statistics of the drafts of a step; returns the sum since the last message.
-
-        Args:
-            drafts: vLLM's `SpecDecodingStats`; None: the step had no drafts.
-        """
+        """Add vLLM's statistics of a step's drafts (None: no drafts); return the sum so far."""
         total = self._drafts
         if total is None:
             self._drafts = drafts
@@ -91,19 +75,19 @@ class Outbox:
         return self._drafts
 
     def add_ends(self, requests: Iterable[Any]) -> None:
-        """Keep the ends of requests of vLLM's that were aborted, and hurry: they are waited for."""
+        """Add the ends of vLLM's aborted requests, and hurry, as readers wait for them."""
         for one in requests:
             end = EngineCoreOutput(one.request_id, [], finish_reason=FinishReason.ABORT)
             self._outputs.setdefault(one.client_index, []).append(end)
         self._hurried |= self.waits
 
     def add(self, messages: dict[int, Any]) -> None:
-        """Keep the outputs of a step, by client."""
+        """Add the outputs of a step, by client."""
         for client, message in messages.items():
             self._outputs.setdefault(client, []).extend(message.outputs)
 
     def take(self, messages: dict[int, Any]) -> dict[int, Any]:
-        """Put all outputs into the messages of the last step; nothing is left."""
+        """Move all outputs into the messages of the last step."""
         for client, outputs in self._outputs.items():
             if client not in messages:
                 messages[client] = EngineCoreOutputs()
@@ -118,18 +102,17 @@ class _WholeTables:
 
     outbox: Outbox
     finished_req_ids: set[str]
-    """VLLM's: those that have ended and that the worker was not told of yet."""
+    """vLLM's: ended requests that the worker does not know of yet."""
 
     def has_requests(self) -> bool:
-        """Whether a step is needed: also to send what is left before the core rests or pauses."""
+        """Return True if a step is needed, if only to send what is left before a pause."""
         parent: Any = super()
         return self.outbox.waits or bool(parent.has_requests())
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """End requests from outside, as vLLM does; the client is told after what they have drawn.
+        """End requests from outside, as vLLM does; their ends are sent after what they have drawn.
 
-        VLLM calls it between two steps, or after a step before its tokens are looked at: they are
-        discarded, whatever they are.
+        vLLM may call it before a step's tokens are looked at: these are discarded.
         """
         parent: Any = super()
         ended = parent.finish_requests(request_ids, finished_status)
@@ -138,7 +121,7 @@ class _WholeTables:
         return ended
 
     def make_stats(self, spec_decoding_stats: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """VLLM's statistics for a message; None if none is sent after this step."""
+        """Return vLLM's statistics for a message; None if none is sent after this step."""
         parent: Any = super()
         drafts = self.outbox.count_drafts(spec_decoding_stats)
         if not self.outbox.due:
@@ -149,10 +132,10 @@ class _WholeTables:
         return stats
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """VLLM's messages by client; none while the outbox is filling."""
+        """Return vLLM's messages by client; none while the outbox is filling."""
         parent: Any = super()
         lists, outbox = model_runner_output.logprobs, self.outbox
-        # A step that draws nothing sends what is left; scores are being waited for.
+        # A step that draws nothing sends what is left; readers wait for scores.
         outbox.begin(urgent=lists is None or bool(model_runner_output.prompt_logprobs_dict))
         messages = parent.update_from_output(scheduler_output, model_runner_output)
         if lists is not None:
@@ -167,13 +150,10 @@ class _WholeTables:
 def outputs_of(
     lists: Any, row_of: dict[str, int], outputs: Sequence[Any], *, ended: bool = True
 ) -> list[Any]:
-    """What is sent instead of vLLM's outputs: one with the table, and those that end a request.
+    """Replace vLLM's outputs by one with the table, and those that end a request.
 
-    Args:
-        lists: vLLM's `LogprobsLists` of the whole step, whose ranks are tickets (`CoreSampler`).
-        row_of: row of each request in the step's batch.
-        outputs: of a step.
-        ended: whether any of them may end a request.
+    `lists` are vLLM's `LogprobsLists` of the whole step, whose ranks are tickets (`CoreSampler`).
+    `row_of` maps requests to rows of the step's batch. If not `ended`, no output ends a request.
     """
     last = [output for output in outputs if output.finish_reason is not None] if ended else []
     tickets, begins = lists.sampled_token_ranks, lists.cu_num_generated_tokens
@@ -203,7 +183,7 @@ def outputs_of(
 def _discarded(
     row_of: dict[str, int], outputs: Sequence[Any], last: Sequence[Any]
 ) -> Iterable[int]:
-    """Rows of the step whose tokens vLLM discards: those that have no output with tokens."""
+    """Return the step's rows whose tokens vLLM discards: they have no output with tokens."""
     if len(outputs) == len(row_of) and all(output.new_token_ids for output in last):
         return ()
     kept = {output.request_id for output in outputs if output.new_token_ids}
@@ -211,15 +191,15 @@ def _discarded(
 
 
 class _StepScheduler(_WholeTables, Scheduler):
-    """For steps that follow each other."""
+    """Sends the tables of steps that follow each other."""
 
 
 class _AsyncStepScheduler(_WholeTables, AsyncScheduler):
-    """For steps that are scheduled while the one before is running."""
+    """Sends the tables of steps that are scheduled while the one before is running."""
 
 
 def make_scheduler(vllm_config: Any, **rest: Any) -> Any:
-    """The scheduler that vLLM would choose for this configuration, with our messages."""
+    """Make the scheduler that vLLM would choose for this configuration, with our messages."""
     overlapping = vllm_config.scheduler_config.async_scheduling
     scheduler = (_AsyncStepScheduler if overlapping else _StepScheduler)(vllm_config, **rest)
     settings = MessageSettings.from_config(vllm_config.additional_config)

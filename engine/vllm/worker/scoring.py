@@ -1,10 +1,8 @@
 """Scores given tokens and verifies kept ones inside vLLM's model runner, as tokens are sampled.
 
-vLLM computes `prompt_logprobs` one request after the other, for all of a prompt, from raw logits:
-it leaves out temperature and truncation (`GPUModelRunner._get_prompt_logprobs_dict`, 0.32.0).
-`CoreScorer` replaces that method. `asyncrl.engine.remote.worker.scoring` does the work.
-
-The result replaces vLLM's table: a row for each token that is reported, with the columns of
+`CoreScorer` replaces `GPUModelRunner._get_prompt_logprobs_dict` (0.32.0), which computes raw
+`prompt_logprobs` one request after the other, without temperature and truncation. The result
+replaces vLLM's table: a row for each reported token, with the columns of
 `asyncrl.engine.remote.extras.ScoreColumns`.
 """
 
@@ -22,14 +20,7 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray
 
 
 class CoreScorer:
-    """Computes prompt log-probabilities for a model runner.
-
-    Args:
-        runner: vLLM's `GPUModelRunner`.
-        batch: its requests.
-        ranks: of this worker; rank 0 scores, the others take part in the output layer.
-        max_bytes: memory that scoring may hold at once (`asyncrl.engine.sampling.logits`).
-    """
+    """Computes prompt log-probabilities for a model runner, in rank 0, within `max_bytes`."""
 
     def __init__(self, runner: Any, batch: RunnerBatch, ranks: Ranks, max_bytes: int) -> None:
         self._runner = runner
@@ -49,10 +40,7 @@ class CoreScorer:
 
     @torch.inference_mode()
     def compute(self, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
-        """The tables of the requests whose prompts are complete after this step, as vLLM's.
-
-        Empty in ranks other than 0.
-        """
+        """Return vLLM's tables of requests whose prompts are complete; empty in other ranks."""
         pending: dict[str, int] = self._runner.num_prompt_logprobs
         if not pending:
             self._requests.clear()  # their prompts were aborted

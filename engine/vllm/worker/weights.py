@@ -1,4 +1,4 @@
-"""New weights in vLLM's process: how vLLM loads them (`asyncrl.engine.remote.worker.staging`)."""
+"""Loads new weights in vLLM's process (`asyncrl.engine.remote.worker.staging`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from asyncrl.engine.remote.worker.shadow_model import Twin, like
 
 
 class VllmLoader:
-    """Loads with vLLM's `reload_weights`; satisfies `asyncrl.engine.remote.worker.staging.Loader`.
-
-    Args:
-        worker: vLLM's.
-    """
+    """Loads by vLLM's `reload_weights`; satisfies `engine.remote.worker.staging.Loader`."""
 
     name = "vLLM"
 
@@ -27,13 +23,13 @@ class VllmLoader:
 
     @property
     def model(self) -> torch.nn.Module:
-        """That decodes."""
+        """The model that decodes."""
         model: torch.nn.Module = self._worker.model_runner.get_model()
         return model
 
     @property
     def model_path(self) -> str:
-        """As `Loader`."""
+        """See `Loader`."""
         return str(self._worker.model_config.model)
 
     def load(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -41,7 +37,7 @@ class VllmLoader:
         load(self._worker, model, tensors)
 
     def adopt(self, twin: Twin) -> None:
-        """Give vLLM what it has noted of the model's modules at their first loading."""
+        """Copy vLLM's notes on the model's modules from their first loading."""
         from asyncrl.engine.vllm.worker.api import (
             LAYERWISE_INFO,
             LayerReloadingInfo,
@@ -60,7 +56,7 @@ class VllmLoader:
             )
 
     def forget(self, twin: Twin) -> None:
-        """Take a twin out of vLLM's notes, which would keep its memory."""
+        """Remove a twin from vLLM's notes, which would keep its memory."""
         from asyncrl.engine.vllm.worker.api import LAYERWISE_INFO
 
         for _, other in twin.pairs:
@@ -78,7 +74,7 @@ class VllmLoader:
 
 
 def load(worker: Any, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Have vLLM load a checkpoint's tensors into a model, or its twin, in place."""
+    """Load a checkpoint's tensors into a model, or its twin, in place, by vLLM."""
     from asyncrl.engine.vllm.worker.api import inplace, set_current_vllm_config
 
     with set_current_vllm_config(worker.vllm_config):
@@ -95,8 +91,7 @@ def _no_numbers(tensor: torch.Tensor) -> torch.Tensor:
 def check_reloadable(model: torch.nn.Module) -> None:
     """Raise WeightsError if vLLM cannot load new weights into this model.
 
-    On a CPU it packs the experts of a mixture after the first loading only (0.32.0). New ones are
-    copied unpacked in the place of the packed ones, and the model then computes something else.
+    On a CPU it packs the experts of a mixture after the first loading only (0.32.0).
     """
     for name, layer in model.named_modules():
         backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
@@ -108,11 +103,10 @@ def check_reloadable(model: torch.nn.Module) -> None:
 
 
 def _repack_tied(model: torch.nn.Module) -> None:
-    """Repack output layers that share the embedding's weight.
+    """Repack output layers that share the embedding's weight, on a CPU.
 
-    On a CPU vLLM multiplies by a packed copy and packs again only those layers whose own weights
-    are loaded. A tied weight comes once, under the embedding's name, so the output layer would keep
-    its old copy (0.32.0). On a GPU there is no packed copy, and this does nothing.
+    vLLM packs again only those layers whose own weights are loaded (0.32.0). A tied weight comes
+    once, under the embedding's name, so the output layer would keep its old copy.
     """
     from asyncrl.engine.vllm.worker.api import ParallelLMHead, UnquantizedEmbeddingMethod
 

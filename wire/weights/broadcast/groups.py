@@ -1,11 +1,10 @@
 """A group of processes for broadcasts, apart from every other group of torch.distributed.
 
-`torch.distributed.init_process_group` is not called, and no default group is needed or touched:
-vLLM, SGLang and a sharded trainer have their own. Rank 0 sends.
+No default group is needed or touched: vLLM, SGLang and a sharded trainer have their own. Rank 0
+sends.
 
-Gloo works on CPUs and is tested. **NCCL has never run here**: no machine of the project's had GPUs
-for more than one member. It is written after torch's interface and tested against a stand-in of it
-(`tests/wire/test_nccl_group.py`).
+Gloo works on CPUs and is tested. **NCCL has never run here**: it is written after torch's interface
+and tested against a stand-in of it (`tests/wire/test_nccl_group.py`).
 """
 
 from __future__ import annotations
@@ -41,36 +40,31 @@ _POLL_SECONDS = 0.0005
 class Limits:
     """Longest waits, in seconds.
 
-    A version must be staged within `engine.vllm.call_timeout_seconds`, or SGLang's (120 s by
-    default). All of these together, 107 s, leave time to read the file in the end.
+    All of these together, 107 s, leave time to read the file within a call's limit (120 s).
     """
 
     window: float = 2.0
-    """For the members that are expected, after the first has come."""
+    """Wait for the expected members, after the first has come."""
     answer: float = 30.0
-    """Of a member for the beginning of its broadcast, while another one is under way."""
+    """Wait of a member for the beginning of its broadcast, while another one is running."""
     form: float = 20.0
-    """For all members to be connected."""
+    """Wait for all members to be connected."""
     chunk: float = 10.0
-    """For one chunk to reach all members."""
+    """Wait for one chunk to reach all members."""
     whole: float = 45.0
-    """For all chunks together, so that a member that takes each of them slowly holds up nobody for
-    longer. It is checked after each chunk."""
+    """Wait for all chunks together, so that a member that takes each of them slowly delays the
+    others no longer. It is checked after each chunk."""
 
 
 class Deadline:
-    """The end of the time that a broadcast may take, from now on.
-
-    Args:
-        limits: `whole` of these.
-    """
+    """The end of a broadcast's time, `limits.whole` from now."""
 
     def __init__(self, limits: Limits) -> None:
         self._seconds = limits.whole
         self._at = time.monotonic() + limits.whole
 
     def check(self, index: int, count: int) -> None:
-        """Raise GroupBroken if it has passed, when `index` of `count` chunks were sent."""
+        """Raise GroupBroken if it has passed, after `index` of `count` chunks."""
         if time.monotonic() > self._at:
             raise GroupBroken(
                 f"a member is slow: {index} of {count} chunks took more than {self._seconds:g} s"
@@ -78,46 +72,37 @@ class Deadline:
 
 
 class Group(Protocol):
-    """The connected members. Everything is done by all of them in the same order."""
+    """The connected members. All of them make the same calls in the same order."""
 
     device: torch.device
-    """Where tensors lie that are sent or received."""
 
     def begin(self, part: Tensor) -> None:
         """Begin to send, as rank 0, or to receive. The tensor must stay until that has ended."""
 
     def wait(self, left: int = 0) -> None:
-        """Wait until no more than `left` of what was begun has not ended. Raises GroupBroken."""
+        """Wait until at most `left` operations have not ended. Raises GroupBroken."""
 
     def close(self) -> None:
-        """End it, for the others too: whoever waits in it is told. Idempotent."""
+        """End the group, also for members that wait in it. Idempotent."""
 
 
 def backend_of(devices: Sequence[str]) -> Backend:
-    """NCCL if each member has a GPU of its own; two members on one GPU are refused by it."""
+    """Return NCCL if each member has its own GPU; it refuses two members on one GPU."""
     gpus = {device for device in devices if device != "cpu"}
     return "nccl" if len(gpus) == len(devices) else "gloo"
 
 
 def name_of_device(device: torch.device) -> str:
-    """As in `CheckIn.device`."""
+    """Return the name of a device, as in `CheckIn.device`."""
     if device.type != "cuda":
         return "cpu"
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 class GlooGroup:
-    """Over TCP, in host memory.
+    """A group of `size` members over TCP, in host memory; rank 0 sends.
 
-    Args:
-        store: where the members find each other; the group's own keys in it.
-        rank: 0 sends.
-        size: how many they are.
-        host: this process's address to listen at.
-        limits: how long to wait.
-
-    Raises:
-        GroupBroken: not all came in time.
+    They meet in `store`; this one listens at `host`. Raises GroupBroken if not all came in time.
     """
 
     device = _CPU
@@ -135,44 +120,33 @@ class GlooGroup:
         self._begun: deque[Any] = deque()
 
     def begin(self, part: Tensor) -> None:
-        """As `Group.begin`."""
+        """See `Group.begin`."""
         with _told("a broadcast could not begin"):
             self._begun.append(self._gloo.broadcast(part, 0))
 
     def wait(self, left: int = 0) -> None:
-        """As `Group.wait`."""
+        """See `Group.wait`."""
         with _told("a broadcast did not end"):
             while len(self._begun) > left:
                 self._begun.popleft().wait()
 
     def close(self) -> None:
-        """As `Group.close`."""
+        """See `Group.close`."""
         if self._gloo is not None:
             self._gloo.abort()
-        # Its connections close when nothing refers to them, also no tensor that is on its way.
+        # Its connections close when nothing refers to them, not even a tensor on its way.
         self._begun.clear()
         self._gloo = None
 
 
 class NcclGroup:
-    """Between GPUs. **Never run.**
+    """A group between GPUs, made as `GlooGroup`. **Never run.**
 
-    Its collectives are asynchronous and have no end if a member has died; so they are polled, and
-    the communicator is aborted. NCCL's own watchdog, which would end the process, is told not to.
-
-    It is made in three steps: the object, which needs nobody; the communicator, in the first
-    broadcast, for which torch waits up to 30 min for members that do not come, unless the
-    environment says otherwise; and that broadcast itself. After `close` nothing may be begun.
-
-    Args:
-        store: where the members find each other; the group's own keys in it.
-        rank: 0 sends.
-        size: how many they are.
-        device: this member's GPU.
-        limits: how long to wait.
-
-    Raises:
-        GroupBroken: not all came in time.
+    Its collectives are asynchronous and never end if a member has died; so they are polled, and the
+    communicator is aborted. NCCL's watchdog, which would end the process, is disabled. It is made
+    in three steps: the object, alone; the communicator, in the first broadcast, for which torch
+    waits up to 30 min for missing members, unless the environment says otherwise; and that
+    broadcast. After `close` nothing may be begun. Raises GroupBroken if not all came in time.
     """
 
     def __init__(
@@ -192,7 +166,7 @@ class NcclGroup:
         with _told("the members could not connect"), kept_variable(_ERROR_HANDLING, "0"):
             self._nccl: Any = ProcessGroupNCCL(store, rank, size, options)
         self._begun: deque[tuple[Any, Tensor]] = deque()
-        """With the tensors, whose memory must not be freed before."""
+        """Operations with their tensors, whose memory must not be freed before."""
         try:
             began = time.monotonic()
             self.begin(torch.zeros(1, dtype=torch.uint8, device=device))
@@ -203,7 +177,7 @@ class NcclGroup:
             raise
 
     def begin(self, part: Tensor) -> None:
-        """As `Group.begin`."""
+        """See `Group.begin`."""
         if self._nccl is None:
             raise GroupBroken("a broadcast could not begin: it was closed")
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -211,16 +185,16 @@ class NcclGroup:
             self._begun.append((self._nccl.broadcast(part, 0), part))
 
     def wait(self, left: int = 0) -> None:
-        """As `Group.wait`."""
+        """See `Group.wait`."""
         self._wait(left, self._limits.chunk)
 
     def close(self) -> None:
-        """As `Group.close`."""
+        """See `Group.close`."""
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
             try:
                 nccl.abort()
-            except RuntimeError as error:  # what led here counts
+            except RuntimeError as error:  # the original error counts
                 logger.warning("NCCL could not be aborted: %s", error)
         self._begun.clear()
 
@@ -244,7 +218,6 @@ class NcclGroup:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Raise GroupBroken for torch's errors."""
     try:
         yield
     except RuntimeError as error:  # torch's DistError and Gloo's are of this kind

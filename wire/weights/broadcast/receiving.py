@@ -1,4 +1,4 @@
-"""Receives a broadcast version, chunk by chunk, into memory of the receiver's own."""
+"""Receives a broadcast version, chunk by chunk, into the receiver's memory."""
 
 from __future__ import annotations
 
@@ -25,21 +25,19 @@ from asyncrl.wire.weights.layout import BroadcastPlace, WeightManifest
 
 
 class Landing(Protocol):
-    """Where chunks go."""
+    """The destination of chunks."""
 
     def room(self, span: slice, device: torch.device) -> Tensor | None:
-        """`[bytes]` on this device for these bytes of the file; None: only `put` takes them."""
+        """Return `[bytes]` on this device for these bytes of the file; None: use `put`."""
 
     def put(self, span: slice, part: Tensor) -> None:
         """Take these bytes of the file, from any device."""
 
 
 class BroadcastReceiver:
-    """A member. It stays in its group between versions. Not thread-safe.
+    """A member, which stays in its group between versions. Not thread-safe.
 
-    Args:
-        device: of the engine; chunks arrive there if all members have GPUs.
-        limits: how long to wait.
+    Chunks arrive on the engine's `device` if all members have GPUs.
     """
 
     def __init__(self, device: torch.device, limits: Limits | None = None) -> None:
@@ -55,12 +53,10 @@ class BroadcastReceiver:
     def receive(self, manifest: WeightManifest, place: BroadcastPlace, landing: Landing) -> None:
         """Take part in a broadcast of a version. If it raises, some chunks may have landed.
 
-        An error of `landing` is raised as it is. A member that breaks off for any reason but an
-        overwritten version leaves its group, whose next word it would take for another one.
-
-        Raises:
-            WeightsSupersededError: it was overwritten during the broadcast.
-            WeightsNotReceivedError: there is no broadcast of it, or it broke off.
+        A member that breaks off for any reason but an overwritten version leaves its group, whose
+        next message it would take for another one. Raises WeightsSupersededError if the version was
+        overwritten during the broadcast, WeightsNotReceivedError if it is not broadcast or broke
+        off, and errors of `landing` as they are.
         """
         try:
             group, chunk_bytes = self._join(manifest.policy_version, place)
@@ -86,7 +82,7 @@ class BroadcastReceiver:
         self._group, self._visitor, self._generation = None, None, 0
 
     def _join(self, policy_version: int, place: BroadcastPlace) -> tuple[Group, int]:
-        """Ask, and be in the group of the answer; the size of its chunks."""
+        """Check in and join the group of the answer; return it and the size of its chunks."""
         if self._visitor is None or self._visitor.place != place:
             self.leave()
             self._visitor = Visitor(place)
@@ -140,7 +136,6 @@ class BroadcastReceiver:
             )
 
     def _step_for(self, span: slice, device: torch.device) -> Tensor:
-        """Memory for one chunk."""
         size = span.stop - span.start
         if self._step is None or len(self._step) < size or self._step.device != device:
             self._step = torch.empty(size, dtype=torch.uint8, device=device)

@@ -1,9 +1,8 @@
 """Broadcasts the versions in the trainer's files, in a thread of the trainer's process.
 
-A checksum of a chunk, computed on the device where it lies, at some gigabytes a second on a CPU.
-
-Engines compare the fingerprint of all weights after each installation. But one that holds packed
-copies can compare some columns only (`asyncrl.wire.weights.fingerprint`), and NCCL checks nothing.
+Each chunk has a checksum, computed on its device, at some gigabytes a second on a CPU. Engines
+compare the fingerprint of all weights after each installation. But one with packed copies can
+compare only some columns (`asyncrl.wire.weights.fingerprint`), and NCCL checks nothing.
 """
 
 from __future__ import annotations
@@ -36,15 +35,14 @@ from asyncrl.wire.weights.fingerprint import pseudo_random
 from asyncrl.wire.weights.layout import WeightManifest
 
 _BLOCK = 1 << 15
-"""64-bit words; as many numbers stay in a core's cache."""
+"""64-bit words; this many numbers stay in a core's cache."""
 
 
 @torch.no_grad()
 def checksum(part: Tensor) -> Tensor:
-    """`[1]` int64 of `[n]` bytes, n a multiple of 8.
+    """Return the checksum, `[1]` int64, of `[n]` bytes, n a multiple of 8.
 
-    The sum of all words times odd pseudo-random numbers, modulo 2**64, block by block. One changed
-    word is always found; of other damage, all but about 2**-64.
+    The sum of all words times odd pseudo-random numbers, modulo 2**64: one changed word is found.
     """
     words = part.view(torch.int64)
     numbers = pseudo_random(0, _BLOCK, part.device) | 1
@@ -54,12 +52,12 @@ def checksum(part: Tensor) -> Tensor:
 
 
 def _by_dot(words: Tensor, numbers: Tensor) -> Tensor:
-    """`[blocks]` sums, without memory for products."""
+    """Return `[blocks]` sums, without memory for products."""
     return torch.stack([torch.dot(one, numbers[: len(one)]) for one in words.split(_BLOCK)])
 
 
 def _by_product(words: Tensor, numbers: Tensor) -> Tensor:
-    """The same where there is no dot product of integers."""
+    """Return `[blocks]` sums where torch lacks a dot product of integers."""
     whole = len(words) // _BLOCK * _BLOCK
     sums = (words[:whole].view(-1, _BLOCK) * numbers).sum(1)
     rest = words[whole:]
@@ -74,24 +72,18 @@ CHUNK_BYTES = 1 << 25
 
 _POLL_SECONDS = 0.01
 _TRIES = 2
-"""Groups of NCCL that could not be formed, one after another, after which none is tried: each takes
-`Limits.form` of a version's way."""
+"""Consecutive failures to form a group of NCCL, after which none is tried: each takes `Limits.form`
+of a version's time."""
 _CPU = torch.device("cpu")
 
 
 class WeightSender:
-    """Serves until it is closed. The trainer only tells it what it has published.
+    """Serves until it is closed. The trainer only calls `publish`.
 
-    Args:
-        host: address of this machine to listen at, without keys.
-        members: that the first version is for.
-        device: of the trainer, from which NCCL sends.
-        limits: how long to wait.
-        note: called with each broadcast's outcome, in the thread.
-        chunk_bytes: a multiple of 64.
-
-    Raises:
-        OSError: the address cannot be bound.
+    It listens at `host`, an address of this machine, without keys. The first version is for
+    `members` members. NCCL sends from `device`, the trainer's. `note` is called with each
+    broadcast's outcome, in the thread. `chunk_bytes` is a multiple of 64. Raises OSError if the
+    address cannot be bound.
     """
 
     def __init__(
@@ -113,23 +105,17 @@ class WeightSender:
         self._newest: WeightManifest | None = None
         self._group: Group | None = None
         self._ranks: dict[str, int] = {}
-        """Of the group's members."""
         self._generation = 0
         self._unformed = 0
-        """Groups of NCCL that could not be formed, since the last one that was."""
+        """Consecutive failures to form a group of NCCL."""
         self._broken = False
-        """Whether the last broadcast broke off."""
         self._steps: list[Tensor] = []
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-broadcast", daemon=True)
         self._thread.start()
 
     def publish(self, manifest: WeightManifest) -> WeightManifest:
-        """Offer a version that has been published in place of the one before. Does not wait.
-
-        Returns:
-            The manifest for those who may receive it.
-        """
+        """Offer a published version in place of the previous one; return the manifest to send."""
         self._newest = manifest
         return msgspec.structs.replace(manifest, broadcast=self._desk.place)
 
@@ -216,11 +202,7 @@ class WeightSender:
         )
 
     def _group_of(self, members: list[CheckIn]) -> Group:
-        """The group of these members: the present one if all of them are in it and no others.
-
-        Raises:
-            GroupBroken: not all could be connected.
-        """
+        """Return the group of these members, the present one if possible. Raises GroupBroken."""
         stays = {one.member for one in members} == self._ranks.keys() and all(
             one.generation == self._generation for one in members
         )
@@ -250,14 +232,14 @@ class WeightSender:
         return GlooGroup(store, 0, size, self._desk.place.host, self._limits)
 
     def _send(self, group: Group, manifest: WeightManifest) -> bool:
-        """Send a version; False if it was overwritten meanwhile. Raises GroupBroken."""
+        """Send a version; False if it was overwritten during that. Raises GroupBroken."""
         grid = Grid(manifest.nbytes, self._chunk_bytes)
         version, deadline = manifest.policy_version, Deadline(self._limits)
         last, index = Word.WHOLE, 0
         try:
             with held_version(manifest) as descriptor:
                 for index in range(grid.count):
-                    group.wait(left=2)  # the last chunk and its word; the memory before is free
+                    group.wait(left=2)  # the last chunk and its message; the memory before is free
                     deadline.check(index, grid.count)
                     span = grid.span(index)
                     part = self._step(index % 2)[: span.stop - span.start]
@@ -276,7 +258,7 @@ class WeightSender:
         return last is Word.WHOLE
 
     def _step(self, turn: int) -> Tensor:
-        """One of two pieces of host memory for a chunk, page-locked for a GPU."""
+        """Return one of two pieces of host memory for a chunk, page-locked for a GPU."""
         if not self._steps:
             pinned = self._device.type == "cuda"
             self._steps = [

@@ -1,10 +1,8 @@
-"""Where members check in and are answered: keys in a TCPStore, which the sender's process serves.
+"""The check-in of members: a pure meeting, and a desk with keys in a TCPStore.
 
-A member pushes a `CheckIn` to a queue, which is one operation, so a member that dies leaves it
-whole or not at all. The answer is a key of the member's own, which it deletes when it has read it.
-Both are JSON. What dead members left is deleted by the sender.
-
-Who takes part in the next broadcast, and when it begins. No sockets, no clock.
+The sender's process serves the store. A member pushes a `CheckIn` to a queue, so a member that dies
+leaves it complete or not at all. The answer is a separate key, which the member deletes after
+reading it; the sender deletes those of dead members. Both are JSON.
 """
 
 from __future__ import annotations
@@ -31,25 +29,20 @@ class CheckIn(msgspec.Struct, frozen=True):
     """A member asks for a version."""
 
     member: str
-    """Its name, the same each time."""
     number: int
-    """Of its check-ins, from 1; the answer has it too."""
+    """Number of its check-in, from 1; the answer has it too."""
     policy_version: int
     generation: int
-    """Of the group that it is in; 0: none."""
+    """Generation of the group that it is in; 0: none."""
     device: str
-    """Where it receives: "cpu", or the unique name of a GPU."""
+    """Device that receives: "cpu", or the unique name of a GPU."""
 
 
 class Meeting:
-    """Gathers the members that ask for one version.
+    """Gathers the members that ask for one version. No sockets, no clock.
 
-    A broadcast begins when everybody is there who is expected, or `window` seconds after the first
-    one came. Expected are the members that received the version before.
-
-    Args:
-        window: seconds.
-        expected: number of members that the first version is for.
+    A broadcast begins when all members that received the previous version are there (at first
+    `expected` members), or `window` seconds after the first came.
     """
 
     def __init__(self, window: float, expected: int) -> None:
@@ -57,22 +50,21 @@ class Meeting:
         self._expected = expected
         """Number of members, while their names are not known."""
         self._regulars: frozenset[str] | None = None
-        """Members that received the version before; None: not known."""
+        """Members that received the previous version; None: not known."""
         self._served: set[str] = set()
-        """Members that have received this version."""
         self._version = -1
         self._waiting: dict[str, CheckIn] = {}
         self._since = 0.0
-        """When the first of those who wait came."""
+        """Arrival of the first waiting member."""
 
     def arrive(self, check_in: CheckIn, now: float) -> None:
-        """A member asks. If it asked before and got no answer, it no longer waits for that."""
+        """Add a member. An earlier unanswered check-in of it is replaced."""
         if not self._waiting:
             self._since = now
         self._waiting[check_in.member] = check_in
 
     def turn_away(self, policy_version: int) -> list[CheckIn]:
-        """Forget those who ask for another version than the newest, and return them."""
+        """Remove and return those that ask for another version than the newest."""
         if policy_version != self._version:
             if self._served:
                 self._regulars = frozenset(self._served)
@@ -83,7 +75,7 @@ class Meeting:
         return wrong
 
     def take(self, now: float) -> list[CheckIn]:
-        """The members of the broadcast that begins now, by name; none: it is too early."""
+        """Return the members of the broadcast that begins now, by name; none: it is too early."""
         if not self._waiting or (self._is_anyone_missing() and now < self._since + self._window):
             return []
         members = [self._waiting[name] for name in sorted(self._waiting)]
@@ -91,11 +83,11 @@ class Meeting:
         return members
 
     def served(self, members: list[CheckIn]) -> None:
-        """These have received the version."""
+        """Note that these have received the version."""
         self._served.update(one.member for one in members)
 
     def broke(self, members: list[CheckIn]) -> None:
-        """A broadcast to these failed. It is not known which of them come again."""
+        """Note that a broadcast to these failed. It is not known which of them come again."""
         self._regulars, self._expected = None, len(members)
 
     def _is_anyone_missing(self) -> bool:
@@ -108,7 +100,7 @@ logger = logging.getLogger(__name__)
 
 _QUEUE = "check-ins"
 _STORE_SECONDS = 10.0
-"""For one question to the store."""
+"""Time limit of one call to the store."""
 _POLL_SECONDS = 0.005
 _BACKLOG = 1024
 
@@ -117,7 +109,7 @@ class Invitation(msgspec.Struct, frozen=True, tag="invitation"):
     """Take part in a broadcast."""
 
     generation: int
-    """Of the group: the one that the member is in, or a new one."""
+    """Generation of the group: the one that the member is in, or a new one."""
     rank: int
     size: int
     backend: Backend
@@ -134,20 +126,12 @@ Answer = Invitation | Refusal
 
 
 class Desk:
-    """The sender's side. It listens at one address only.
-
-    Args:
-        host: address of this machine to listen at; the port is any that is free.
-        patience: seconds after which nobody waits for an answer any more.
-
-    Raises:
-        OSError: the address cannot be bound.
-    """
+    """The sender's side, at any free port of `host`. Raises OSError if it cannot be bound."""
 
     def __init__(self, host: str, patience: float) -> None:
         self._patience = patience
         self._answered: deque[tuple[float, str]] = deque()
-        """When each answer was given, oldest first, and its key."""
+        """Time and key of each answer, oldest first."""
         family = socket.getaddrinfo(host, None)[0][0]
         with socket.socket(family) as listening:
             listening.bind((host, 0))
@@ -165,7 +149,7 @@ class Desk:
         self._store: Any = PrefixStore(self.place.sender, self._server)
 
     def arrivals(self) -> Iterator[CheckIn]:
-        """Those who have checked in since the last call. Raises GroupBroken."""
+        """Yield those that have checked in since the last call. Raises GroupBroken."""
         with _store_works():
             for _ in range(self._store.queue_len(_QUEUE)):
                 frame = self._store.queue_pop(_QUEUE, False)
@@ -175,7 +159,7 @@ class Desk:
                     logger.warning("%d bytes that are no check-in were dropped", len(frame))
 
     def answer(self, check_in: CheckIn, answer: Answer) -> None:
-        """Tell a member what follows. Raises GroupBroken."""
+        """Answer a member. Raises GroupBroken."""
         now = time.monotonic()
         with _store_works():
             while self._answered and self._answered[0][0] < now - self._patience:
@@ -184,11 +168,11 @@ class Desk:
         self._answered.append((now, _key(check_in)))
 
     def group_store(self, generation: int) -> Any:
-        """Where the members of a group find each other."""
+        """Return the store in which the members of a group find each other."""
         return PrefixStore(f"group-{generation}", self._store)
 
     def forget_groups_before(self, generation: int) -> None:
-        """Nobody joins earlier groups than this one any more. Raises GroupBroken."""
+        """Delete earlier groups than this one. Raises GroupBroken."""
         with _store_works():
             for key in self._store.list_keys():
                 name, _, number = key.partition("/")[0].partition("-")
@@ -201,14 +185,7 @@ class Desk:
 
 
 class Visitor:
-    """A member's side.
-
-    Args:
-        place: of the sender.
-
-    Raises:
-        GroupBroken: nobody answers there.
-    """
+    """A member's side; `place` is the sender's. Raises GroupBroken if nothing answers."""
 
     def __init__(self, place: BroadcastPlace) -> None:
         self.place = place
@@ -249,7 +226,7 @@ class Visitor:
         return answer
 
     def group_store(self, generation: int) -> Any:
-        """Where the members of a group find each other."""
+        """Return the store in which the members of a group find each other."""
         return PrefixStore(f"group-{generation}", self._store)
 
 
@@ -259,7 +236,6 @@ def _key(check_in: CheckIn) -> str:
 
 @contextlib.contextmanager
 def _store_works() -> Iterator[None]:
-    """Raise GroupBroken for errors of the store."""
     try:
         yield
     except RuntimeError as error:  # DistError

@@ -21,18 +21,16 @@ Part = bytes | memoryview
 
 @dataclass(slots=True)
 class Held:
-    """A version, whole or on its way."""
+    """A version, complete or arriving."""
 
     manifest: WeightManifest
     memory: NDArray[np.uint8]
     """`[nbytes]` of the file."""
     still: Callable[[], bool]
-    """Whether the memory still holds this version."""
+    """Returns True while the memory holds this version."""
     grid: Grid
     missing: set[int] = field(default_factory=set)
-    """Chunks that are not there yet."""
     checksums: dict[int, int] = field(default_factory=dict)
-    """Of chunks, as far as they are known."""
     name: str = ""
     word_bytes: int = 2
 
@@ -41,17 +39,13 @@ class Held:
         self.word_bytes = word_bytes(self.manifest.tensors)
 
     def chunk(self, index: int) -> NDArray[np.uint8]:
-        """The memory of a chunk."""
+        """Return the memory of a chunk."""
         return self.memory[self.grid.span(index)]
 
     def encoded(
         self, index: int, base: Held | None, *, more: bool = False
     ) -> tuple[Chunk, list[Part]]:
-        """The message and the bytes of a chunk: a delta to the base if it has one and is shorter.
-
-        Raises:
-            WeightsSupersededError: the memory holds another version by now.
-        """
+        """Return the message and bytes of a chunk, or its delta. Raises WeightsSupersededError."""
         body, used = None, None
         if base is not None and not base.missing:
             body = delta.encode(self.chunk(index), base.chunk(index), self.word_bytes)
@@ -66,11 +60,7 @@ class Held:
         return Chunk(self.name, index, self.checksums[index], used, more), split(body)
 
     def receive(self, chunk: Chunk, parts: Sequence[Part], base: Held | None) -> None:
-        """Put a chunk in its place.
-
-        Raises:
-            FrameRefused: these bytes are not the chunk; the place holds nothing.
-        """
+        """Put a chunk in its place, or raise FrameRefused: the place holds nothing."""
         place = self.chunk(chunk.index)
         if chunk.base is None:
             _fill(place, parts)

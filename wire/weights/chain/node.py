@@ -1,6 +1,6 @@
 """Receives versions from other nodes into this node's memory, and passes them on.
 
-The two files of a node: its engines read one while the next version arrives in the other.
+A node has two files: its engines read one while the next version arrives in the other.
 """
 
 from __future__ import annotations
@@ -32,47 +32,38 @@ from asyncrl.wire.weights.files import mark, reserve
 from asyncrl.wire.weights.layout import WRITING, WeightManifest
 
 _PAST = 64
-"""Versions that are remembered as gone."""
+"""Number of versions that are remembered as gone."""
 
 
 @dataclass(slots=True)
 class _File:
     path: Path
     trainer: str = ""
-    """Whose versions are in it, see `trainer_of`."""
     memory: mmap.mmap | None = None
     held: Held | None = None
 
 
 class NodeFiles:
-    """Versions of one run in this node's memory, in the layout in which the trainer publishes.
+    """Versions of one run in this node's memory, in the trainer's layout.
 
-    The header of a file names a version only while the whole version is in it. It names no trainer,
-    and one that replaces another may publish a number again, so each trainer has files of its own.
-
-    Args:
-        directory: in memory, usually /dev/shm.
-        files_id: names the files; unique on this machine.
-        chunk_bytes: of every node of the chain.
-
-    Raises:
-        PublishError: by `begin`: there is no memory for them.
+    The header of a file names a version only while the complete version is in it. A trainer that
+    replaces another may publish a number again, so each has separate files. `directory` is in
+    memory, usually /dev/shm; `files_id` is unique here; `chunk_bytes` is the same in every node.
     """
 
     def __init__(self, directory: Path, files_id: str, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._prefix = str(directory / f"asyncrl-{files_id}-weights-")
         self._files = [_File(Path(f"{self._prefix}{i}")) for i in range(2)]
         self._numbers = len(self._files)
-        """Files so far."""
         self._chunk_bytes = chunk_bytes
         self._newest: _File | None = None
-        """The file with the newest whole version."""
+        """The file with the newest complete version."""
         self._arriving: _File | None = None
         self._past: dict[str, None] = {}
 
     @property
     def base(self) -> Held | None:
-        """The whole version that a delta to the arriving one may refer to."""
+        """The complete version that a delta to the arriving one may refer to."""
         one, other = self._newest, self._arriving
         if one is None or one.held is None or other is None or other.held is None:
             return None
@@ -81,9 +72,7 @@ class NodeFiles:
     def begin(self, manifest: WeightManifest) -> Held:
         """Make room for a version, in place of the one before the newest, or of one given up.
 
-        Raises:
-            PublishError: there is no memory for it.
-            WeightsReadError: no file has this size.
+        Raises PublishError if the memory is not there, WeightsReadError if no file has this size.
         """
         grid = Grid(manifest.nbytes, self._chunk_bytes)
         self.give_up()
@@ -103,7 +92,7 @@ class NodeFiles:
         return file.held
 
     def finish(self) -> WeightManifest:
-        """The arriving version is whole: let engines read it. Its manifest on this node."""
+        """Let engines read the arriving version, which is complete; return its manifest here."""
         file = self._arriving
         if file is None or file.held is None or file.held.missing or file.memory is None:
             raise ValueError("no version is whole")
@@ -118,14 +107,14 @@ class NodeFiles:
             self._arriving = None
 
     def local(self, version: str) -> WeightManifest | None:
-        """The manifest on this node of the newest whole version, if it is that one."""
+        """Return this node's manifest of a version if it is the newest complete one."""
         file = self._newest
         if file is None or file.held is None or file.held.name != version:
             return None
         return msgspec.structs.replace(file.held.manifest, path=str(file.path))
 
     def state(self, version: str, index: int) -> State:
-        """Of a chunk. A version that this node has not heard of may come."""
+        """Return the state of a chunk. An unknown version may still come."""
         held = self._by_name(version)
         if held is None:
             return State.GONE if version in self._past else State.COMING
@@ -134,7 +123,7 @@ class NodeFiles:
         return State.COMING if index in held.missing else State.HERE
 
     def to_send(self, ask: Ask) -> tuple[Held, Held | None]:
-        """The version that a chunk here belongs to, and the base for it."""
+        """Return the version of a chunk that is here, and the base for it."""
         held = self._by_name(ask.version)
         if held is None:
             raise KeyError(ask.version)
@@ -152,7 +141,7 @@ class NodeFiles:
                 file.path.unlink(missing_ok=True)
 
     def _belong_to(self, file: _File, trainer: str) -> None:
-        """A file of another trainer is removed, and this one gets another name."""
+        """Replace the file of another trainer by one with a new name."""
         if file.trainer not in ("", trainer):
             file.memory = None
             file.path.unlink(missing_ok=True)
@@ -175,21 +164,11 @@ class NodeFiles:
 
 
 _MESSAGES = 8
-"""That are read from a parent before something else gets a turn."""
+"""Messages read from a parent before other work gets a turn."""
 
 
 class Inlet:
-    """One version on its way, with a socket for each parent that is asked.
-
-    Args:
-        context: of the sockets.
-        name: of this node.
-        held: where the chunks go.
-        base: the version that deltas may refer to.
-        parents: the nearest first.
-        timing: of the receiver.
-        now: seconds.
-    """
+    """One arriving version, with a socket for each parent that is asked, the nearest first."""
 
     def __init__(
         self,
@@ -212,14 +191,14 @@ class Inlet:
 
     @property
     def sockets(self) -> dict[zmq.Socket[Any], str]:
-        """Those that can be polled, and their parents."""
+        """Sockets to poll, and their parents."""
         return {socket.socket: name for name, socket in self._sockets.items()}
 
     def take(self, parent: str, now: float) -> None:
-        """Read what a parent sent."""
+        """Process the messages of a parent."""
         for _ in range(_MESSAGES):
             socket = self._sockets.get(parent)
-            if socket is None:  # it was left meanwhile
+            if socket is None:  # it was left since
                 return
             try:
                 received = socket.receive()
@@ -231,7 +210,7 @@ class Inlet:
                 self._obey(self.receiving.gone(parent, "too many of its frames were refused", now))
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Process the passing of time."""
         self._obey(self.receiving.tick(now))
 
     def close(self) -> None:
@@ -277,15 +256,14 @@ class Inlet:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A version is in this node's memory."""
+    """A version that has arrived in this node's memory."""
 
     manifest: WeightManifest
-    """Of the file on this node."""
     seconds: float
     nbytes: int
-    """That came over the network."""
+    """Bytes that came over the network."""
     left: dict[str, str]
-    """Parents that were left, and why: they belong at the end of the next chain."""
+    """Parents that were left, with reasons: they belong at the end of the next chain."""
 
 
 @dataclass(slots=True)
@@ -298,17 +276,9 @@ class _Fetch:
 
 
 class WeightNode(ServingThread[NodeFiles]):
-    """A thread with two files in memory, of which one holds the newest whole version.
+    """A thread with two files in memory, of which one holds the newest complete version.
 
-    Args:
-        name: of this node.
-        address: to bind; port 0 of TCP: any that is free.
-        keys: of this node's hub; None: only for children on this machine.
-        directory: for the files, in memory.
-        files_id: names the files; unique on this machine.
-        timing: of the receiver.
-        bytes_per_second: that it may send; None: no limit.
-        chunk_bytes: of every node of the chain.
+    See `ServingThread` and `NodeFiles` for the arguments.
     """
 
     def __init__(
@@ -333,12 +303,13 @@ class WeightNode(ServingThread[NodeFiles]):
     def fetch(
         self, manifest: WeightManifest, parents: Sequence[Parent], *, deltas: bool = True
     ) -> Future[Received]:
-        """Bring a version here from the nearest parent that can give it; as it changed, if told so.
+        """Bring a version here from the nearest parent that can give it; as deltas if allowed.
 
-        What is still on its way is given up, unless it is the same version from the same parents.
+        A version that is still arriving is given up, unless it is the same from the same parents.
         The future fails with
 
-        - WeightsSupersededError: another version was asked for, or nobody has this one any longer;
+        - WeightsSupersededError: another version was asked for, or no parent has this one any
+          longer;
         - WeightsNotReceivedError: it did not arrive in time;
         - PublishError: there is no memory for it; or another error of `asyncrl.wire.errors`.
         """
@@ -412,7 +383,6 @@ class WeightNode(ServingThread[NodeFiles]):
         self._poll_parents()
 
     def _poll_parents(self) -> None:
-        """Wake up for the parents that are asked now."""
         wanted = set() if self._fetch is None else set(self._fetch.inlet.sockets)
         for socket in self._polled - wanted:
             self._poller.unregister(socket)
@@ -421,7 +391,6 @@ class WeightNode(ServingThread[NodeFiles]):
         self._polled = wanted
 
     def _stop(self, error: WireError) -> None:
-        """Give up the version that is on its way."""
         fetch, self._fetch = self._fetch, None
         self._versions.give_up()
         if fetch is not None:
@@ -435,7 +404,7 @@ class WeightNode(ServingThread[NodeFiles]):
 
 
 def _pass_on(begun: Future[None], future: Future[Received]) -> None:
-    """A version that could not be begun fails as that."""
+    """Pass an error of `_begin` on to the future."""
     error = begun.exception()
     if error is not None and not future.done():
         future.set_exception(error)

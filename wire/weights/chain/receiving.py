@@ -1,21 +1,20 @@
-"""Which chunks of a version to ask of which parent. Pure: events in, orders out, no clock, no I/O.
+"""Decides which chunks of a version to ask of which parent.
 
-A receiver asks its nearest parent for chunks in ascending order, with at most `window` outstanding.
-It leaves a parent that
+Pure: events in, orders out, no clock, no I/O. A receiver asks its nearest parent for chunks in
+ascending order, with at most `window` outstanding. It leaves a parent that
 
-- has been silent for `silent_seconds` while it owes chunks (a parent that waits says so),
+- has been silent for `silent_seconds` while it owes chunks (a waiting parent sends a sign of life),
 - does not have the version and never will,
 - sends damaged chunks, or
 - is slower than the parent above it. That is measured: now and then the next `_BURST` chunks are
   asked of the parent above. If they come while the own parent sends at most one, `probes` times in
-  a row, the own parent is left. A parent that is as fast as the one above sends as many meanwhile,
-  because the upper one is no further ahead than that, or because the two streams share its link.
-  A parent that has nothing more to send is given `_PATIENCE` times as long: what is slow may be the
-  one above it, which it is about to leave itself.
+  a row, the own parent is left. A parent that is as fast as the one above sends as many in that
+  time. A parent that has nothing more to send is given `_PATIENCE` times as long: the slow one may
+  be above it, and it is about to leave that itself.
 
-So a slow node keeps no children and holds up nobody but itself. A probe that finds nothing takes
-at most 1/32 of the time. A receiver that has left all its parents begins again with the nearest
-one, until `limit_seconds` have passed.
+So a slow node keeps no children. A probe that finds nothing takes at most 1/32 of the time. A
+receiver that has left all its parents begins again with the nearest one, until `limit_seconds` have
+passed.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _DAMAGED = 3
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """When a receiver loses patience."""
+    """Limits of a receiver's patience."""
 
     window: int = 16
     """Chunks that may be outstanding."""
@@ -73,16 +72,16 @@ class Leave:
 class _Parent:
     name: str
     owed: dict[int, float] = field(default_factory=dict)
-    """Index of each chunk that was asked of it, and when."""
+    """Time of the request for each chunk, by index."""
     heard: float = 0.0
-    """When it last said anything, or was first asked after owing nothing."""
+    """Time of its last message, or of the first request after it owed nothing."""
     behind: bool = False
     """It had more to send when it sent its last chunk."""
     damaged: int = 0
     left: str = ""
-    """Why it is not asked; empty: it can be."""
+    """Reason why it is not asked; empty: it can be."""
     gone: bool = False
-    """It will never have the version."""
+    """True if it will never have the version."""
 
 
 @dataclass(slots=True)
@@ -90,19 +89,12 @@ class _Probe:
     parent: _Parent
     began: float
     chunks: set[int]
-    """Those that have not arrived."""
     sent: int = 0
-    """Chunks that the own parent has sent meanwhile."""
+    """Chunks that the own parent has sent during the probe."""
 
 
 class Receiving:
-    """One version on its way to this node.
-
-    Args:
-        count: chunks of the version.
-        parents: names, the nearest first.
-        now: seconds of any clock that does not jump.
-    """
+    """One version on its way here, in `count` chunks from `parents`, the nearest first."""
 
     def __init__(self, count: int, parents: Sequence[str], timing: Timing, now: float) -> None:
         if not parents:
@@ -112,49 +104,48 @@ class Receiving:
         self._timing = timing
         self._own = self._parents[0]
         self._missing = dict.fromkeys(range(count))
-        """In ascending order."""
         self._unasked = dict.fromkeys(range(count))
-        """Those of them that no parent owes, in ascending order: children ask for them in it."""
+        """Missing chunks that no parent owes, ascending: children ask for them in this order."""
         self._began = self._got = now
-        """When the version was asked for, and when the last chunk came."""
+        """Times of the request for the version, and of the last chunk."""
         self._probe: _Probe | None = None
         self._lost = 0
         """Probes that the own parent lost in a row."""
         self._next_probe = now + timing.probe_seconds
         self._probed = self._own_sent = now
-        """When the last probe ended, and when the own parent last sent a chunk."""
+        """Times of the end of the last probe, and of the own parent's last chunk."""
         self.failed = ""
-        """Why the version will not arrive; empty: it can."""
+        """Reason why the version will not arrive; empty: it can."""
         self.superseded = False
-        """It failed because no parent has the version any longer."""
+        """True if it failed because no parent has the version any longer."""
 
     @property
     def done(self) -> bool:
-        """All chunks have arrived."""
+        """True if all chunks have arrived."""
         return not self._missing
 
     @property
     def own_parent(self) -> str:
-        """Whom chunks are asked of."""
+        """Name of the parent that chunks are asked of."""
         return self._own.name
 
     @property
     def left(self) -> dict[str, str]:
-        """Parents that were left, and why."""
+        """Parents that were left, with reasons."""
         return {parent.name: parent.left for parent in self._parents if parent.left}
 
     def wants(self, parent: str, index: int) -> bool:
-        """Whether a chunk from this parent is to be used: it was asked for and is missing."""
+        """Return True if a chunk from this parent was asked for and is missing."""
         return index in self._missing and index in self._by_name[parent].owed
 
     def begin(self, now: float) -> list[Order | Leave]:
-        """The first orders."""
+        """Return the first orders."""
         return self._ask(now)
 
     def arrived(
         self, parent: str, index: int, now: float, *, more: bool = False
     ) -> list[Order | Leave]:
-        """A chunk came; if it was wanted, it is in place. `more`: its parent has others to send."""
+        """Note a chunk, in place if it was wanted; `more`: its parent has others to send."""
         one = self._by_name[parent]
         one.heard, one.behind = now, more
         if one.owed.pop(index, None) is not None:
@@ -168,7 +159,7 @@ class Receiving:
         return self._judge(now) + self._ask(now)
 
     def damaged(self, parent: str, index: int, why: str, now: float) -> list[Order | Leave]:
-        """A chunk that was wanted cannot be used."""
+        """Note that a wanted chunk is damaged."""
         one = self._by_name[parent]
         one.heard = now
         one.owed.pop(index, None)
@@ -179,19 +170,19 @@ class Receiving:
         return self._ask(now)
 
     def waiting(self, parent: str, now: float) -> list[Order | Leave]:
-        """A parent is alive but does not have what it owes."""
+        """Note that a parent is alive but does not have what it owes."""
         one = self._by_name[parent]
         one.heard, one.behind = now, False
         return []
 
     def gone(self, parent: str, why: str, now: float) -> list[Order | Leave]:
-        """A parent will never have the version."""
+        """Note that a parent will never have the version."""
         one = self._by_name[parent]
         one.gone = True
         return self._abandon(one, why, now)
 
     def tick(self, now: float) -> list[Order | Leave]:
-        """Time has passed. To be called every tenth of the shortest time in `Timing`, or so."""
+        """Process the passing of time; call it every tenth of the shortest time in `Timing`."""
         if self.done or self.failed:
             return []
         if now - self._began > self._timing.limit_seconds:
@@ -207,7 +198,7 @@ class Receiving:
         return orders + self._ask(now)
 
     def _ask(self, now: float) -> list[Order | Leave]:
-        """Keep the window full, and begin a probe if one is due."""
+        """Keep the window full and begin a probe if one is due."""
         orders: list[Order | Leave] = []
         if self.failed:
             return orders
@@ -222,7 +213,7 @@ class Receiving:
         return orders
 
     def _probe_is_due(self, now: float) -> bool:
-        """After a pause, or at once if the own parent sends nothing."""
+        """Return True after a pause, or at once if the own parent sends nothing."""
         idle = now - max(self._own_sent, self._probed) > self._timing.probe_seconds
         return idle or now >= self._next_probe
 
@@ -234,12 +225,12 @@ class Receiving:
         return Order(parent.name, index)
 
     def _above(self) -> _Parent | None:
-        """The next parent above the own one that can be asked."""
+        """Return the next parent above the own one that can be asked."""
         above = self._parents[self._parents.index(self._own) + 1 :]
         return next((parent for parent in above if not parent.left), None)
 
     def _judge(self, now: float) -> list[Order | Leave]:
-        """If the probe is answered, say who was faster."""
+        """Evaluate the probe if it is answered."""
         probe = self._probe
         if probe is None:
             return []
@@ -251,7 +242,7 @@ class Receiving:
         self._lost = self._lost + 1 if slower else 0
         pause = 0.0 if slower else _RARITY * (now - probe.began)
         self._next_probe = now + max(self._timing.probe_seconds, pause)
-        # One that has nothing to send says so; silence is no excuse.
+        # A parent without anything to send reports it; silence is not an excuse.
         starved = not self._own.behind and now - self._own.heard < 2 * WAITING_SECONDS
         if self._lost < self._timing.probes * (_PATIENCE if starved else 1):
             return []
@@ -278,7 +269,7 @@ class Receiving:
         self._unasked = dict.fromkeys(sorted([*missing, *self._unasked]))
 
     def _again(self) -> _Parent | None:
-        """All parents were left: begin again with the nearest that may have the version."""
+        """Begin again with the nearest parent that may have the version; all were left."""
         possible = [parent for parent in self._parents if not parent.gone]
         if not possible:
             self.superseded = True

@@ -1,7 +1,7 @@
-"""Which child gets the next chunk. Pure: events in, decisions out, no clock, no I/O.
+"""Chooses the child that gets the next chunk.
 
-Children take turns, chunk by chunk, so one that asks for more is not served faster. An ask for a
-chunk that is still to come is kept; the number of asks of a child is bounded.
+Pure: events in, decisions out, no clock, no I/O. Children take turns, chunk by chunk. A request for
+a chunk that has not arrived is kept; the number of requests of a child is bounded.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from asyncrl.wire.messages.chain import Ask
 MAX_ASKS = 64
 """Chunks that a child may have outstanding: several times `Timing.window`."""
 WAITING_SECONDS = 0.5
-"""A child that is owed something hears at least this often. Below half of any
+"""Longest silence towards a child that is owed something, below half of any
 `Timing.silent_seconds`."""
 
 
 class State(Enum):
-    """Of one chunk at this node."""
+    """State of one chunk at this node."""
 
     HERE = "here"
     COMING = "coming"
@@ -34,33 +34,25 @@ class Turn(NamedTuple):
     child: str
     ask: Ask
     more: bool
-    """Others that this child asked for are here too."""
+    """True if others that this child asked for are here too."""
 
 
 class _Child:
     def __init__(self, now: float) -> None:
         self.asks: OrderedDict[tuple[str, int], Ask] = OrderedDict()
         self.told = now
-        """When it was last sent anything."""
 
 
 class Serving:
-    """The children of a node and what they are owed.
-
-    Args:
-        state: of a chunk (version, index) at this node, now.
-    """
+    """The children of a node and the chunks that they are owed."""
 
     def __init__(self, state: Callable[[str, int], State]) -> None:
         self._state = state
         self._children: OrderedDict[str, _Child] = OrderedDict()
-        """The one whose turn it is first."""
+        """Children in order of their turns."""
 
     def ask(self, child: str, ask: Ask, now: float) -> bool:
-        """Note what a child asks for; False if it asks for too much.
-
-        Asks of other versions are forgotten: a child receives one at a time.
-        """
+        """Note a child's request, for one version at a time; False if it asks for too much."""
         one = self._children.setdefault(child, _Child(now))
         if not one.asks:
             one.told = now
@@ -72,7 +64,7 @@ class Serving:
         return True
 
     def next_chunk(self, now: float) -> Turn | None:
-        """Whom to send which chunk now; None if no chunk that is owed is here."""
+        """Return the next chunk to send and its child; None if no owed chunk is here."""
         for name, one in self._children.items():
             here = (ask for key, ask in one.asks.items() if self._state(*key) is State.HERE)
             if (ask := next(here, None)) is not None:
@@ -84,7 +76,7 @@ class Serving:
         return None
 
     def lost(self) -> list[tuple[str, str]]:
-        """Children and versions that they ask for and that will never be whole here; forgotten."""
+        """Remove and return children and requested versions that will never be complete here."""
         found = []
         for name, one in self._children.items():
             for version, index in list(one.asks):
@@ -94,7 +86,7 @@ class Serving:
         return list(dict.fromkeys(found))
 
     def kept_waiting(self, now: float) -> list[tuple[str, str]]:
-        """Children that have heard nothing for a while, and the version that they wait for."""
+        """Return children due for a sign of life, and the version that each waits for."""
         found = []
         for name, one in self._children.items():
             if one.asks and now - one.told >= WAITING_SECONDS:
@@ -103,5 +95,5 @@ class Serving:
         return found
 
     def forget(self, child: str) -> None:
-        """A child cannot be reached."""
+        """Forget a child that cannot be reached."""
         self._children.pop(child, None)

@@ -26,17 +26,13 @@ MESSAGE_BYTES = 4096
 _LOCAL = ("ipc://", "inproc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 _QUEUED = 2 * MAX_ASKS
 _SPARE = 4
-"""Parts that a chunk's frame may have above those of a chunk."""
+"""Parts that a chunk's frame may have beyond those of a chunk."""
 
 Socket = zmq.Socket[Any]
 
 
 def check_address(address: str, keys: object) -> None:
-    """Refuse an address that other machines reach unless there are keys.
-
-    Raises:
-        KeyUnusable: there are none.
-    """
+    """Raise KeyUnusable for an address that other machines reach, unless there are keys."""
     if keys is None and not address.startswith(_LOCAL):
         raise KeyUnusable(
             f"{address} can be reached from other machines, so it needs the run's keys; only ipc "
@@ -45,16 +41,10 @@ def check_address(address: str, keys: object) -> None:
 
 
 class ParentSocket:
-    """The end that children connect to.
+    """The end that children connect to, with the keys of this node's hub.
 
-    Args:
-        address: a ZeroMQ address; port 0 of TCP: any that is free.
-        keys: of this node's hub; None: of this machine only.
-        refusals: of this socket.
-
-    Raises:
-        KeyUnusable: the address needs keys.
-        zmq.ZMQError: the address cannot be bound.
+    Port 0 of TCP is any free one. Keys None: for this machine only. Raises KeyUnusable if the
+    address needs keys, zmq.ZMQError if it cannot be bound.
     """
 
     def __init__(
@@ -83,11 +73,7 @@ class ParentSocket:
         self.address = endpoint.rstrip(b"\0").decode() if isinstance(endpoint, bytes) else address
 
     def receive(self) -> tuple[str, ToParent] | None:
-        """The next message that is accepted, and who sent it; None if none is there now.
-
-        Raises:
-            zmq.Again: nothing was there at all.
-        """
+        """Return the next accepted message and its sender; None: refused. Raises zmq.Again."""
         parts = self.socket.recv_multipart(zmq.NOBLOCK)
         child = self._name_in(parts[0])
         if child is None:
@@ -111,7 +97,7 @@ class ParentSocket:
         name = child.encode() if self._keys is None else self._keys.identity_of(child)
         try:
             self.socket.send_multipart([name, self._encoder.encode(message), *parts], zmq.NOBLOCK)
-        except zmq.ZMQError:  # not connected, or it does not take what is queued for it
+        except zmq.ZMQError:  # not connected, or its queue is full
             return False
         return True
 
@@ -125,16 +111,9 @@ class ParentSocket:
 
 
 class ChildSocket:
-    """The end that asks one parent.
+    """The end that asks one parent; `name` is this node's, used without keys.
 
-    Args:
-        name: of this node, where there are no keys to tell it.
-        parent: whom it connects to.
-        refusals: of all parents.
-        chunk_bytes: of the longest chunk.
-
-    Raises:
-        KeyUnusable: the address needs keys.
+    Raises KeyUnusable if the address needs keys.
     """
 
     def __init__(
@@ -163,11 +142,7 @@ class ChildSocket:
         self.socket.connect(parent.address)
 
     def receive(self) -> tuple[FromParent, list[Part]] | None:
-        """The next message that is accepted and the bytes after it; None if none is there now.
-
-        Raises:
-            zmq.Again: nothing was there at all.
-        """
+        """Return the next accepted message and its bytes; None: refused. Raises zmq.Again."""
         frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         try:
             if len(frames) > self._most_parts:
@@ -178,7 +153,7 @@ class ChildSocket:
             return None
 
     def send(self, message: ToParent) -> bool:
-        """Queue a message; False if the parent does not take what is queued."""
+        """Queue a message; False if the parent's queue is full."""
         try:
             self.socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError:

@@ -18,28 +18,22 @@ from asyncrl.wire.weights.files import check_version, marked, open_published
 from asyncrl.wire.weights.layout import WeightManifest
 
 _FILES = 2
-"""Versions that the trainer keeps."""
+"""Number of versions that the trainer keeps."""
 
 
 class PublishedVersions:
-    """What the source serves. The trainer overwrites a version whenever it likes.
-
-    Args:
-        chunk_bytes: of every node of the chain.
-    """
+    """The versions of the source, which the trainer may overwrite at any time."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
         self._held: dict[str, Held] = {}
-        """By name, the newest last."""
+        """The newest last."""
         self._past: dict[str, None] = {}
 
     def add(self, manifest: WeightManifest) -> None:
-        """Serve a version that the trainer has just published, and the one before it.
+        """Serve a version that the trainer has just published, and the previous one.
 
-        Raises:
-            WeightsReadError: the manifest does not describe its file.
-            WeightsSupersededError: the file no longer holds the version.
+        Raises WeightsReadError or WeightsSupersededError if the file does not hold this version.
         """
         grid = Grid(manifest.nbytes, self._chunk_bytes)
         descriptor = open_published(manifest)
@@ -67,14 +61,14 @@ class PublishedVersions:
         self._past[name] = None
 
     def state(self, version: str, index: int) -> State:
-        """Of a chunk."""
+        """Return the state of a chunk."""
         held = self._held.get(version)
         if held is None:
             return State.GONE if version in self._past else State.COMING
         return State.HERE if index < held.grid.count and held.still() else State.GONE
 
     def to_send(self, ask: Ask) -> tuple[Held, Held | None]:
-        """The version that a chunk here belongs to, and the base for it."""
+        """Return the version of a chunk that is here, and the base for it."""
         held = self._held[ask.version]
         base = self._held.get(ask.base) if ask.base is not None else None
         same = base is not None and alike(base.manifest, held.manifest) and base.still()
@@ -82,15 +76,7 @@ class PublishedVersions:
 
 
 class WeightSource(ServingThread[PublishedVersions]):
-    """A thread on the trainer's node. The trainer never waits for it.
-
-    Args:
-        name: of this node.
-        address: to bind; port 0 of TCP: any that is free.
-        keys: of this node's hub; None: only for children on this machine.
-        bytes_per_second: that it may send; None: no limit.
-        chunk_bytes: of every node of the chain.
-    """
+    """A thread on the trainer's node, see `ServingThread`. The trainer never waits for it."""
 
     def __init__(
         self,
@@ -105,7 +91,7 @@ class WeightSource(ServingThread[PublishedVersions]):
         self._start()
 
     def publish(self, manifest: WeightManifest) -> Future[None]:
-        """Serve a version that the trainer has published, and the one before it.
+        """Serve a version that the trainer has published, and the previous one.
 
         The future fails with WeightsReadError if the file does not hold this version.
         """

@@ -1,4 +1,4 @@
-"""A thread that serves chunks, and runs what it is told to between two turns."""
+"""A thread that serves chunks at a limited rate, and runs given functions between two turns."""
 
 from __future__ import annotations
 
@@ -25,13 +25,7 @@ from asyncrl.wire.weights.chain.sockets import ParentSocket
 
 
 class Pace:
-    """At most `bytes_per_second` on average, and `burst` bytes at once.
-
-    Args:
-        bytes_per_second: None: no limit.
-        burst: bytes; what was not sent in a pause may be sent after it up to here.
-        now: seconds of a clock that does not jump.
-    """
+    """Limits a rate to `bytes_per_second` (None: no limit), and `burst` bytes at once."""
 
     def __init__(self, bytes_per_second: float | None, burst: int, now: float) -> None:
         self._rate = bytes_per_second
@@ -40,7 +34,7 @@ class Pace:
         self._at = now
 
     def wait(self, now: float) -> float:
-        """Seconds until something may be sent."""
+        """Return the seconds until something may be sent."""
         if self._rate is None:
             return 0.0
         self._left = min(self._burst, self._left + (now - self._at) * self._rate)
@@ -48,23 +42,23 @@ class Pace:
         return max(0.0, -self._left / self._rate)
 
     def sent(self, nbytes: int) -> None:
-        """So many bytes were sent; the next ones wait until these are paid for."""
+        """Count sent bytes; the next ones wait until these are paid for."""
         self._left -= nbytes
 
 
 _ASKS, _CHUNKS = 64, 4
-"""Messages that are read, and chunks that are sent, before something else gets a turn."""
+"""Messages that are read, and chunks that are sent, before other work gets a turn."""
 
 
 class Versions(Protocol):
-    """What a node can send."""
+    """The versions that a node can send."""
 
     def state(self, version: str, index: int) -> State:
-        """Of a chunk."""
+        """Return the state of a chunk."""
         ...
 
     def to_send(self, ask: Ask) -> tuple[Held, Held | None]:
-        """The version that a chunk here belongs to, and the base for it."""
+        """Return the version of a chunk that is here, and the base for it."""
         ...
 
 
@@ -82,7 +76,7 @@ class Outlet:
         self.sent_bytes = 0
 
     def take(self, now: float) -> None:
-        """Read what children ask for."""
+        """Read the requests of children."""
         for _ in range(_ASKS):
             try:
                 received = self.socket.receive()
@@ -95,7 +89,7 @@ class Outlet:
                     self._refusals.refuse(child, error)
 
     def send(self, now: float) -> float | None:
-        """Send what is due; seconds until there is more, or None if children wait for this node."""
+        """Send what is due; return seconds until there is more, None if children wait for us."""
         for child, version in self._serving.lost():
             self.socket.send(child, Gone(version, "this node no longer has it"), [])
         for child, version in self._serving.kept_waiting(now):
@@ -133,7 +127,7 @@ V = TypeVar("V", bound=Versions)
 logger = logging.getLogger(__name__)
 
 _IO_THREADS = 2
-"""One can encrypt what is sent while the other decrypts what comes."""
+"""One can encrypt outgoing data while the other decrypts incoming data."""
 _TICK_SECONDS = 0.05
 _CLOSE_SECONDS = 10.0
 _BURST = 1 << 20
@@ -143,16 +137,9 @@ _BURST = 1 << 20
 class ServingThread(Generic[V]):
     """Serves children until it is closed. The versions belong to the thread.
 
-    Args:
-        name: of this node.
-        address: to bind; port 0 of TCP: any that is free.
-        keys: of this node's hub; None: only for children on this machine.
-        versions: what it serves.
-        bytes_per_second: that it may send; None: no limit.
-
-    Raises:
-        KeyUnusable: the address needs keys.
-        zmq.ZMQError: the address cannot be bound.
+    Port 0 of TCP in `address` is any free one. `keys` are those of this node's hub; None: only for
+    children on this machine. `bytes_per_second` limits what it sends. Raises KeyUnusable if the
+    address needs keys, zmq.ZMQError if it cannot be bound.
     """
 
     def __init__(
@@ -189,24 +176,20 @@ class ServingThread(Generic[V]):
 
     @property
     def sent_bytes(self) -> int:
-        """Of chunks, so far."""
+        """Bytes of chunks sent so far."""
         return self._outlet.sent_bytes
 
     @property
     def is_serving(self) -> bool:
-        """Whether the thread runs: nobody has closed it, and it has not failed."""
+        """True while the thread runs: it was not closed and has not failed."""
         return self._thread.is_alive() and not self._closing
 
     def _start(self) -> None:
-        """The last thing that a constructor does."""
+        """Start the thread at the end of a constructor."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving, and wait until the thread has ended. Idempotent.
-
-        Raises:
-            NoReply: the thread is stuck.
-        """
+        """Stop serving and wait for the thread. Idempotent. Raises NoReply if it is stuck."""
         if self._closing:
             return
         self._closing = True
@@ -216,7 +199,6 @@ class ServingThread(Generic[V]):
             raise NoReply(f"the thread that serves weights did not end in {_CLOSE_SECONDS:g} s")
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
-        """Run something in the thread."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -236,10 +218,10 @@ class ServingThread(Generic[V]):
         return future
 
     def _receive(self, now: float) -> None:
-        """Take part in the reception of a version. The base class receives none."""
+        """Receive a version, in subclasses that do."""
 
     def _end(self) -> None:
-        """The thread ends; release what belongs to it."""
+        """Release what belongs to the ending thread."""
 
     def _run(self) -> None:
         try:

@@ -1,1 +1,1 @@
-"""Decode steps with drafts in SGLang: its speculative worker, trees, and what is accepted."""
+"""Decode steps with drafts in SGLang: its speculative worker, trees, and acceptance."""

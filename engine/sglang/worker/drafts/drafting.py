@@ -1,9 +1,9 @@
-"""What SGLang's decode steps draft: the texts of its running requests, and trees from the cache.
+"""Drafts for SGLang's decode steps: the texts of its running requests, and trees from the cache.
 
 SGLang's batch has no table of tokens, so one is kept here. A row of it is a request's place in
 SGLang's pool of requests (`req_pool_indices`), which a request keeps while it has KV. After a
-retraction it comes back in another row. What it has generated is told to the cache when drafts are
-wanted, at its end, and before new weights (`asyncrl.engine.remote.worker.rows`).
+retraction it comes back in another row. Generated tokens are added to the cache when drafts are
+wanted, at the request's end, and before new weights (`asyncrl.engine.remote.worker.rows`).
 
 Imports no SGLang. Wrong drafts cost time, never exactness.
 """
@@ -29,16 +29,10 @@ Index = NDArray[np.int64]
 
 
 class Drafter:
-    """Follows what requests generate, and drafts for them.
+    """Follows what requests generate, and drafts for them, trees if `branching`, else chains.
 
-    Args:
-        source: where drafts come from.
-        planner: how much to draft.
-        entry_of: what is known of a request, by its id.
-        rows: of SGLang's pool of requests.
-        width: most tokens of a request, and of the drafts after them.
-        vocab_size: of the model; drafts of other tokens are dropped.
-        branching: whether to draft trees; otherwise chains.
+    The table has a row of `width` tokens, drafts included, for each place in SGLang's pool of
+    requests. Drafts of tokens outside the vocabulary are dropped.
     """
 
     def __init__(
@@ -67,13 +61,7 @@ class Drafter:
         self._slots: Index = np.empty(0, np.int64)
 
     def take_in(self, request_id: str, row: int, tokens: Callable[[], Sequence[int]]) -> None:
-        """Give a request a row of the table, if it does not have this one.
-
-        Args:
-            request_id: SGLang's.
-            row: of the table.
-            tokens: its prompt and what it has generated.
-        """
+        """Give a request a row of the table, if it does not have this one."""
         if self._owner[row] == request_id:
             return
         before = self._owner[row]
@@ -90,14 +78,11 @@ class Drafter:
         self._lengths[row] = len(known)
 
     def end(self, request_ids: Iterable[str]) -> None:
-        """Forget requests, after their last tokens were told to the cache."""
+        """Forget requests at the next `settle`."""
         self._ended.update(request_ids)
 
     def settle(self) -> None:
-        """Tell the cache what ended requests have generated; then forget them.
-
-        Call it before rows are given to other requests, and when all tokens are in the table.
-        """
+        """Cache what ended requests have generated, before their rows are given to others."""
         ended = [name for name in self._ended if name in self._row_of]
         self._ended.clear()
         if ended:
@@ -110,29 +95,18 @@ class Drafter:
             self._ids = []
 
     def advance(self, policy_version: int) -> None:
-        """Label what is generated from now on with this policy version."""
+        """Label later tokens with this policy version."""
         self.settle()
         self._record(list(self._row_of))
         self._source.advance(policy_version)
 
     def last_tokens(self, rows: Index, lengths: Index) -> IntArray:
-        """`[n]` the last of each row's tokens.
-
-        Args:
-            rows: `[n]` of the table.
-            lengths: `[n]` tokens of each.
-        """
+        """Return `[n]` last tokens of `rows` `[n]`, which have `lengths` `[n]` tokens."""
         last: IntArray = self._table[rows, lengths - 1]
         return last
 
     def draft(self, request_ids: list[str], rows: Index, lengths: Index) -> TokenTrees:
-        """Draft for the rows of a step, as much as the planner finds worth it.
-
-        Args:
-            request_ids: n requests.
-            rows: `[n]` their rows of the table.
-            lengths: `[n]` tokens of each now.
-        """
+        """Draft for n requests, whose `rows` of the table have `lengths` `[n]` tokens."""
         n = len(request_ids)
         if request_ids != self._ids:
             self._slots = self._book.slots(request_ids, self._entry_of)
@@ -147,22 +121,15 @@ class Drafter:
         keep[choice.rows] = choice.keep
         found = choice.drafts
         drafts = Drafts(found.tokens, found.parents, offsets_of(sizes), found.path_probabilities)
-        # No row is given more nodes than it may generate tokens, so no path is too deep.
+        # A row does not get more nodes than it may generate tokens, so no path is too deep.
         return plant(drafts, keep, keep, self._vocab_size)
 
     def judge(self, trees: TokenTrees, accepted: NDArray[np.bool_]) -> None:
-        """Tell the planner which of the N nodes of a step were accepted: `[N]` flags."""
+        """Report to the planner which of the N nodes of a step were accepted: `[N]` flags."""
         self._planner.judge(trees.path_probabilities, accepted)
 
     def append(self, rows: Index, lengths: Index, tokens: IntArray, counts: Index) -> None:
-        """Put new tokens into the table.
-
-        Args:
-            rows: `[n]`
-            lengths: `[n]` tokens of each before.
-            tokens: `[sum(counts)]` row after row.
-            counts: `[n]` new tokens of each.
-        """
+        """Append `counts` `[n]` new tokens, row after row, to rows of `lengths` `[n]` tokens."""
         total = int(counts.sum())
         place = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         self._table[np.repeat(rows, counts), np.repeat(lengths, counts) + place] = tokens

@@ -1,8 +1,8 @@
 """Runs SGLang's steps with drafts: a speculative worker of its present (V2) schema (0.5.23).
 
 SGLang calls `forward_batch_generation` for each step, of prompts or of decoding rows, and takes
-from its result the tokens of each row, their number, and what is handed to the next step. With
-overlapped scheduling it calls it for a step before it has processed the one before; the host then
+from its result the tokens of each row, their number, and the input of the next step. With
+overlapped scheduling it calls it for a step before it has processed the previous one; the host then
 waits here for the tokens of that one, as SGLang's NGRAM does, because drafts follow them.
 """
 
@@ -47,24 +47,23 @@ Index = NDArray[np.int64]
 
 
 class DraftInput(NgramVerifyInput):
-    """What a step verifies, and what one step hands to the next (one class in SGLang).
+    """The input of a verification, and what one step passes to the next (one class in SGLang).
 
-    Attention reads `counts` and `masks` on a CPU, `custom_mask` on a GPU. Without overlap nothing
-    is handed on: the table of `Drafter` has all tokens.
+    Attention reads `counts` and `masks` on a CPU, `custom_mask` on a GPU.
     """
 
     counts: Index
     """`[n]` tokens that each row feeds."""
     masks: dict[int, NDArray[np.bool_]]
-    """By row, what its fed tokens may attend to among themselves; others attend causally."""
+    """Masks among the fed tokens, by row; other rows attend causally."""
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: Any = None) -> None:
-        """Keep some rows; SGLang's own way where steps overlap."""
+        """Keep some rows; if steps overlap, SGLang does it."""
         if self.future_indices is not None:
             super().filter_batch(new_indices, new_indices_cpu)
 
     def merge_batch(self, spec_info: DraftInput) -> None:
-        """Append other rows; SGLang's own way where steps overlap."""
+        """Append other rows; if steps overlap, SGLang does it."""
         if self.future_indices is not None:
             super().merge_batch(spec_info)
 
@@ -94,7 +93,7 @@ class _Step:
             self._ready.record()
 
     def wait(self) -> tuple[Index, Index, Index]:
-        """Tokens `[n, W]`, counts `[n]` and path `[n, W]`."""
+        """Return tokens `[n, W]`, counts `[n]` and path `[n, W]`."""
         if self._ready is not None:
             self._ready.synchronize()
         tokens, counts, path = (part.numpy() for part in self._parts)
@@ -102,14 +101,7 @@ class _Step:
 
 
 class SpecWorker(BaseSpecWorker):
-    """Runs SGLang's steps with drafts. `attach` must be called before the first one.
-
-    Args:
-        server_args: SGLang's.
-        gpu_id: unused; the arguments are SGLang's.
-        nccl_port: unused.
-        target_worker: runs the model.
-    """
+    """Runs SGLang's steps with drafts. `attach` must be called before the first one."""
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:  # noqa: ARG002
         super().__init__()
@@ -125,13 +117,11 @@ class SpecWorker(BaseSpecWorker):
         self._place = CachePlace()
         self._pending: _Step | None = None
         self.drafted = 0
-        """Draft tokens that were fed since the start."""
         self.accepted = 0
-        """Of these, the ones that were accepted."""
 
     @property
     def draft_worker(self) -> None:
-        """There is no model that drafts."""
+        """None, as there is no draft model."""
 
     def alloc_memory_pool(self, **_kwargs: Any) -> None:
         """Share the pools of the model."""
@@ -144,14 +134,7 @@ class SpecWorker(BaseSpecWorker):
         ranks: Ranks,
         settings: DrafterSettings,
     ) -> None:
-        """Draft and draw from now on.
-
-        Args:
-            drawing: draws and accepts.
-            batch: the rows of the step that runs.
-            ranks: of this process; rank 0 drafts.
-            settings: of the drafts.
-        """
+        """Draft and draw from now on; rank 0 drafts."""
         self._ranks, self._drawing = ranks, drawing
         if not ranks.leads:
             return
@@ -172,26 +155,26 @@ class SpecWorker(BaseSpecWorker):
         warm_up()
 
     def advance(self, policy_version: int) -> None:
-        """Label what is generated from now on with this policy version."""
+        """Label later tokens with this policy version."""
         self._settle()
         if self._drafter is not None:
             self._drafter.advance(policy_version)
 
     def save(self) -> int:
-        """Write the cache's snapshot, if it has a place for one; returns its bytes."""
+        """Write the cache's snapshot, if it has a path for one; return its bytes."""
         return 0 if self._cache is None else save_at(self._cache, self._place)
 
     def now(self) -> float:
-        """Seconds, by the clock that steps are timed with; 0 where nothing is drafted."""
+        """Return seconds of the clock that times steps; 0 if nothing is drafted."""
         return 0.0 if self._drafter is None else self._drafter.timer.clock()
 
     def rest(self, since: float) -> None:
-        """The decode step before was over then, and none follows it yet."""
+        """Note that the last decode step was over at `since`, and none follows it yet."""
         if self._drafter is not None:
             self._drafter.timer.rest(since)
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:  # noqa: ARG002
-        """SGLang calls this at a request's end; a step of it may still run if steps overlap."""
+        """Handle a request's end; if steps overlap, a step of it may still run."""
         if self._drafter is not None:
             self._drafter.end([rid])
 
@@ -203,13 +186,10 @@ class SpecWorker(BaseSpecWorker):
     ) -> Any:
         """Run a step, of prompts or of decoding rows.
 
-        Args:
-            batch: SGLang's `ScheduleBatch`; SGLang restores what is set in it.
-            on_publish: is told the rows' new lengths as soon as they are known, if steps overlap.
-            pp_proxy_tensors: SGLang's.
+        If steps overlap, `on_publish` gets the rows' new lengths as soon as they are known.
         """
         self._settle()
-        began = self.now()  # where steps overlap, the one before is over: its tokens have come
+        began = self.now()  # if steps overlap, the previous one is over: its tokens have come
         if self._drafter is not None:
             self._drafter.timer.begin(began)
         if not batch.forward_mode.is_decode():
@@ -217,7 +197,7 @@ class SpecWorker(BaseSpecWorker):
         return self._decode(batch, began, on_publish)
 
     def _extend(self, batch: Any, on_publish: Any, pp_proxy_tensors: Any) -> Any:
-        """Take in prompts, and draw the first token of those that are all in."""
+        """Take in prompts, and draw the first token of those that are complete."""
         drafter = self._drafter
         places = batch.req_pool_indices_cpu.tolist()
         if drafter is not None:
@@ -247,7 +227,6 @@ class SpecWorker(BaseSpecWorker):
         return result
 
     def _decode(self, batch: Any, began: float, on_publish: Any) -> Any:
-        """Draft, run the model, draw, and accept."""
         device = batch.seq_lens.device
         if device.type != "cpu":
             record_stream_for_v2_verify(
@@ -289,7 +268,7 @@ class SpecWorker(BaseSpecWorker):
         )
 
     def _drafts(self, names: list[str], rows: Index, lengths: Index) -> tuple[TokenTrees, IntArray]:
-        """Trees of a step and the rows' last tokens; rank 0's in all ranks."""
+        """Return rank 0's trees of a step and the rows' last tokens, in all ranks."""
         found: tuple[TokenTrees, IntArray] | None = None
         if self._drafter is not None:
             trees = self._drafter.draft(names, rows, lengths)
@@ -300,7 +279,6 @@ class SpecWorker(BaseSpecWorker):
         return shared
 
     def _verify(self, batch: Any, trees: TokenTrees, feed: Feed, contexts: Index) -> Any:
-        """Run the model over what is fed."""
         device = batch.seq_lens.device
         # After the row's context, in the order of feeding: SGLang has reserved these slots.
         table = self._pool.req_to_token
@@ -314,7 +292,7 @@ class SpecWorker(BaseSpecWorker):
         return self._target_worker.forward_batch_generation(batch, is_verify=True)
 
     def _handed_on(self, accepted: Accepted, lengths: torch.Tensor) -> DraftInput:
-        """What SGLang hands to the next step, in tables of one width for all steps."""
+        """Return the input of the next step, in tables of one width for all steps."""
         tokens = accepted.tokens
         if self._overlap:
             tokens = torch.nn.functional.pad(tokens, (0, self._places - tokens.shape[1]))
@@ -326,7 +304,6 @@ class SpecWorker(BaseSpecWorker):
         )
 
     def _settle(self) -> None:
-        """Take over what the step before has generated."""
         step, self._pending = self._pending, None
         drafter = self._drafter
         if drafter is None:
@@ -347,7 +324,6 @@ class SpecWorker(BaseSpecWorker):
 
 
 def _verify_input(batch: Any, trees: TokenTrees, feed: Feed, contexts: Index) -> DraftInput:
-    """What attention reads of a step."""
     device = batch.seq_lens.device
     mask = None
     if device.type != "cpu":
@@ -366,7 +342,7 @@ def _verify_input(batch: Any, trees: TokenTrees, feed: Feed, contexts: Index) ->
 
 
 def _move(pool: Any, slots: torch.Tensor, feed: Feed, accepted: Accepted) -> None:
-    """Put the KV of accepted paths where the rows' texts continue."""
+    """Move the KV of accepted paths to where the rows' texts continue."""
     if slots.device.type == "cpu":
         found = moves(feed, accepted.path.numpy(), accepted.counts.numpy())
         if len(found.source):
@@ -381,7 +357,6 @@ def _move(pool: Any, slots: torch.Tensor, feed: Feed, accepted: Accepted) -> Non
 
 
 def _text(request: Any) -> Callable[[], list[int]]:
-    """All tokens of a request of SGLang's."""
     return lambda: [*request.origin_input_ids, *request.output_ids]
 
 

@@ -1,14 +1,13 @@
-"""Our drafting as a speculative algorithm of SGLang (0.5.23): what SGLang asks of one.
+"""Our drafting as a speculative algorithm of SGLang (0.5.23).
 
 SGLang reserves KV for drafts: `speculative_num_draft_tokens` = 1 + cache.max_draft_tokens places,
-twice, for each running request (`mem_cache.allocation_sizing`). That bounds what a step may feed.
-
-A step in which nothing is drafted feeds one token a row, has no mask, and costs what a step
-without speculation costs. On a CPU rows without drafts cost one token in drafted steps as well
-(ragged feeding, with our attention backend). On a GPU a drafted step feeds all rows the places of
-the longest one, since SGLang's ragged verification (`speculative.ragged_verify`) can be reached by
-its own DSPARK only; CUDA graphs are captured for plain steps, and drafted steps run without.
-Nothing of this has run on a GPU.
+twice, for each running request (`mem_cache.allocation_sizing`). That bounds what a step may feed. A
+step in which nothing is drafted feeds one token a row, has no mask, and costs what a step without
+speculation costs. On a CPU rows without drafts cost one token in drafted steps as well (ragged
+feeding, with our attention backend). On a GPU a drafted step feeds all rows the places of the
+longest one, since only SGLang's DSPARK can use its ragged verification
+(`speculative.ragged_verify`); CUDA graphs are captured for plain steps, and drafted steps run
+without. Nothing of this has run on a GPU.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from asyncrl.engine.sglang.worker.api import HookRegistry, HookType
 from asyncrl.engine.sglang.worker.drafts import tree_attention
 
 NAME = "ASYNCRL"
-"""Of the algorithm, in SGLang's `speculative_algorithm`."""
 _ASSIGN = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 
 
 class Algorithm(CustomSpecAlgo):
-    """What SGLang asks of its speculative algorithms."""
+    """Our answers to the questions that SGLang asks of a speculative algorithm."""
 
     def is_ngram(self) -> bool:
-        """Like NGRAM: no model, no KV of drafts, and trees of tokens that the host makes."""
+        """Return True: like NGRAM, no draft model, no KV of drafts, and trees made on the host."""
         return True
 
     def has_draft_kv(self) -> bool:
@@ -41,11 +39,11 @@ class Algorithm(CustomSpecAlgo):
         return False
 
     def need_topk(self) -> bool:
-        """Nothing of a draft model is handed on."""
+        """Return False: no draft model's state is passed on."""
         return False
 
     def carries_draft_hidden_states(self) -> bool:
-        """Nothing of a draft model is handed on."""
+        """Return False: no draft model's state is passed on."""
         return False
 
     def create_future_map(
@@ -55,7 +53,7 @@ class Algorithm(CustomSpecAlgo):
         needs_cpu_seq_lens: bool = True,
         needs_confidence_relay: bool = False,
     ) -> Any:
-        """SGLang's own, as its algorithms make it (`CustomSpecAlgo` lacks the method)."""
+        """Make SGLang's map as its own algorithms do (`CustomSpecAlgo` lacks the method)."""
         from sglang.srt.managers.overlap_utils import FutureMap
 
         return FutureMap(device, self, pool, needs_cpu_seq_lens, needs_confidence_relay)
@@ -65,15 +63,14 @@ class Algorithm(CustomSpecAlgo):
         num_draft_tokens: int,  # noqa: ARG002
         is_draft_worker: bool,  # noqa: ARG002
     ) -> int:
-        """CUDA graphs are captured for plain steps."""
+        """Return 1: CUDA graphs are captured for plain steps."""
         return 1
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Reserve KV for the places of a step only, not for chains of a model that drafts.
+        """Reserve KV for the places of a step only, not for chains of a draft model.
 
-        Raises:
-            ValueError: nobody said how much is drafted at most, or another attention backend than
-                Triton's was asked for on a GPU.
+        Raises ValueError if the most draft tokens are not set, or for another attention than
+        Triton's.
         """
         if not server_args.speculative_num_draft_tokens:
             raise ValueError(f"speculative_algorithm={NAME} needs speculative_num_draft_tokens")
@@ -92,11 +89,7 @@ class Algorithm(CustomSpecAlgo):
 
 
 def register() -> None:
-    """Make the algorithm and the attention for CPUs known to SGLang, once in each of its processes.
-
-    `SpeculativeAlgorithm.register` is its plug-in point for algorithms; it is called before SGLang
-    reads its arguments.
-    """
+    """Register the algorithm and the attention for CPUs, before SGLang reads its arguments."""
 
     def worker(_server_args: Any) -> type:
         from asyncrl.engine.sglang.worker.drafts.spec_worker import SpecWorker
@@ -106,7 +99,7 @@ def register() -> None:
     SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=Algorithm)(worker)
     tree_attention.register()
     if not torch.cuda.is_available():
-        # SGLang's is a Triton kernel, or one of its own kernels for CPUs, which PyPI lacks.
+        # SGLang's is a Triton kernel, or one of its kernels for CPUs, which PyPI lacks.
         HookRegistry.register(_ASSIGN, assign_slots, HookType.REPLACE)
 
 
@@ -120,13 +113,8 @@ def assign_slots(
 ) -> None:
     """Write new KV slots into SGLang's table, in place of its kernel of this name.
 
-    Args:
-        req_pool_indices: `[n]` rows of the table.
-        req_to_token: the table.
-        start_offset: `[n]` where each row's new slots begin.
-        end_offset: `[n]` where they end.
-        out_cache_loc: `[sum(end - start)]` the slots, row after row.
-        batch_size: n.
+    Row req_pool_indices[i] of n gets the next slots of `out_cache_loc` `[sum(end - start)]` from
+    start_offset[i] to end_offset[i].
     """
     start = start_offset.numpy().astype(np.int64)
     counts = end_offset.numpy() - start

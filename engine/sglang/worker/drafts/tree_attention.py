@@ -1,13 +1,10 @@
 """Attention on a CPU for SGLang's batches, with drafted chains and trees (sglang 0.5.23).
 
-SGLang's attention for drafts needs kernels that it has for GPUs, or for CPUs in `sgl_kernel`, which
-PyPI has not for this build: `torch_native`, from which this descends, attends causally with one
-number of tokens per row. Here a forward pass is described once, for all layers, as segments
-(`worker.segments`). Rows of one token, which is what decoding feeds without drafts, are taken
-together; a chain needs a causal mask of its few tokens; only a forked tree needs more.
+SGLang's attention for drafts needs GPU kernels, or CPU kernels in `sgl_kernel`, which PyPI lacks
+for this build; its `torch_native`, the base class here, attends causally with one number of tokens
+per row. Here a forward pass is described once, for all layers, as segments (`worker.segments`).
 
-It is registered as an attention backend (`layers.attention.attention_registry`), which is SGLang's
-official plug-in point for one.
+It is registered by SGLang's plug-in point (`layers.attention.attention_registry`).
 """
 
 from __future__ import annotations
@@ -26,11 +23,7 @@ from asyncrl.engine.sglang.worker.segments import Segments, segments_of
 
 
 class TreeAttention(TorchNativeAttnBackend):
-    """Attends to rows of any numbers of tokens. Encoders and sliding windows are SGLang's own.
-
-    Args:
-        model_runner: SGLang's `ModelRunner`.
-    """
+    """Attends with rows of any number of tokens; SGLang does encoders and sliding windows."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
@@ -92,7 +85,7 @@ class TreeAttention(TorchNativeAttnBackend):
         forward_batch: Any,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """The same for a batch of one token per row, which SGLang runs without speculation."""
+        """Attend with a batch of one token per row, which SGLang runs without speculation."""
         segments = self._segments
         if segments is None or _special(layer):
             decoded: torch.Tensor = super().forward_decode(
@@ -133,7 +126,7 @@ def _special(layer: Any) -> bool:
 def _drafted(
     spec_info: Any, contexts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], dict[int, NDArray[np.bool_]]]:
-    """Tokens of each row, and their masks: of our drafts, or of another algorithm's trees."""
+    """Return each row's tokens and masks: of our drafts, or of another algorithm's trees."""
     own = getattr(spec_info, "counts", None)
     if own is not None:
         return own, spec_info.masks
@@ -148,12 +141,11 @@ def _drafted(
 
 
 def _numpy(lengths: Any) -> NDArray[np.int64]:
-    """Of a tensor or a list."""
     return np.asarray(lengths, np.int64)
 
 
 def register() -> None:
-    """Make the backend known to SGLang by its name."""
+    """Register the backend with SGLang by its name."""
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 

@@ -1,9 +1,8 @@
 """Draws the tokens of a step with drafts, the same ones as without, and accepts drafts by them.
 
-SGLang verifies drafts with rejection sampling, whose numbers depend on what was drafted, or, on a
-CPU, by committing the most probable token. Here a token is drawn at every place that was fed, as
-without drafts (`worker.drawing`), and a draft is accepted if it is the token that was drawn
-(`asyncrl.rollout.acceptance.accept_tree`, exact for any drafts). Imports no SGLang.
+A token is drawn at every place that was fed, as without drafts (`worker.drawing`), and a draft is
+accepted if it is the token that was drawn (`asyncrl.rollout.acceptance.accept_tree`, exact for any
+drafts). SGLang's own rejection sampling depends on what was drafted. Imports no SGLang.
 """
 
 from __future__ import annotations
@@ -34,28 +33,21 @@ Index = NDArray[np.int64]
 
 
 class Accepted(NamedTuple):
-    """What the n rows of a step generate, where the model runs."""
+    """The tokens that the n rows of a step generate, on the model's device."""
 
     tokens: torch.Tensor
-    """`[n, W]` int64, each row's own first; what follows them means nothing. W is 1 + the depth of
-    the deepest tree."""
+    """`[n, W]` int64, padded arbitrarily after each row's tokens. W is 1 + the depth of the deepest
+    tree."""
     counts: torch.Tensor
     """`[n]` int64 tokens of each: the accepted nodes, and the draw after the last."""
     path: torch.Tensor
     """`[n, W]` int64 fed places after which they were drawn."""
     output: StepOutput | None
-    """Their table, which only rank 0 has."""
+    """Their table, in rank 0 only."""
 
 
 class TreeDrawing:
-    """Draws at every place that a step feeds.
-
-    Args:
-        batch: that is run.
-        ranks: of this process; rank 0 draws.
-        reporting: where tables go.
-        max_bytes: memory that drawing may hold at once (`asyncrl.engine.sampling.logits`).
-    """
+    """Draws at every place that a step feeds, in rank 0, within `max_bytes`."""
 
     def __init__(
         self, batch: SchedulerBatch, ranks: Ranks, reporting: Reporting, max_bytes: int
@@ -66,13 +58,7 @@ class TreeDrawing:
         self._max_bytes = max_bytes
 
     def __call__(self, logits: torch.Tensor, trees: TokenTrees, feed: Feed) -> Accepted:
-        """Draw, and follow the trees.
-
-        Args:
-            logits: `[T, V]` of what was fed; may be overwritten.
-            trees: that were fed.
-            feed: their layout.
-        """
+        """Draw from logits `[T, V]` of the fed tokens, overwriting them, and follow the trees."""
         device, n = logits.device, len(feed.counts)
         if not self._ranks.leads:
             return self._follow(n, 1 + int(trees.depths.max(initial=0)), device)
@@ -138,14 +124,14 @@ class TreeDrawing:
         if feed.real is not None:
             row, positions = row[feed.real], positions[feed.real]
             logits = logits[torch.from_numpy(feed.real).to(logits.device)]
-        # What is drawn after a token lies one further on.
+        # The token drawn after a token is one position further.
         streams = Streams(batch.seed[row], positions + 1 - batch.start[row], batch.noise_seed[row])
         return draw_from_logits(
             logits, batch.sampling.at(row), batch.listed, streams, max_bytes=self._max_bytes
         )
 
     def _follow(self, n: int, width: int, device: torch.device) -> Accepted:
-        """What rank 0 has drawn. Nothing is reported from here."""
+        """Receive what rank 0 has drawn, without a table."""
         tokens, path = (torch.empty((n, width), dtype=torch.int64, device=device) for _ in range(2))
         counts = torch.empty(n, dtype=torch.int64, device=device)
         shared = self._ranks.share_tokens

@@ -1,4 +1,4 @@
-"""How the trees of a step are fed to SGLang's model, and what is accepted of them. No SGLang here.
+"""The layout of trees fed to SGLang's model, and the accepted paths. Imports no SGLang.
 
 A decode step feeds each row its last token and its drafted nodes. A row's KV slots are those that
 follow its context in SGLang's pool (`req_to_token`), in the order of feeding:
@@ -7,8 +7,8 @@ follow its context in SGLang's pool (`req_to_token`), in the order of feeding:
     fed places                  0               1               2
 
 *Ragged* feeding takes one place per token: a row without drafts costs one token. *Uniform* feeding
-gives all rows the places of the longest one, which kernels with fixed strides need; what fills them
-is attended by nobody, drawn from nowhere and never accepted.
+gives all rows the places of the longest one, which kernels with fixed strides need; nothing attends
+to, draws from or accepts the padding.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ class Feed:
     place: Index
     """`[T]` counted from the row's last token, 0."""
     positions: Index
-    """`[T]` in the row's text."""
     counts: Index
     """`[n]` places of each row; their sum is T."""
     real: Index | None
-    """`[n + N]` which of the T are last tokens and nodes, in order; None: all."""
+    """`[n + N]` indices among the T of last tokens and nodes, in order; None: all."""
 
     @property
     def width(self) -> int:
@@ -50,14 +49,7 @@ class Feed:
 
 
 def lay_out(trees: TokenTrees, last: IntArray, contexts: Index, *, ragged: bool) -> Feed:
-    """Lay out the tokens of a step.
-
-    Args:
-        trees: of the n rows.
-        last: `[n]` each row's last token.
-        contexts: `[n]` tokens of each row before that.
-        ragged: whether rows may have different numbers of places.
-    """
+    """Lay out `last` `[n]` and trees after `contexts` `[n]` tokens, uniform or `ragged`."""
     counts = trees.counts.astype(np.int64)
     tokens = trees.fed(last, trees.tokens)
     row, place = _places(counts)
@@ -81,7 +73,7 @@ def _places(counts: Index) -> tuple[Index, Index]:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """KV of accepted nodes that does not lie where the row's text continues, M in all."""
+    """KV of M accepted nodes that does not lie where the row's text continues."""
 
     source: Index
     """`[M]` indices of fed tokens."""
@@ -90,24 +82,22 @@ class Moves:
 
 
 def roots(trees: TokenTrees) -> Index:
-    """`[n]` index of each row's last token among all last tokens and nodes, in order."""
+    """Return `[n]` indices of the rows' last tokens among all last tokens and nodes, in order."""
     found: Index = trees.offsets[:-1].astype(np.int64) + np.arange(trees.rows)
     return found
 
 
 def places_in(trees: TokenTrees, width: int) -> Index:
-    """`[n + N]` places of last tokens and nodes in a flat table `[n, width]`."""
+    """Return `[n + N]` places of last tokens and nodes in a flat table `[n, width]`."""
     row, place = _places(trees.counts.astype(np.int64))
     return row * width + place
 
 
 def paths_of(walks: AcceptedPaths, trees: TokenTrees) -> tuple[Index, Index]:
-    """Walks as tables.
+    """Convert walks to tables, `path` and `counts`.
 
-    Returns:
-        path: `[n, 1 + depth of the deepest tree]` places whose draws are generated, 0 first; after
-            the end of a row's path, its last place.
-        counts: `[n]` generated tokens of each.
+    `path` `[n, 1 + depth of the deepest tree]` are the places whose draws are generated, 0 first;
+    after the end of a row's path, its last place. `counts` `[n]` are the generated tokens of each.
     """
     counts = walks.accepted.astype(np.int64) + 1
     row, step = _places(counts)
@@ -117,7 +107,7 @@ def paths_of(walks: AcceptedPaths, trees: TokenTrees) -> tuple[Index, Index]:
 
 
 def accepted_nodes(trees: TokenTrees, path: Index, counts: Index) -> NDArray[np.bool_]:
-    """`[N]` whether each node is on its row's path; `path` and `counts` as of `paths_of`."""
+    """Return `[N]` whether each node is on its row's path; `path` and `counts` as of `paths_of`."""
     flags = np.zeros(len(trees.tokens), np.bool_)
     row, step = np.nonzero((np.arange(path.shape[1]) < counts[:, None]) & (path > 0))
     flags[trees.offsets[row] + path[row, step] - 1] = True
@@ -125,10 +115,9 @@ def accepted_nodes(trees: TokenTrees, path: Index, counts: Index) -> NDArray[np.
 
 
 def moves(feed: Feed, path: Index, counts: Index) -> Moves:
-    """What to move after a step with forked trees; `path` and `counts` as of `paths_of`.
+    """Return the moves after a step with forked trees; `path` and `counts` as of `paths_of`.
 
-    All sources must be read before a target is written: a path that lies further back is moved onto
-    places of other paths.
+    All sources must be read before a target is written: targets are sources of other paths.
     """
     row, step = np.nonzero(np.arange(path.shape[1]) < counts[:, None])
     place = path[row, step]
@@ -138,10 +127,9 @@ def moves(feed: Feed, path: Index, counts: Index) -> Moves:
 
 
 def hidden_places(trees: TokenTrees, feed: Feed) -> tuple[Index, Index]:
-    """Pairs of fed tokens on different paths that a causal mask over places lets through.
+    """Return pairs of fed tokens on different paths that a causal mask over places lets through.
 
-    Returns:
-        indices of fed tokens: of each query, and of the key that it must not attend to.
+    Returns indices of fed tokens: of each query, and of the key that it must not attend to.
     """
     row, query, key = trees.hidden()
     start = np.cumsum(feed.counts) - feed.counts
@@ -149,16 +137,10 @@ def hidden_places(trees: TokenTrees, feed: Feed) -> tuple[Index, Index]:
 
 
 def full_mask(trees: TokenTrees, feed: Feed, contexts: Index, device: torch.device) -> torch.Tensor:
-    """The mask that SGLang's kernels take: for each row `[places, context + places]`, flat.
+    """Return the mask that SGLang's kernels take: for each row `[places, context + places]`, flat.
 
-    It is made where it is read. Only what is hidden among the drafted places comes from the host,
-    so a step without drafts costs one operation, whatever the contexts are.
-
-    Args:
-        trees: of the rows.
-        feed: their layout, uniform.
-        contexts: `[n]` tokens of each row before its last one.
-        device: of the mask.
+    It is made on its device; only what is hidden among the drafted places comes from the host.
+    `feed` is uniform; `contexts` `[n]` are tokens of each row before its last one.
     """
     width = feed.width
     line = contexts + width
@@ -178,18 +160,12 @@ def full_mask(trees: TokenTrees, feed: Feed, contexts: Index, device: torch.devi
 def walk_on_device(
     draws: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rollout.acceptance.accept_tree` in tensor operations, without waiting for the device.
+    """Do `rollout.acceptance.accept_tree` in tensor operations, without waiting for the device.
 
-    Args:
-        draws: `[n, W]` the token drawn after each place.
-        tokens: `[n, W]` the token fed at each place; place 0 is the row's last token.
-        parents: `[n, W]` place of each one's parent; -1 where there is no node (place 0, padding).
-        depth: of the deepest tree.
-
-    Returns:
-        path: `[n, depth + 1]` places whose draws are generated, 0 first; after the end of a row's
-            path its last place is repeated.
-        counts: `[n]` int64 generated tokens of each.
+    `[n, W]` are `draws`, the token drawn after each place; `tokens` fed there, the row's last one
+    at place 0; and `parents`, their places, -1 if there is no node (place 0, padding). `depth` is
+    that of the deepest tree. Returns `path` `[n, depth + 1]` and int64 `counts` `[n]` as of
+    `paths_of`.
     """
     at = torch.zeros(len(draws), dtype=torch.int64, device=draws.device)
     going = torch.ones(len(draws), dtype=torch.bool, device=draws.device)
