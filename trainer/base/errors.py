@@ -1,4 +1,4 @@
-"""What can go wrong in the trainer.
+"""The trainer's errors.
 
 TrainerError
 ├── UnsupportedModelError  the trainer cannot load or train this model
@@ -18,7 +18,7 @@ from asyncrl.wire.messages.from_trainer import CheckpointFault
 
 
 class TrainerError(Exception):
-    """Root of what the trainer raises."""
+    """Root of the trainer's errors."""
 
 
 class UnsupportedModelError(TrainerError):
@@ -34,7 +34,7 @@ class NonFiniteError(TrainerError):
 
 
 class Superseded(TrainerError):  # noqa: N818 - says what happened
-    """Another trainer was started in place of this one, which must not write any more."""
+    """Another trainer was started in place of this one, which must stop writing."""
 
 
 class RankLost(TrainerError):  # noqa: N818 - says what happened
@@ -46,12 +46,7 @@ class CheckpointError(TrainerError):
 
 
 class CheckpointUnwritable(CheckpointError):  # noqa: N818 - says what is the case
-    """The disk does not take a checkpoint now; nothing of it is left.
-
-    Args:
-        message: with the path, and the bytes needed and free.
-        cause: why.
-    """
+    """The disk refused a checkpoint; nothing of it is left."""
 
     def __init__(self, message: str, cause: CheckpointFault) -> None:
         super().__init__(message)

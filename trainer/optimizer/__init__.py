@@ -1,1 +1,1 @@
-"""From gradients to weights: AdamW, its state, the ranks that share the work, sharded weights."""
+"""From gradients to weights: AdamW, its state, and the update of one rank."""
