@@ -137,11 +137,11 @@ class Controller:
             unfinished=self._unfinished,
         )
         self.accuracy_before: Accuracy | None = None
-        """Held-out accuracy before training, once it is known."""
+        """Held-out accuracy before training, once known."""
         self.has_begun = False
-        """Whether its processes were all ready once, so that it evaluates or trains."""
+        """True once all processes were ready, so that it evaluates or trains."""
         self._evaluations = 0
-        """Evaluations after training that were begun: one, unless steps were lost meanwhile."""
+        """Evaluations begun after training: one, unless steps were lost since."""
         restarts = TrainerRestarts(
             config,
             directory,
@@ -190,13 +190,13 @@ class Controller:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every step of the run is trained."""
+        """True if every step of the run is trained."""
         return self._training.is_complete
 
     async def run(self) -> tuple[Accuracy | None, Accuracy | None]:
         """Evaluate, train, evaluate. Returns the accuracy before and after.
 
-        The accuracy after is None when the run was stopped before its last step.
+        The accuracy after is None if the run was stopped before its last step.
 
         Raises:
             RunFailed: a process died for good, or nothing could be trained.
@@ -227,7 +227,7 @@ class Controller:
             self._evaluation.end()
 
     async def unsaved(self) -> str | None:
-        """After all processes have ended: why the last state is not saved; None if it is."""
+        """After all processes have ended: return why the last state is not saved, or None."""
         self._moves.remove_files()
         if self._checkpoints.missing(self._training.trained_steps) is None:
             return None
@@ -244,7 +244,7 @@ class Controller:
             return None
 
     async def stop(self, *, drain: bool = False) -> None:
-        """Finish the current step, or all steps that are begun, then end the run."""
+        """Finish the current step, or all begun steps with `drain`, then end the run."""
         self._waiter.stop_requested = True
         self._progress.stopping = True
         await self._training.apply(events.DrainRequested() if drain else events.StopRequested())
@@ -255,11 +255,11 @@ class Controller:
         self._waiter.fail(error)
 
     async def answer(self, request: control.Request) -> control.Reply | msgspec.Raw:
-        """Carry out a user's request."""
+        """Execute a user's request."""
         return await self._requests.answer(request)
 
     def view(self) -> control.ViewReply:
-        """What those who watch are shown."""
+        """Return the view of watching clients."""
         return view_reply(self._progress.view(self._fleet, self._evaluation.current))
 
     def _status(self) -> control.StatusReply:
@@ -273,12 +273,12 @@ class Controller:
         self._progress.evaluated(record, is_best=best is not None and best.step == record.step)
 
     def _given_up(self, step: int) -> None:
-        """The evaluation of this step has no result and will have none."""
+        """Note that this step's evaluation will never have a result."""
         self._results.settled(step)
         self._progress.evaluation_given_up()
 
     async def _evaluate_before(self) -> Accuracy | None:
-        """Measure the accuracy before training, unless the run was resumed and knows it."""
+        """Measure the accuracy before training, unless a resumed run knows it."""
         state = self._directory.state
         if not state.comparable:
             return None
@@ -301,7 +301,7 @@ class Controller:
         return accuracy
 
     async def _train_and_evaluate(self) -> Accuracy | None:
-        """Train, then measure the accuracy; None when the run was stopped before its last step."""
+        """Train, then measure the accuracy; None if the run was stopped before its last step."""
         while True:
             await self._training.run()
             after = await self._evaluate_after() if self.is_complete else None

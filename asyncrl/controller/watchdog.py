@@ -1,4 +1,4 @@
-"""Find processes that died and replace them, or end the run."""
+"""Finds dead processes and replaces them, or ends the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.wire.messages import to_trainer
 
 
 class Watchdog:
-    """Replaces processes that died."""
+    """Replaces dead processes."""
 
     def __init__(
         self,
@@ -37,14 +37,13 @@ class Watchdog:
         self._progress = progress
 
     async def check(self) -> bool:
-        """Deal with every process that died since the last check; whether there was one.
+        """Handle every process that died since the last check; return True if there was one.
 
-        Then start the relays that are missing.
+        Then start missing relays.
 
         Raises:
             RunFailed: the trainer died and cannot be replaced (`trainer_restarts`), the last
-                generator that may be replaced died, or none can start; no relay may be replaced
-                any more.
+                replaceable generator died, or none can start; no relay may be replaced any more.
         """
         deaths = self._fleet.deaths(is_held=self._training.is_held)
         lost = first_cause(deaths)
@@ -81,7 +80,7 @@ class Watchdog:
             )
 
     async def _generator_lost(self, worker: GeneratorWorker, reason: str) -> None:
-        """Tell everybody, and replace it unless it has left."""
+        """Report the loss to all concerned, and replace the generator unless it has left."""
         self._fleet.installations.drop(worker.name)
         if self._fleet.trainer.state == "ready":  # before the orders that replace its own
             await self._fleet.send_trainer(to_trainer.Withdraw(worker.name))
@@ -98,7 +97,7 @@ class Watchdog:
         self._replace(worker, reason)
 
     def _no_generator_starts(self) -> bool:
-        """Whether no generator was ever ready and as many as the run has failed by themselves."""
+        """Return True if none was ever ready and as many as the run has failed on their own."""
         ever = list(self._fleet.every_generator)
         codes = [worker.handle.exit_code() for worker in ever if worker.is_gone]
         failed = sum(code is not None and code >= 0 for code in codes)
@@ -130,9 +129,9 @@ class Watchdog:
 
 
 def first_cause(deaths: Sequence[tuple[Worker, str]]) -> tuple[TrainerRank, str] | None:
-    """Of the ranks of a trainer that have died, the one that probably did so first, and how.
+    """Return the trainer rank that probably died first, and how.
 
-    A rank that has lost another ends by itself. One that was killed, perhaps for memory, did not.
+    A rank that has lost another exits on its own. One that was killed, perhaps for memory, did not.
     """
     ranks = [(one, reason) for one, reason in deaths if isinstance(one, TrainerRank)]
     killed = [death for death in ranks if (death[0].handle.exit_code() or 0) < 0]
@@ -140,7 +139,7 @@ def first_cause(deaths: Sequence[tuple[Worker, str]]) -> tuple[TrainerRank, str]
 
 
 def _what_died(worker: Worker, reason: str) -> str:
-    """What died and why, and the end of its log without the lines that the reason quotes."""
+    """Describe what died and why, with the end of its log without lines that the reason quotes."""
     if worker.has_left:
         return f"{worker.name} {reason}"
     quoted = set(reason.splitlines())

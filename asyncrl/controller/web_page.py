@@ -1,4 +1,4 @@
-"""Opens the web page of a run (`asyncrl.web`) and notes where it is."""
+"""Opens the web page of a run (`asyncrl.web`) and records its address."""
 
 from __future__ import annotations
 
@@ -35,11 +35,9 @@ def open_page(
 ) -> Page:
     """Open the page; `closing` closes it.
 
-    A run that is resumed continues without a page if its port has been taken meanwhile: nobody may
-    be there to choose another one.
+    A resumed run continues without a page if its port has been taken: it may be unattended.
 
-    Raises:
-        UserError: the address or the token file of a new run cannot be used.
+    Raises UserError if the address or the token file of a new run cannot be used.
     """
     settings = config.monitoring.web
 

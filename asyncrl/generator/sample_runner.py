@@ -18,7 +18,7 @@ from asyncrl.wire.records.environment_counts import EnvironmentCounts
 from asyncrl.wire.records.step import TokenCounts
 
 _MAX_ENGINE_ABORTS = 8
-"""How often an engine may end a sample without being asked to before that is an error."""
+"""Unrequested aborts by the engine per sample, beyond which it is an error."""
 
 _INTERRUPT_SECONDS = 60.0
 """Longest wait for an engine to end interrupted requests."""
@@ -31,9 +31,9 @@ class SampleGenerator:
         engine: draws the tokens.
         rewards: computes the rewards of finished samples.
         sampling: of every request; the seed is the sample's.
-        noise_floor_every: see `noise_floor`; None: it is not measured.
-        traces: of training samples; None: nothing is traced.
-        episodes: answer the turns of samples; None: a sample is one turn.
+        noise_floor_every: see `noise_floor`; None disables it.
+        traces: of training samples, if traced.
+        episodes: answer the turns of samples; without them a sample is one turn.
     """
 
     def __init__(
@@ -50,7 +50,6 @@ class SampleGenerator:
         self._episodes = episodes
         self._traces = traces
         self.sampling = sampling
-        """Of every request; the seed is the sample's."""
         self._attempts_allowed = _event_that_is_set()
         self._engine_unpaused = _event_that_is_set()
         self._attempts = 0
@@ -63,17 +62,17 @@ class SampleGenerator:
 
     @property
     def tokens(self) -> TokenCounts:
-        """What only the generator can count: `verified`, `rejected` and `outside_top_k`."""
+        """Counts that only the generator has: `verified`, `rejected` and `outside_top_k`."""
         return self._verified + TokenCounts(outside_top_k=self._outside_top_k)
 
     @property
     def environment(self) -> EnvironmentCounts:
-        """What was done with environments."""
+        """Counts of environments."""
         return EnvironmentCounts() if self._episodes is None else self._episodes.counts
 
     @property
     def held_out_in_environments(self) -> int:
-        """Held-out samples whose environment has to answer before they need a slot."""
+        """Held-out samples that wait for their environment before they need a slot."""
         return sum(one.waits_for_environment for one in self._held_out.values())
 
     def hold_attempts(self) -> None:
@@ -85,10 +84,9 @@ class SampleGenerator:
         self._attempts_allowed.set()
 
     async def attempts_ended(self) -> None:
-        """Wait until no attempt at a training sample is running. Interrupt them all before.
+        """Wait until no attempt at a training sample is running. Interrupt them all first.
 
-        Raises:
-            EngineError: the engine did not end its requests.
+        Raises EngineError if the engine did not end its requests.
         """
         try:
             async with asyncio.timeout(_INTERRUPT_SECONDS):
@@ -108,7 +106,7 @@ class SampleGenerator:
             await self._engine_unpaused.wait()
 
     def set_engine_paused(self, paused: bool) -> None:
-        """Tell whether the engine is paused: a paused engine may be unable to verify."""
+        """Set whether the engine is paused: a paused engine may be unable to verify."""
         if paused:
             self._engine_unpaused.clear()
             self.noise_floor.hold()
@@ -117,7 +115,7 @@ class SampleGenerator:
             self.noise_floor.allow()
 
     def interrupt(self, generation: SampleGeneration) -> None:
-        """End the running attempt, if there is one; `end_attempt` says what follows."""
+        """End the running attempt, if there is one; `end_attempt` decides what follows."""
         if generation.request_id is not None and not generation.interrupting:
             generation.interrupting = True
             self._engine.interrupt(generation.request_id)
@@ -186,8 +184,8 @@ class SampleGenerator:
     async def _begin(self, generation: SampleGeneration) -> None:
         """Open the environment; drop tokens to verify if it could not go back to any turn.
 
-        That is decided before a token is looked at. What an environment has said before the run was
-        resumed is known only if it says the same again.
+        This is decided before a token is looked at. An environment's words from before a resume are
+        known only if it repeats them.
         """
         if self._episodes is None:
             return
@@ -218,7 +216,7 @@ class SampleGenerator:
     async def _answer(
         self, episodes: Episodes, generation: SampleGeneration, end: FinishReason | None
     ) -> FinishReason | None:
-        """Have the environment answer the turn that has ended; how the sample ends, if it does."""
+        """Let the environment answer the ended turn; return how the sample ends, if it does."""
         cut_off = None if generation.turn_has_ended(end, self.sampling.max_tokens) else end
         episode = generation.episode
         if cut_off is not None and (
@@ -276,7 +274,7 @@ class SampleGenerator:
 
 
 def _check_aborts(generation: SampleGeneration, count: int) -> None:
-    """Raise EngineError if the engine ended a sample's requests too often by itself."""
+    """Raise EngineError if the engine aborted a sample's requests too often."""
     if count > _MAX_ENGINE_ABORTS:
         raise EngineError(
             f"sample {generation.sample}: the engine aborted its request {count} times without "
@@ -291,12 +289,12 @@ def _event_that_is_set() -> asyncio.Event:
 
 
 def _must_open(generation: SampleGeneration) -> bool:
-    """Whether its environment must be opened before a token is drawn."""
+    """Return True if its environment must be opened before a token is drawn."""
     episode = generation.episode
     return episode is not None and not episode.opened and not episode.failed
 
 
 def _end_session(engine: Engine, generation: SampleGeneration) -> None:
-    """No turn follows what the sample has said so far: the engine may forget it."""
+    """Let the engine forget the sample's turns: none follows them."""
     if session := session_of(generation):
         engine.end_session(session)
