@@ -13,7 +13,7 @@ from asyncrl.monitoring.errors import ExporterError, PortInUse
 from asyncrl.monitoring.metrics.http_server import MetricsServer
 
 CLOSE_SECONDS = 5.0
-"""How long `Exporter.close` waits for a running scrape."""
+"""Longest wait of `Exporter.close` for a running scrape."""
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Exporter:
 
     host: str
     port: int
-    """The port it listens on, also where port 0 was asked for."""
+    """The actual port, even if port 0 was requested."""
     _server: MetricsServer = field(repr=False)
     _thread: threading.Thread = field(repr=False)
     _closed: bool = False
@@ -70,10 +70,9 @@ def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporte
 def exporter_for(
     config: MonitoringConfig, registry: CollectorRegistry, index: int
 ) -> Exporter | None:
-    """The exporter of a run's index-th process (the controller is 0); None where it is off.
+    """Start the exporter of a run's index-th process (the controller is 0), if enabled.
 
-    Raises:
-        ExporterError: as `start_exporter`.
+    Raises the errors of `start_exporter`.
     """
     if not config.metrics:
         return None

@@ -1,14 +1,10 @@
-"""A small HTTP server for one WSGI application, on a port that may be sent anything.
+"""A small HTTP server for one WSGI application, on a port that may receive anything.
 
-Everything that is not a plain HTTP/1 request is answered with 400, quietly. A request's head is
-limited in size and time, and so is the number of connections, so that a scanner or a slow client
-takes a bounded number of threads and leaves nothing on the user's terminal. On a loopback address,
-a request for another machine's name is refused (`asyncrl.monitoring.metrics.http_server`).
-
-Whether a request means this machine by the name that it gives.
-
-A site whose name was made to point to 127.0.0.1 (DNS rebinding) reaches servers on loopback, and
-still sends its own name as `Host`.
+Everything but a plain HTTP/1 request gets 400, without a message. The head of a request is limited
+in size and time, and connections in number, so a scanner or a slow client takes a bounded number of
+threads and leaves nothing on the user's terminal. On a loopback address, a request for another
+machine's name is refused: a site whose name was made to point to 127.0.0.1 (DNS rebinding) reaches
+servers on loopback, but sends its own name as `Host`.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from asyncrl.monitoring.config import is_loopback
 
 
 def means_this_machine(host: str) -> bool:
-    """Whether a Host header is a loopback address or `localhost`, with any port.
+    """Return True if a Host header is a loopback address or `localhost`, with any port.
 
     Example:
         >>> means_this_machine("localhost:9100"), means_this_machine("127.0.0.1.example.org")
@@ -46,14 +42,13 @@ def means_this_machine(host: str) -> bool:
 log = logging.getLogger(__name__)
 
 Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
-"""A WSGI application."""
 
 MAX_HEAD_BYTES = 16_384
 """Largest request line and headers together."""
 MAX_CONNECTIONS = 32
-"""Most connections at once; further ones are answered with 503."""
+"""Most connections at once; further ones get 503."""
 REQUEST_SECONDS = 5.0
-"""Longest time for a request's head to arrive, and for its answer to be taken."""
+"""Time limit for a request's head to arrive, and for its answer to be read."""
 
 _END = re.compile(rb"\r?\n\r?\n")
 _REQUEST_LINE = re.compile(rb"(GET|HEAD|OPTIONS) (/[!-~]*) HTTP/1\.[01]")
@@ -61,11 +56,7 @@ _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t -~\x80-\xff]*)"
 
 
 class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Serves `application` on `host:port`; port 0 takes any free one.
-
-    Raises:
-        OSError: the address cannot be used.
-    """
+    """Serves `application` on `host:port`; port 0 takes any free one. Raises OSError."""
 
     daemon_threads = True
     block_on_close = False  # a connection's thread ends by its own deadline
@@ -82,17 +73,16 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
         return int(self.server_address[1])
 
     def shutdown(self) -> None:
-        """End `serve_forever` at once: by itself it looks up twice a second."""
+        """End `serve_forever` at once: on its own it checks twice a second."""
         with contextlib.suppress(OSError):  # not every system ends a socket that listens
             self.socket.shutdown(socket.SHUT_RDWR)
         super().shutdown()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread of its own, or with 503 if there are too many."""
+        """Answer on a separate thread, or with 503 if there are too many."""
         if not self._places.acquire(blocking=False):
             with contextlib.suppress(OSError):
                 request.setblocking(False)
@@ -106,14 +96,14 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """One connection, from its thread."""
+        """Serve one connection on its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def answer(self, environ: dict[str, Any] | None) -> bytes:
-        """To a request; None: it could not be read."""
+        """Answer a request; None could not be read."""
         if environ is None:
             return _BAD_REQUEST
         host = environ.get("HTTP_HOST")
@@ -122,13 +112,13 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         return _answer(self.application, environ)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what went wrong with one connection; the default prints a traceback."""
+        """Log a connection's error; the default prints a traceback."""
         del request
         log.debug("the connection from %s ended", client_address, exc_info=sys.exc_info())
 
 
 class _Connection(socketserver.BaseRequestHandler):
-    """One request and its answer; then the connection is closed."""
+    """Serves one request, then closes the connection."""
 
     server: MetricsServer
 
@@ -139,7 +129,7 @@ class _Connection(socketserver.BaseRequestHandler):
             self.request.sendall(answer)
 
     def _head(self) -> bytes:
-        """Everything up to the empty line; incomplete if it is too long or the client stops."""
+        """Read up to the empty line; incomplete if it is too long or the client stops."""
         received = b""
         deadline = time.monotonic() + REQUEST_SECONDS
         while len(received) < MAX_HEAD_BYTES and not _END.search(received):
@@ -152,7 +142,7 @@ class _Connection(socketserver.BaseRequestHandler):
 
 
 def _parse(head: bytes) -> dict[str, Any] | None:
-    """The WSGI environment of a request; None if this is no HTTP/1 request for a resource."""
+    """Build the WSGI environment; None unless this is an HTTP/1 request for a resource."""
     end = _END.search(head)
     if end is None:
         return None

@@ -22,7 +22,7 @@ class _Indicator:
     style: str = "c1"
     unit: str = ""
     from_zero: bool = True
-    """Whether the y axis starts at 0."""
+    """True if the y axis starts at 0."""
 
 
 _INDICATORS = (
@@ -73,7 +73,7 @@ _INDICATORS = (
 
 
 def health(data: RunData) -> Markup | None:
-    """A plot of each indicator that was recorded; None if there is none."""
+    """A plot of each indicator that was recorded, if any."""
     plots = []
     for indicator in (*_INDICATORS, *_left_out(data), *_signals(data)):
         values = data.column(indicator.value)
@@ -99,7 +99,7 @@ def health(data: RunData) -> Markup | None:
 
 
 def _left_out(data: RunData) -> list[_Indicator]:
-    """What dynamic sampling left out; nothing without it."""
+    """Indicators of what dynamic sampling left out; empty without it."""
     if not any(step.groups.without_signal for step in data.steps):
         return []
     note = "Share of the groups that each step looked at (dynamic sampling)."
@@ -112,7 +112,7 @@ def _share_without_signal(step: StepMetrics) -> Measured:
 
 
 def _signals(data: RunData) -> list[_Indicator]:
-    """An indicator for each signal that the algorithm reports."""
+    """One indicator per signal that the algorithm reports."""
     names = {name: None for step in data.steps for name in step.algorithm}
     note = "Reported by the algorithm."
     return [

@@ -29,7 +29,7 @@ from asyncrl.wire.records.step import Measured, StepMetrics
 
 _RIGHT = 28
 _NAMED = 3
-"""Incomplete evaluations that are named."""
+"""Most incomplete evaluations that are named."""
 
 
 def learning(data: RunData) -> Markup:
@@ -64,7 +64,7 @@ def _reward(data: RunData) -> Markup:
 
 
 def _terms(data: RunData) -> Markup | None:
-    """What each reward function returned, if there are several."""
+    """Plot the result of each reward function, if there are several."""
     names = list({name: None for step in data.steps for name in step.rewards})
     if len(names) < 2:
         return None
@@ -85,7 +85,7 @@ def _term(name: str) -> Callable[[StepMetrics], Measured]:
 
 
 def _failures(data: RunData) -> Markup | None:
-    """A sentence about rewards that failed; None if none did."""
+    """A sentence about failed rewards, if any."""
     failed = data.steps[-1].reward_failures if data.steps else {}
     if data.result is not None:
         failed = data.result.reward_failures
@@ -100,7 +100,7 @@ def _failures(data: RunData) -> Markup | None:
 
 
 def _incomplete(data: RunData) -> Markup | None:
-    """A sentence about evaluations without an accuracy; None if all have one."""
+    """A sentence about evaluations without an accuracy, if any."""
     texts = [text for one in data.evaluations if (text := incomplete(one)) is not None]
     if not texts:
         return None
@@ -115,7 +115,7 @@ def _incomplete(data: RunData) -> Markup | None:
 
 
 def _environment(data: RunData) -> Markup | None:
-    """A sentence about environments; None without them."""
+    """A sentence about environments, if any."""
     counts = data.steps[-1].environments if data.steps else EnvironmentCounts()
     if not counts.turns:
         return None
@@ -152,7 +152,7 @@ def _environment(data: RunData) -> Markup | None:
 
 @dataclass(frozen=True, slots=True)
 class _Accuracy:
-    """One evaluation: its accuracy and the 95% interval."""
+    """Accuracy of one evaluation, with its 95% interval."""
 
     name: str
     style: str
@@ -182,7 +182,7 @@ def _evaluation(data: RunData) -> Markup:
 
 
 def _by_step(data: RunData) -> list[Markup]:
-    """The accuracy of every step that was evaluated, if any was during training."""
+    """The accuracy of every evaluated step, if any was during training."""
     if len(data.evaluations) < 2 or all(one.when != "during" for one in data.evaluations):
         return []
     steps = [float(one.step) for one in data.evaluations]

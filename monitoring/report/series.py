@@ -35,10 +35,10 @@ def smooth(values: Values, span: float | None = None) -> list[float | None]:
 
 
 def growth(values: Values) -> list[float | None]:
-    """By how much a cumulative number grew at each step.
+    """Growth of a cumulative number at each step.
 
-    A number that falls means that counting restarted from 0 (in a resumed run). A gap leads to
-    gaps for its own step and the next.
+    A number that falls restarted from 0 (in a resumed run). A gap leads to gaps for its own step
+    and the next.
     """
     out: list[float | None] = []
     before: float | None = 0.0
@@ -52,7 +52,7 @@ def growth(values: Values) -> list[float | None]:
 
 
 def less(whole: Values, *parts: Values) -> list[float | None]:
-    """What the parts leave of the whole, at least 0. Unknown parts count as 0."""
+    """The whole minus the parts, at least 0. Unknown parts count as 0."""
     return [
         None if value is None else max(0.0, value - sum(part or 0.0 for part in taken))
         for value, *taken in zip(whole, *parts, strict=True)
@@ -60,7 +60,7 @@ def less(whole: Values, *parts: Values) -> list[float | None]:
 
 
 def mean(values: Values) -> float | None:
-    """Mean of the known values, None if there are none."""
+    """Mean of the known values, if there are any."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
@@ -74,10 +74,10 @@ def thin(values: Values, limit: int) -> list[float | None]:
 
 
 def independent_trials(share: float, error: float | None, prompts: int, samples: int) -> float:
-    """How many independent samples would give this standard error of a share.
+    """Number of independent samples that would give this standard error of a share.
 
-    Samples of one prompt are alike, so they stand for fewer. Where the error says nothing (all
-    right, all wrong, one prompt), each prompt counts once.
+    Samples of one prompt are alike, so they count for fewer. If the error says nothing (all right,
+    all wrong, one prompt), each prompt counts once.
 
     Example:
         >>> round(independent_trials(0.415, 0.0441, 62, 248))
@@ -107,11 +107,7 @@ def difference_interval(
 ) -> tuple[float, float]:
     """Newcombe's interval (method 10) for after - before, for independent samples.
 
-    Args:
-        before: a share.
-        after: another one.
-        trials: of each.
-        z: standard errors to either side.
+    `trials` are the samples behind each share; the interval extends `z` standard errors.
     """
     low_b, high_b = wilson(before, trials[0], z)
     low_a, high_a = wilson(after, trials[1], z)

@@ -1,12 +1,12 @@
 """Print the rules: `python -m asyncrl.monitoring.rules [--faster NUMBER]`.
 
-The rules with all their times divided by a number, to see alerts within minutes.
+`--faster` divides all their times by a number, to see alerts within minutes.
 
     python -m asyncrl.monitoring.rules --faster 30 > rules.yaml
 
-Every duration is divided: `for`, ranges, offsets, and the numbers of seconds in comparisons. What
-was counted over an hour is then counted over two minutes, so numbers of tokens are divided too.
-Numbers of events (three lost processes) and ratios stay.
+Every duration is divided: `for`, ranges, offsets, and the numbers of seconds in comparisons. Counts
+over an hour become counts over two minutes, so numbers of tokens are divided too. Numbers of events
+(three lost processes) and ratios stay.
 """
 
 from __future__ import annotations

@@ -5,11 +5,9 @@
         live.log("checkpoint written")
 
 A stream that is not a terminal gets plain text only: no colours, no cursor movements, no lines
-wrapped at eighty columns. `update` may be called as often as there is news. The panel is redrawn
-at a fixed rate. Lines are printed when a step is finished, when the phase changes, and at
-least every half minute, so that a log never looks dead.
-
-The panel of the live view, drawn by pure functions.
+wrapped at eighty columns. `update` may be called whenever there is news. The panel, drawn by pure
+functions, is redrawn at a fixed rate. Lines are printed when a step is finished, when the phase
+changes, and at least every half minute, so that a log never looks dead.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from asyncrl.monitoring.terminal.run_view import RunView
 from asyncrl.wire.records.evaluations import EvaluationRecord, accuracy_of
 
 HIGH_IDLE_SHARE = 0.3
-"""Idle shares from here on are shown in a warning colour."""
+"""Idle shares from this on are shown in a warning colour."""
 
 
 def panel(view: RunView, *, run_name: str, total_steps: int, wide: bool = True) -> Panel:
@@ -102,7 +100,7 @@ def _progress(view: RunView, total_steps: int) -> RenderableType:
 
 
 def _accuracy(view: RunView) -> tuple[str, Text]:
-    """That of the newest step, or before training."""
+    """Accuracy of the newest step, or before training."""
     newest = view.evaluation
     if newest is None or not newest.step:
         return "accuracy before", _share(view.accuracy_before, newest)
@@ -245,15 +243,15 @@ class _View(Protocol):
 
 
 class LiveView:
-    """Shows snapshots of a run as the configuration asks and the terminal allows.
+    """Shows snapshots of a run as the configuration and the terminal allow.
 
     Args:
         config: `live` chooses the view.
         total_steps: optimizer steps of the whole run.
         run_name: shown in the title.
-        console: what to print on; None: standard output.
+        console: output; standard output by default.
         clock: monotonic seconds.
-        refresh_seconds: between two drawings of the panel.
+        refresh_seconds: interval of redrawing the panel.
     """
 
     def __init__(
@@ -292,7 +290,7 @@ class LiveView:
         self._show(self._view.close)
 
     def _show(self, show: Callable[[], None]) -> None:
-        """Show something; once the terminal or the pipe is closed, nothing is shown any more."""
+        """Show something, unless the terminal or the pipe was closed."""
         try:
             show()
         except OSError as error:

@@ -1,15 +1,11 @@
-"""The text of `asyncrl status`: what a run is doing, in a few lines.
+"""The text of `asyncrl status`: the state of a run in a few lines.
 
-arithmetic: training, step 7 of 30, torch engine, 2 min 05 s left
-waiting: step 7 waits for 1 sample (1 running, 0 to be started)
-reward 0.412, accuracy before training 0.125
-accuracy of step 5 0.250, best 0.281 at step 4, evaluating step 10, 120/256
-staleness 0.00 on average, 0 at most, exactly on-policy so far
-1,234 tokens/s, 35% of tokens drafted, 81% of drafts accepted
-groups: 63 trained on, 0 failed, 18 in flight, 2 delivered
-samples: 34 running, 12 held, 3 queued
-idle: generators 2%, trainer 30%
-trainer: ready, policy version 7, metrics on port 9101
+arithmetic: training, step 7 of 30, torch engine, 2 min 05 s left waiting: step 7 waits for 1 sample
+(1 running, 0 to be started) reward 0.412, accuracy before training 0.125 accuracy of step 5 0.250,
+best 0.281 at step 4, evaluating step 10, 120/256 staleness 0.00 on average, 0 at most, exactly
+on-policy so far 1,234 tokens/s, 35% of tokens drafted, 81% of drafts accepted groups: 63 trained
+on, 0 failed, 18 in flight, 2 delivered samples: 34 running, 12 held, 3 queued idle: generators 2%,
+trainer 30% trainer: ready, policy version 7, metrics on port 9101
 """
 
 from __future__ import annotations
@@ -61,7 +57,7 @@ _PROCESS = ("{state}", "policy version {policy_version}", "metrics on port {metr
 
 
 def status_lines(status: Mapping[str, Any]) -> list[str]:
-    """The lines for the answer to a status request; values that are not known are left out."""
+    """Format the reply to a status request, without unknown values."""
     eta = status.get("eta_seconds")
     on_policy = status.get("exactly_on_policy")
     answered = status.get("environment_seconds")

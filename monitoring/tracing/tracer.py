@@ -1,18 +1,14 @@
-"""Records what a process does with the groups that are traced.
+"""Records what a process does with traced groups.
 
     tracer.is_traced(group)                       # ask first: it costs a hash
     tracer.of_group("train", group, began, ended, {"step": 3})
     tracer.of_sample("reward", sample, began, ended, {})
 
-A trace has one tree: the group, its samples in it, and what was done to each in these.
+A trace has one tree: the group, its samples in it, and the work on each in these.
 
-Which groups are traced, and the ids of their traces.
-
-Both follow from the run's trace key and the number of the group. So all processes agree without a
-word, and no message carries an id. A trace is sampled as OpenTelemetry's `TraceIdRatioBased` would:
-by the low 64 bits of its id.
-
-What one process did with one group or sample, before it is made a span of OpenTelemetry.
+The traced groups, and the ids of their traces, follow from the run's trace key and the number of
+the group. So all processes agree without communication, and no message carries an id. A trace is
+sampled as OpenTelemetry's `TraceIdRatioBased` would: by the low 64 bits of its id.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ Value = str | bool | int | float
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """Something that happened at one moment of a span."""
+    """An event at one moment of a span."""
 
     name: str
     time: float
@@ -50,13 +46,12 @@ class TraceSpan:
     start: float
     """Unix time in seconds."""
     end: float
-    """Unix time in seconds."""
     attributes: Mapping[str, Value]
     events: tuple[TraceEvent, ...] = ()
     id: int | None = None
-    """None: any."""
+    """Any id if None."""
     failure: str = ""
-    """Why it failed; empty if it did not."""
+    """Reason if it failed, else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +67,24 @@ class TraceIds:
     """
 
     key: str
-    """Of the run; the same after a resume, another one for another run."""
+    """The run's key; the same after a resume, different for another run."""
     rate: float
     """Share of the groups that are traced, 0 to 1."""
 
     def is_traced(self, group: int) -> bool:
-        """Whether the group of this number is traced."""
+        """Return True if the group of this number is traced."""
         return self.trace(group) & 0xFFFF_FFFF_FFFF_FFFF < round(self.rate * 2**64)
 
     def trace(self, group: int) -> int:
-        """The id of a group's trace, 128 bits, not 0."""
+        """Id of a group's trace, 128 bits, not 0."""
         return self._hash(16, group) or 1
 
     def group_span(self, group: int) -> int:
-        """The id of the span of the whole group, 64 bits, not 0."""
+        """Id of the span of the whole group, 64 bits, not 0."""
         return self._hash(8, group) or 1
 
     def sample_span(self, group: int, sample: int) -> int:
-        """The id of the span of one of its samples, 64 bits, not 0."""
+        """Id of the span of one of its samples, 64 bits, not 0."""
         return self._hash(8, group, sample) or 1
 
     def _hash(self, size: int, *numbers: int) -> int:
@@ -111,10 +106,7 @@ class Sink(Protocol):
 class Tracer:
     """Makes spans of one process. Thread-safe if its sink is.
 
-    Args:
-        ids: of the run.
-        sink: gets the spans.
-        unix: turns readings of `time.monotonic` into Unix time, as the process's time line does.
+    `unix` converts readings of `time.monotonic` to Unix time, as the process's timeline does.
     """
 
     def __init__(self, ids: TraceIds, sink: Sink, unix: Callable[[float], float]) -> None:
@@ -123,11 +115,11 @@ class Tracer:
         self._unix = unix
 
     def is_traced(self, group: int) -> bool:
-        """Whether spans of this group are recorded."""
+        """Return True if spans of this group are recorded."""
         return self._ids.is_traced(group)
 
     def now(self) -> float:
-        """Now, as the methods below take it."""
+        """Current time, as the methods below take it."""
         return time.monotonic()
 
     def of_group(
