@@ -1,4 +1,4 @@
-"""What can go wrong in the scheduler.
+"""The scheduler's errors.
 
 SchedulerError              a broken invariant: a defect
 ├── LedgerError             a group would be consumed twice, out of order, or unissued
@@ -26,7 +26,7 @@ class ImpossibleEvent(SchedulerError):  # noqa: N818 - says what it is
 
 
 class SenderOutOfStep(ImpossibleEvent):
-    """An impossible event that contradicts what its sender was told to do.
+    """An impossible event that contradicts its sender's orders.
 
     If it were only ignored, the scheduler would wait for that sender forever. Replace it.
     """

@@ -1,4 +1,4 @@
-"""What happens when a sample finishes, fails or reaches the trainer."""
+"""Handles samples that finish, fail or reach the trainer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SampleEvents:
     def _awaits(
         self, generator: Generator, group: Group, sample: SampleId, oldest: int, *, too_old: bool
     ) -> bool:
-        """Whether a report of a finished sample is neither late nor repeated."""
+        """Return True if a report of a finished sample is neither late nor repeated."""
         state, signal = group.states[sample.sample], group.signal
         if state == RUNNING:
             # What is drawn again is too old for every step to come.
