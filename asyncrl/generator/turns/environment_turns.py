@@ -4,22 +4,22 @@
                      │  └──► done, a limit, a failure: the sample ends
                      └─────► StartOver: the environment cannot go back
 
-A session must have been given exactly the turns before the one that it is to answer. If
-verification has changed an earlier turn, or the session's process is gone, it goes back: by
-`restore`, else by replay, else the sample starts over.
+A session must have received exactly the turns before the one that it answers. If verification has
+changed an earlier turn, or the session's process is gone, it goes back: by `restore`, else by
+replay, else the sample starts over.
 
-What follows a turn: more of its conversation, or another one, which is a context of its own.
+A turn is followed by more of its conversation, or by another one, which is a separate context:
 
     q │ turn 1 │ o │ turn 2                      the environment begins another conversation
     r │ turn 3                                   and returns to the first one:
     q │ turn 1 │ o │ turn 2 │ o' │ turn 4
 
-A conversation that begins like an earlier one continues it: its tokens up to the last turn in
-common are those of that time, generated turns included. They are observed now, since each of them
-is trained on in the context in which it was drawn. With `environment.history: template`, and where
-nothing is in common, all of it is rendered by the chat template.
+A conversation that begins like an earlier one continues it: its tokens up to the last common turn
+are the earlier ones, generated turns included. They are observed now, since each of them is trained
+on in the context in which it was drawn. With `environment.history: template`, or if nothing is
+common, the chat template renders all of it.
 
-A context so begun is a function of turns before it and of the environment. So it stands if these
+Such a context is a function of turns before it and of the environment. So it stays valid if these
 are accepted (`asyncrl.rollout.contexts`).
 """
 
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 
 
 def answered(turn: Turn, result: StepResult, episode: Episode, translation: Translation) -> Turn:
-    """A turn with the environment's answer to it, unless the sample ends with it.
+    """Add the environment's answer to a turn, unless the sample ends with it.
 
     Args:
         turn: the policy's, not in the episode yet.
-        result: what the environment said.
+        result: of the environment.
         episode: up to this turn.
         translation: into tokens.
 
@@ -90,7 +90,7 @@ def _continued(
     episode: Episode,
     translation: Translation,
 ) -> Observed | None:
-    """A conversation as the continuation of the turn that it has in common; None if it has none."""
+    """Continue a conversation after its last common turn, if it has one."""
     if is_ids(said) or not translation.keeps_history:
         return None
     messages = translation.conversation(said, {})  # type: ignore[arg-type]  # no ids
@@ -110,7 +110,7 @@ def _continued(
 def _last_in_common(
     messages: Sequence[Message], tools: Tools, turns: Sequence[Turn], episode: Episode
 ) -> tuple[int, int] | None:
-    """The last turn that a conversation has in common with an earlier one, and the messages to it.
+    """The last turn that a conversation shares with an earlier one, and the messages up to it.
 
     Of several the one with most messages, and of these the newest.
     """
@@ -131,7 +131,7 @@ def _last_in_common(
 def _in_common(
     messages: Sequence[Message], count: int | None, more: Sequence[Message]
 ) -> int | None:
-    """How many messages are in common if the next ones are; None if one was another."""
+    """Extend the number of common messages by `more`; None if they differ."""
     if count is None or len(messages) < count + len(more):
         return None
     pairs = zip(messages[count:], more, strict=False)
@@ -148,11 +148,8 @@ class StartOver(Exception):  # noqa: N818 - says what happens
 class Episodes:
     """The environments of a generator's samples.
 
-    Args:
-        pool: started.
-        translation: between tokens and messages.
-        max_tokens: of a response (`sampling.max_tokens`).
-        max_model_len: of the engine.
+    Responses have at most `max_tokens` (`sampling.max_tokens`), contexts the engine's
+    `max_model_len`.
     """
 
     def __init__(
@@ -171,11 +168,11 @@ class Episodes:
 
     @property
     def counts(self) -> EnvironmentCounts:
-        """What was done since the start."""
+        """Counts since the start."""
         return self._counts + self._pool.counts
 
     def new(self, generation: SampleGeneration) -> Episode:
-        """The episode of a sample that begins. It shares no random number with the sampling."""
+        """Create the episode of a new sample. It shares no random number with the sampling."""
         text = f"environment {generation.environment_seed}".encode()
         digest = hashlib.blake2b(text, digest_size=7).digest()
         seed, prompt = int.from_bytes(digest, "little"), decode_tokens(generation.prompt.tokens)
@@ -187,8 +184,7 @@ class Episodes:
     async def begin(self, generation: SampleGeneration) -> None:
         """Open the environment, before the sample's first token.
 
-        Raises:
-            EnvironmentFailed: it did not answer, and `rewards.on_error` is `stop`.
+        Raises EnvironmentFailed if it did not answer, and `rewards.on_error` is `stop`.
         """
         episode = _episode_of(generation)
         try:
@@ -203,13 +199,12 @@ class Episodes:
     async def answer(
         self, generation: SampleGeneration, cut_off: FinishReason | None = None
     ) -> FinishReason | None:
-        """The policy's turn has ended: have it answered.
+        """Answer the policy's ended turn.
 
-        If it was cut off, `cut_off` is how the sample ends. Then only turns before it are answered
-        again, of which a resumed run does not know the rewards.
+        If it was cut off, `cut_off` is how the sample ends. Then only earlier turns are answered
+        again, if a resumed run does not know their rewards.
 
-        Returns:
-            How the sample ends; None: the observation was appended and another turn follows.
+        Returns how the sample ends, or None: the observation was appended and another turn follows.
 
         Raises:
             StartOver: see the class.
@@ -272,7 +267,7 @@ class Episodes:
         episode.turns.append(turn)
 
     async def _session(self, generation: SampleGeneration, episode: Episode) -> Session:
-        """The session, opened again if its process is gone. Raises StartOver, SessionLost."""
+        """Return the session, reopened if its process is gone. Raises StartOver, SessionLost."""
         session = episode.session
         if session is not None and not session.lost:
             return session
@@ -287,7 +282,7 @@ class Episodes:
         return await self._open(generation, episode)
 
     async def _go_back(self, episode: Episode, session: Session, turn: int) -> None:
-        """Have the session be where it was before this turn. Raises StartOver, SessionLost."""
+        """Return the session to its state before this turn. Raises StartOver, SessionLost."""
         if episode.traits.restores:
             await session.restore(turn, alone=episode.ends.alone)
             del episode.given[turn:]
@@ -357,7 +352,7 @@ class Episodes:
     def _check_replayed(
         self, episode: Episode, session: Session, result: StepResult, before: Turn
     ) -> None:
-        """The answer to a turn that was answered before: it must be the same, or is not used."""
+        """Check the answer to a replayed turn: it must be the same, or is not used."""
         if episode.traits.replay != "deterministic":
             return
         place = len(episode.given) - 1
@@ -370,7 +365,7 @@ class Episodes:
             raise _not_deterministic(self._pool, session, "step")
 
     def _note_loss(self, episode: Episode, lost: SessionLost) -> None:
-        """A process has ended with the session. Raises EnvironmentFailed if that was too often."""
+        """Note a session's process end. Raises EnvironmentFailed if that was too often."""
         own = f"environment {self._pool.config.name!r}"
         name = own if episode.session is None else episode.session.name
         episode.ends.note(lost, len(episode.given))
@@ -382,8 +377,8 @@ class Episodes:
     def _fail(self, episode: Episode, error: EnvironmentFailed, actions: list[IntArray]) -> None:
         """Count a failure; the sample's reward is 0. Raises it if that ends the run.
 
-        An agent that asks for more than the model reads is no fault of the program: what its tools
-        return depends on the policy's turns. Such a sample ends, and the run goes on.
+        An agent that asks for more than the model reads is not the program's fault: what its tools
+        return depends on the policy's turns. Such a sample ends, and the run continues.
         """
         self._pool.count(error)
         if error.reason == "timeout":
