@@ -87,14 +87,7 @@ class Deals:
         self._lineage = 0
 
     def rank_of(self, group: int, *, step: int, tokens: int, lineage: int = 0) -> int:
-        """Return the rank that a group's samples go to.
-
-        Args:
-            group: of the samples.
-            step: that trains on it.
-            tokens: response tokens of the samples that are delivered now.
-            lineage: of the trainer; another one starts with nothing.
-        """
+        """Return the rank of `lineage`'s trainer that a group's samples go to."""
         if self._count == 1:
             return 0
         if lineage != self._lineage:
@@ -142,12 +135,10 @@ class CommandExecutor:
         self._progress = progress
         self._moves = moves
         self.config = config
-        """Replaced by users' commands."""
         self.finished: commands.FinishRun | None = None
         """The scheduler's last command, once issued."""
         self._deals = Deals(config.whole.trainer.ranks)
         self.lineage = 0
-        """Lineage of the last trainer announced to the scheduler."""
         self._handlers: dict[type, Callable[[Any], Awaitable[None]]] = {
             commands.StartSample: self._start_sample,
             commands.VerifySamples: self._verify_samples,
@@ -166,6 +157,7 @@ class CommandExecutor:
         }
 
     async def execute(self, command: commands.Command) -> None:
+        """Execute a command of the scheduler."""
         await self._handlers[type(command)](command)
 
     async def _start_sample(self, command: commands.StartSample) -> None:

@@ -137,7 +137,6 @@ class Controller:
             unfinished=self._unfinished,
         )
         self.accuracy_before: Accuracy | None = None
-        """Held-out accuracy before training, once known."""
         self.has_begun = False
         """True once all processes were ready, so that it evaluates or trains."""
         self._evaluations = 0
@@ -267,18 +266,15 @@ class Controller:
         return status_reply(self._config, self._fleet, view)
 
     def _evaluated(self, record: EvaluationRecord) -> None:
-        """Keep the result of an evaluation and show it."""
         self._results.add(record)
         best = self._results.best
         self._progress.evaluated(record, is_best=best is not None and best.step == record.step)
 
     def _given_up(self, step: int) -> None:
-        """Note that this step's evaluation will never have a result."""
         self._results.settled(step)
         self._progress.evaluation_given_up()
 
     async def _evaluate_before(self) -> Accuracy | None:
-        """Measure the accuracy before training, unless a resumed run knows it."""
         state = self._directory.state
         if not state.comparable:
             return None

@@ -77,7 +77,6 @@ from asyncrl.wire.records.wrong_policy import TokenizerDigest, compare_tokenizer
 from asyncrl.wire.transport.refusals import Refusals
 
 TARGETS_SECONDS = 0.5
-"""Interval of updating Prometheus's list of processes."""
 
 
 def execute(
@@ -190,7 +189,6 @@ def _changes(
 
 
 def _write_report(directory: RunDirectory, console: Console) -> None:
-    """Write report.html, or print why it cannot be written."""
     try:
         write_report(directory.path)
     except ReportError:
@@ -354,13 +352,11 @@ def _tell(
 
 
 def _kill(fleet: Fleet, records: ProcessRecords) -> None:
-    """Kill all processes of the run and their children; does not wait."""
     fleet.kill_all()
     records.kill_all()
 
 
 def _clean_up(runtime: RuntimeDirectory, targets: Targets | None) -> None:
-    """Remove sockets, ended processes' shared memory, and Prometheus's targets."""
     runtime.close()
     if targets is not None:
         targets.remove()
@@ -379,7 +375,6 @@ def _write_result(directory: RunDirectory, result: RunResult, unsaved: str | Non
 
 
 def _end_escaped(records: ProcessRecords, console: Console) -> None:
-    """Kill leftover children of the run's processes."""
     try:
         left = records.end_all()
     except AsyncrlError as error:
@@ -414,9 +409,9 @@ def _open_progress(
 
 
 def _tokenizer(prepared: Prepared, directory: RunDirectory, progress: Progress) -> TokenizerDigest:
-    """Return the run's tokenizer, which must be that of its first start.
+    """Return the run's tokenizer.
 
-    Raises UserError if it is another one, and `run.on_wrong_policy` is stop.
+    Raises UserError if it changed and `run.on_wrong_policy` is stop.
     """
     found, state = tokenizer_digest(prepared.task.tokenizer), directory.state
     if state.tokenizer is None:
@@ -485,7 +480,6 @@ def _specs(
 
 
 async def _list_processes(fleet: Fleet, targets: Targets | None) -> None:
-    """Update Prometheus's list of processes as they come and go."""
     while targets is not None:
         targets.update(fleet.metrics_targets())
         await asyncio.sleep(TARGETS_SECONDS)

@@ -66,7 +66,6 @@ class GroupTraces:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._groups: dict[int, _Group] = {}
-        """Traced groups in flight."""
 
     def note(self, event: events.Event, decided: Iterable[commands.Command]) -> None:
         """Note an event and the scheduler's decisions on it."""

@@ -39,7 +39,6 @@ class CheckpointRecord:
         self._directory = directory
         self._say = say
         self.listeners: list[Callable[[CheckpointWritten | CheckpointFailed], None]] = []
-        """Called with the outcome of every attempt."""
         self._failed: CheckpointFailed | None = None
 
     def written(self, message: CheckpointWritten) -> None:
@@ -340,7 +339,6 @@ class Inbox:
         )
 
     async def _released(self, worker: GeneratorWorker, message: from_generator.Released) -> None:
-        """Read the file in a task, so that other messages are not blocked."""
         task = asyncio.create_task(self._move(worker, message))
         self._moving.add(task)
         task.add_done_callback(self._moving.discard)

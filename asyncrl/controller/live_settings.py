@@ -59,11 +59,7 @@ class LiveSettings:
         self._one_at_a_time = asyncio.Lock()
 
     async def carry_out(self, order: SetRequest) -> Effect:
-        """Change a setting.
-
-        Raises UserError, and changes nothing, if the setting does not exist, or cannot be changed
-        now or to this value.
-        """
+        """Change a setting. Raises UserError, with nothing changed, if it is not possible now."""
         async with self._one_at_a_time:
             key = order.key.strip()
             when = check_is_safe(key, self.config)
@@ -92,7 +88,6 @@ class LiveSettings:
         self.config = config
 
     def _from_step(self, step: int, key: str, value: Any) -> RunConfig:
-        """Return the configuration with this change. Raises UserError if it is invalid."""
         steps = self.config.run.steps
         if step >= steps:
             raise UserError(
@@ -153,7 +148,6 @@ def configure_message(config: RunConfig) -> to_trainer.Configure:
 
 
 def _with(config: RunConfig, changed: Mapping[str, Any]) -> RunConfig:
-    """Return a whole configuration with other values. Raises ConfigError."""
     values = config.model_dump(mode="json")
     for key, value in changed.items():
         section, name = key.split(".")
@@ -172,7 +166,6 @@ def _shown(config: RunConfig, key: str) -> str:
 
 
 def _until(config: RunConfig, key: str, step: int) -> str:
-    """Describe a later change of the same setting."""
     later = [at for at, settings in config.run.changes.items() if at > step and key in settings]
     if not later:
         return ""

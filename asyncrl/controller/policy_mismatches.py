@@ -110,7 +110,6 @@ class Findings:
 
 
 def _recorded(steps: Sequence[StepMetrics]) -> _Sentences:
-    """Collect the findings in the records of steps."""
     found = _Sentences(_IN_RUN)
     for step in steps:
         for text in step.wrong_policy:

@@ -101,7 +101,6 @@ def _mean_gap(one: FloatArray, other: FloatArray) -> float:
 
 
 RESCORE_SECONDS = 30.0
-"""Longest wait for a generator that rescores tokens."""
 
 
 class PolicyWatch:
@@ -128,10 +127,8 @@ class PolicyWatch:
     ) -> None:
         """Record a finding; end the run if configured, unless the finding is provisional.
 
-        Args:
-            wrong: the finding.
-            provisional: rounding may explain it.
-            trained: it was provisional until now, so the trainer continued with its step.
+        A provisional finding may be due to rounding. A `trained` one was provisional until now, so
+        the trainer continued with its step.
         """
         self._progress.found(wrong)
         if self._action == "stop" and provisional:

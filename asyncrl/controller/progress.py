@@ -95,7 +95,6 @@ class Progress:
         self._scheduler: Scheduler | None = None
         self._phase = "starting"
         self.evaluations: EvaluationResults | None = None
-        """The results so far, once there is a controller."""
         self._fleet: Fleet | None = None
         now = time.monotonic()
         self._totals = GenerationTotals(now)
@@ -236,11 +235,9 @@ class Progress:
 
     @property
     def _on_policy(self) -> OnPolicySteps:
-        """Count of the run's steps that were exactly on-policy."""
         return self._staleness.on_policy(self._step)
 
     def _record(self, message: StepFinished, now: float) -> StepMetrics:
-        """Complete the trainer's record of a step."""
         seconds = max(1e-9, now - self._last_step_at)
         recent = self._totals.recent(now)
         times = message.times.within(seconds)
@@ -271,11 +268,9 @@ class Progress:
         )
 
     def _end_of(self, step: int) -> int | None:
-        """First group after a step that is being trained."""
         return None if self._scheduler is None else self._scheduler.state.ledger.end_of(step)
 
     def _count(self) -> None:
-        """Add up the last report of every generator."""
         if self._fleet is not None:
             workers = self._fleet.every_generator
             reports = [one.report for one in workers if one.report is not None]
@@ -320,7 +315,6 @@ class Progress:
         return self._phase if fleet.all_ready or self._scheduler is not None else "starting"
 
     def _snapshot(self) -> SchedulerView | None:
-        """The scheduler's state; None before training."""
         return None if self._scheduler is None else self._scheduler.snapshot()
 
     def _run_view(

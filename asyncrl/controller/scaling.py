@@ -41,7 +41,6 @@ class Scaling:
         self._training = training
         self._evaluation = evaluation
         self.ordered: int | None = None
-        """Number of generators in the user's last order, if there was one."""
 
     async def carry_out(self, order: ScaleRequest) -> Effect:
         """Begin to change the number of generators; describe what happens now.
@@ -117,7 +116,6 @@ class Arrivals:
         self._told: set[str] = set()
         """Processes that were ordered to leave with their agent."""
         self._alone_since: float | None = None
-        """When the last generator was gone (monotonic seconds)."""
 
     async def check(self) -> None:
         """Add and remove generators with their agents.
@@ -163,7 +161,6 @@ class Arrivals:
             self._say(f"{self._fleet.join(index)} will join")
 
     def _name_those_that_wait(self) -> None:
-        """Report each waiting process once: the trainer, or the only generator."""
         ordered = self._fleet.ordered
         for worker in [self._fleet.trainer, *(ordered if len(ordered) == 1 else ())]:
             if worker.waits_for_room and not worker.is_gone and not worker.is_said_to_wait:

@@ -105,7 +105,6 @@ class Sinks:
             )
 
     def _later(self, sink: _Sink) -> str:
-        """Describe the user's remedy, with the last line of the log."""
         words = _last_line(sink.log)
         return (
             f"{': ' + words if words else ''}. Training continues, and metrics.jsonl has "
@@ -154,7 +153,6 @@ def open_sinks(
 
 
 def _newest_step(path: Path) -> int:
-    """Step of the last line of metrics.jsonl; -1 without one."""
     last = read_tail(path, StepMetrics, 1 << 16)
     return last[-1].step if last else -1
 

@@ -174,6 +174,7 @@ class StalenessTotals:
             self.add(one)
 
     def add(self, step: StepMetrics) -> None:
+        """Add a step, in place of an earlier record of it."""
         if (replaced := self._steps.get(step.step)) is not None:
             self._flags[replaced[1]] -= 1
         self._steps[step.step] = step.staleness, is_on_policy(step)

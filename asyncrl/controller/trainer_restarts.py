@@ -64,7 +64,6 @@ class TrainerRestarts:
         self._at_one_step = 0
         """Trainers lost in a row at that step."""
         self._point = ResumePoint()
-        """Where the starting trainer continues."""
 
     async def replace(self, lost: TrainerRank, reason: str) -> None:
         """Start another trainer, unless the run is stopping.

@@ -72,7 +72,6 @@ class Training:
         )
 
     def _step_of(self, group: int) -> int:
-        """Step of a group in flight."""
         return 0 if self._scheduler is None else self._scheduler.state.step_of(group)
 
     @property
@@ -111,10 +110,10 @@ class Training:
         return self.trained_steps >= self._config.whole.run.steps
 
     async def run(self) -> None:
-        """Train until the last step, or until the user stops the run.
+        """Train until the last step, or until the user stops the run. May be called again.
 
-        Call it again if steps are lost with the trainer after it returned. Raises RunFailed if the
-        scheduler cannot continue; WaitTimeout if a generator did not report.
+        Raises RunFailed if the scheduler cannot continue; WaitTimeout if a generator did not
+        report.
         """
         if self._scheduler is None:
             if not self.has_steps_left:
@@ -130,7 +129,6 @@ class Training:
             raise RunFailed(finished.reason)
 
     async def _trainer_is_ready(self) -> bool:
-        """Wait for a trainer, since a lost one may be being replaced; return False if stopped."""
         await self._waiter.until(
             lambda: self._fleet.trainer.state == "ready" or self._waiter.stop_requested,
             seconds=self._config.whole.launcher.startup_seconds,
@@ -139,7 +137,6 @@ class Training:
         return not self._waiter.stop_requested
 
     async def _begin(self) -> None:
-        """Create the scheduler and pass it the state of the processes."""
         first_step = self.trained_steps
         await self._return_generators(first_step)
         config = self._config.whole
@@ -205,7 +202,6 @@ class Training:
             await self.apply(events.TrainerLost())
 
     async def _trainer_joins(self) -> None:
-        """Pass a ready trainer to the scheduler; it may have to train steps again."""
         await self.apply(events.TrainerJoined(self.trained_steps, self._fleet.lineage))
 
     async def sample_finished(self, generator: str, report: SampleFinished) -> None:

@@ -52,7 +52,6 @@ class UnfinishedWork:
         say: Callable[[str], None],
     ) -> None:
         self.config = ConfigByStep(config)
-        """The run's configuration; users' commands replace it."""
         self._path = path.resolve()
         self._fleet = fleet
         self._requests = requests
@@ -62,11 +61,9 @@ class UnfinishedWork:
     async def save(self, version: int, *, published: int, first_group: int | None = None) -> None:
         """Save the run-ahead, now that the checkpoint of this version is written.
 
-        Args:
-            version: of the checkpoint.
-            published: newest published version. Samples of later steps than it makes due have not
-                been delivered anywhere, so none is missing because of its contents.
-            first_group: with dynamic sampling, the same is true of this group and all later ones.
+        `published` is the newest published version. Samples of later steps than it makes due have
+        not been delivered anywhere, so none is missing because of its contents; with dynamic
+        sampling, the same is true of `first_group` and all later ones.
         """
         if not self.config.verifies:
             return

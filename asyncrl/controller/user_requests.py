@@ -170,6 +170,5 @@ class UserRequests:
         waiting.set_result(Effect(f"the checkpoint of step {step} is on the disk: {path}", step))
 
     def _state(self) -> SchedulerState | None:
-        """The scheduler's state; None before and after training."""
         scheduler = self._training.scheduler
         return scheduler.state if scheduler is not None and self._training.is_running else None

@@ -88,7 +88,6 @@ def kept_by_verification(config: RunConfig, measured: NoiseFloor) -> str | None:
 
 
 def _against_rounding(config: RunConfig) -> str:
-    """List the settings that make decoding and scoring agree, the cheapest first."""
     engine, ways = config.engine, []
     if engine.logits_dtype == "model":
         ways.append("engine.logits_dtype: float32")

@@ -37,13 +37,10 @@ class Watchdog:
         self._progress = progress
 
     async def check(self) -> bool:
-        """Handle every process that died since the last check; return True if there was one.
+        """Handle the processes that died since the last check, if any; then start missing relays.
 
-        Then start missing relays.
-
-        Raises:
-            RunFailed: the trainer died and cannot be replaced (`trainer_restarts`), the last
-                replaceable generator died, or none can start; no relay may be replaced any more.
+        Raises RunFailed if the trainer or a relay cannot be replaced, or no generator is left or
+        starts.
         """
         deaths = self._fleet.deaths(is_held=self._training.is_held)
         lost = first_cause(deaths)
@@ -97,7 +94,6 @@ class Watchdog:
         self._replace(worker, reason)
 
     def _no_generator_starts(self) -> bool:
-        """Return True if none was ever ready and as many as the run has failed on their own."""
         ever = list(self._fleet.every_generator)
         codes = [worker.handle.exit_code() for worker in ever if worker.is_gone]
         failed = sum(code is not None and code >= 0 for code in codes)

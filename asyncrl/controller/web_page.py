@@ -33,11 +33,9 @@ def open_page(
     say: Callable[[str], None],
     closing: AsyncExitStack,
 ) -> Page:
-    """Open the page; `closing` closes it.
+    """Open the page. Raises UserError if its address or token file is unusable.
 
     A resumed run continues without a page if its port has been taken: it may be unattended.
-
-    Raises UserError if the address or the token file of a new run cannot be used.
     """
     settings = config.monitoring.web
 

@@ -53,17 +53,11 @@ class Waiter:
         what: Callable[[], str],
         progress: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Wait until the condition holds.
+        """Wait until the condition holds, at most `seconds` without `progress`.
 
-        Args:
-            condition: evaluated after every change.
-            seconds: longest wait without progress. Time in which this process was suspended does
-                not count.
-            what: describes the condition, for the error.
-            progress: any change of this number restarts the time limit.
-
-        Raises:
-            WaitTimeout: the condition did not hold in time.
+        It is evaluated after every change. Any change of the number `progress()` restarts the
+        limit; time in which this process was suspended does not count. Raises WaitTimeout with
+        `what()`.
         """
         waited, made = 0.0, progress()
         while not condition():

@@ -25,7 +25,6 @@ from asyncrl.wire.messages.files import Server
 logger = logging.getLogger(__name__)
 
 BRING_SECONDS = 30.0
-"""Longest wait for one file."""
 
 
 class NodeFiles:
@@ -39,7 +38,6 @@ class NodeFiles:
         self._send = send
         self._run = run
         self._told: tuple[str, tuple[to_relay.FileSource, ...]] = ("", ())
-        """The copying relay, and its last order."""
         self._seen: dict[str, to_relay.FileSource] = {}
         """The newest source of each folder that has files of the run."""
         self._node_of: dict[str, str] = {}
@@ -110,10 +108,8 @@ class NodeFiles:
     async def bring(self, path: str, *, to: str | None, of: str | None = None) -> str:
         """Bring a file of the run to a node; return why that was not possible, or "".
 
-        Args:
-            path: of the file, in the run's folder.
-            to: the node; None for the run's folder.
-            of: the node that wrote it; None if it is in the run's folder.
+        `path` is in the run's folder; `to` is None for that folder itself, and `of`, the node that
+        wrote it, is None if it is there.
         """
         ready = self._relays.by_node()
         homes = [one for one in ready.values() if _sees_the_run(one)]

@@ -70,9 +70,7 @@ class WeightFetching:
         self._cut_off = cut_off
         self._routes = WeightRoutes()
         self._published: tuple[WeightManifest, str] | None = None
-        """Newest weights and trainer's node, as passed to the routes."""
         self._ready: dict[str, str] = {}
-        """Relay of each node, as passed to the routes."""
 
     def manifest_at(self, node: str) -> WeightManifest | None:
         """`WeightRoutes.manifest_at`."""
@@ -160,27 +158,20 @@ _AGAIN_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Request:
-    """A generator's pending install."""
-
     worker: GeneratorWorker
     version: int
-    """This version or a newer one."""
     lineage: int
     rebuild_kv: bool
     verify: tuple[Verify, ...]
     told: WeightManifest | None = None
-    """Manifest sent last, if any."""
     failures: int = 0
     """Number of the relay's files that the generator could not read."""
 
 
 @dataclass(slots=True)
 class _Trainer:
-    """The weights that can be installed now."""
-
     worker: TrainerRank
     offered: WeightManifest
-    """Manifest as it was published."""
     lineage: int
 
     @property
@@ -356,7 +347,6 @@ class Installations:
                 self._carry_out(request)
 
     def _carry_out(self, request: _Request) -> None:
-        """Send the request, if the generator's node has the weights."""
         node = request.worker.node
         if node is None or node in self._checked:
             return

@@ -45,12 +45,8 @@ _LATE_SECONDS = 1.0
 class Fleet:
     """The trainer and the generators.
 
-    Args:
-        config: number of generators, and time limits.
-        launcher: starts the processes.
-        specs: specs of the processes, before each gets its own name and index.
-        hub: that the processes connect to.
-        run_key: source of each process's keys.
+    `config` has the number of generators and time limits. `specs` are the processes', before each
+    gets its own name and index; `run_key` is the source of their keys.
     """
 
     def __init__(
@@ -75,7 +71,6 @@ class Fleet:
         self.ranks: list[TrainerRank] = []
         """Processes of the current trainer, by rank. They are lost and replaced together."""
         self.lineage = 0
-        """Number of trainers before the current one."""
         self._restarts = self._renamed = self._started = 0
         self._ending = False
         self._last_check = time.monotonic()
@@ -120,7 +115,6 @@ class Fleet:
         return [index for index in range(len(taken) + count) if index not in taken][:count]
 
     def _next_index(self) -> int:
-        """Return the index of the next process."""
         self._started += 1
         return self._started
 
@@ -177,6 +171,7 @@ class Fleet:
 
     @property
     def config(self) -> LauncherConfig:
+        """The limits in force."""
         return self._config
 
     @property

@@ -25,11 +25,9 @@ class Worker:
     spec: ChildSpec
     handle: ProcessHandle
     heard: float = field(default_factory=time.monotonic)
-    """When its last message came (monotonic seconds)."""
+    """Monotonic seconds, as `started`."""
     started: float = field(default_factory=time.monotonic)
-    """When it was ordered (monotonic seconds)."""
     is_said_to_wait: bool = False
-    """True if its wait for a node was reported."""
     is_ready: bool = False
     is_gone: bool = False
     has_left: bool = False
@@ -37,7 +35,6 @@ class Worker:
     has_waited: bool = False
     """True while it has never been placed on a node."""
     reason: str = ""
-    """Why it ended, by its own report."""
     metrics_port: int | None = None
 
     @property
@@ -83,11 +80,9 @@ class TrainerRank(Worker):
     gives_way: bool = False
     """True if it was ended because another rank is losing its machine."""
     policy_version: int = -1
-    """Version of its weights; -1 if unknown."""
+    """-1 if unknown."""
     weights: WeightManifest | None = None
-    """The newest weights that it published."""
     data_address: str = ""
-    """Address for trajectories."""
     ready_message: from_trainer.TrainerReady | None = None
     """Its report that it can take samples; it is ready when all ranks can."""
     report: from_trainer.TrainerReport | None = None
@@ -108,14 +103,13 @@ class GeneratorWorker(Worker):
     """When it is killed if it was ordered to leave (monotonic seconds). Later if the run was paused
     or had no trainer since."""
     was_overdue: bool = False
-    """True if it was killed because it did not leave in time."""
     policy_version: int = -1
-    """Version of its weights; -1 if unknown."""
+    """-1 if unknown."""
     slots: int = 0
     """Samples that it decodes at once."""
     report: from_generator.GeneratorReport | None = None
     reported: float = 0.0
-    """When its last report came (monotonic seconds)."""
+    """Monotonic seconds."""
 
     @property
     def index(self) -> int:

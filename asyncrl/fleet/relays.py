@@ -49,7 +49,6 @@ class Relays:
         self._started: dict[str, float] = {}
         """When the last relay of each node was started (monotonic seconds)."""
         self._restarts: dict[str, int] = {}
-        """Restarts on each node that is not known to be lost."""
 
     @property
     def are_used(self) -> bool:

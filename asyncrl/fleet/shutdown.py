@@ -21,11 +21,8 @@ from asyncrl.wire.messages import to_generator, to_relay, to_trainer
 STOP_SECONDS = 60.0
 """Longest wait for a process to end after the request. Then it is killed."""
 KILL_SECONDS = 10.0
-"""Longest wait for killed processes."""
 _ATTEND_SECONDS = 0.2
-"""Interval of checking relays."""
 _POLL_SECONDS = 0.02
-"""Interval of checking processes that must end."""
 
 
 _SHUTDOWN: dict[Role, Struct] = {

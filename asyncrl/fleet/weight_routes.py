@@ -33,7 +33,6 @@ class RelayPlace:
 
     name: str
     source: str
-    """Address of the weights of its node's trainer."""
     node: str
     """Address of the weights that its node has received."""
 
@@ -86,19 +85,14 @@ Order = Serve | Forget | Fetch | GiveUp | Hopeless
 
 @dataclass(slots=True)
 class _Node:
-    """A node with a ready relay."""
-
     relay: RelayPlace
     here: WeightManifest | None = None
     """Manifest of the newest complete file on it."""
     version: str = ""
     """Name of that version (`asyncrl.wire.weights.chunks.name_of`)."""
     fetching: str = ""
-    """The version being fetched."""
     attempt: int = -1
-    """Number of the last order."""
     waits: bool = False
-    """True if no node had the version that it asked for."""
 
 
 @dataclass(slots=True)
@@ -108,10 +102,8 @@ class WeightRoutes:
     _newest: WeightManifest | None = None
     _name: str = ""
     _home: str | None = None
-    """The trainer's node."""
     _nodes: dict[str, _Node] = field(default_factory=dict)
     _row: list[str] = field(default_factory=list)
-    """Every node that ever had a relay."""
     _left: set[str] = field(default_factory=set)
     """Nodes that were left since the last version was published."""
     _failures: dict[str, int] = field(default_factory=dict)
@@ -164,11 +156,8 @@ class WeightRoutes:
     ) -> list[Order]:
         """Note that a version is on a node.
 
-        Args:
-            relay: of the node.
-            attempt: number of the order; answers to others than the last one are ignored.
-            manifest: of the file on the node.
-            left: relays that it left on the way.
+        `attempt` is the number of the order; answers to others than the last one are ignored.
+        `left` are relays that the node's relay left on the way.
         """
         node = self._asked(relay, attempt)
         if node is None:
@@ -214,7 +203,6 @@ class WeightRoutes:
         return None
 
     def _drop_all(self) -> None:
-        """Drop the trainer's versions, and those being fetched."""
         for one in self._nodes.values():
             one.here, one.version, one.fetching, one.attempt = None, "", "", -1
 
@@ -226,7 +214,7 @@ class WeightRoutes:
         return [Serve(home.relay.name, self._newest, home.attempt)]
 
     def _fetch_all(self) -> list[Order]:
-        """Return orders for all nodes. Each asks those before it in the row."""
+        """Each node asks those before it in the row."""
         orders: list[Order] = []
         for node in self._row:
             if node in self._nodes:
@@ -235,7 +223,6 @@ class WeightRoutes:
         return orders
 
     def _fetch(self, node: str) -> list[Order]:
-        """Return the order for a node that could begin with the newest version now."""
         one = self._nodes[node]
         if self._newest is None or node == self._home or one.fetching or one.waits:
             return []

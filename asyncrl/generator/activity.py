@@ -28,28 +28,21 @@ class GeneratorState:
     """
 
     slots: int = 0
-    """Requests that the engine can run at once."""
     running: int = 0
-    """Requests that hold a slot (`EngineStats.running`)."""
     primary: int = 0
-    """Samples in generation for a step that is due."""
     verifying: int = 0
     """Samples with tokens to verify, none of which has been accepted yet."""
     run_ahead: int = 0
-    """Samples in generation for later steps."""
     evaluating: int = 0
-    """Held-out samples in generation."""
     rewarding: int = 0
     """Samples waiting for a reward worker or being scored (`SampleRewards.pending`)."""
     environment: int = 0
-    """Samples that wait for their environment before they need a slot; not in the counts above."""
+    """Samples that need no slot yet; not in the counts above."""
     installing: int | None = None
     """Policy version being swapped in, while the engine is stopped for it."""
     paused: bool = False
     held: int = 0
-    """Finished samples that are not delivered."""
     delivered_step: int = -1
-    """Newest step for which this generator has delivered a sample."""
     policy_version: int = -1
 
 

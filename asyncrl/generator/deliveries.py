@@ -54,13 +54,10 @@ RESEND_SECONDS = 10.0
 class _Unacknowledged:
     delivery: data.TrajectoryDelivery
     sent: float
-    """Time of the last send (monotonic seconds)."""
+    """Monotonic seconds, as `began`, the first time."""
     began: float
-    """Time of the first send."""
     rank: int
-    """Rank of the receiving trainer."""
     times: int = 1
-    """Number of sends."""
     patience: float = field(default_factory=lambda: RESEND_SECONDS)
     """Seconds until it is resent, doubled each time: the socket keeps what it cannot send, so
     messages to a trainer that does not read take memory."""
@@ -91,7 +88,6 @@ class Deliveries:
         self._unacknowledged: dict[SampleId, _Unacknowledged] = {}
         self._lineage = 0
         self.newest_step = -1
-        """Newest step with a delivery; -1 if there is none."""
 
     @property
     def unacknowledged(self) -> int:
@@ -136,7 +132,6 @@ class Deliveries:
                 self._send(held, reward, command)
 
     def _send(self, held: HeldSample, reward: Reward, command: to_generator.Deliver) -> None:
-        """Send a sample; those of a group travel together."""
         step = command.step
         line = self._trainer.to(command.rank)
         if command.data_address:

@@ -23,7 +23,6 @@ class EngineRecord(msgspec.Struct, frozen=True):
     """Seconds since 1970."""
     engine: EngineStats
     rewards_waiting: int = 0
-    """Samples whose reward is not computed yet."""
     lengths: list[int] = []
     """Response lengths of the samples finished since the previous line."""
 

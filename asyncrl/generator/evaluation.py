@@ -44,7 +44,6 @@ class _HeldOut:
     fixed: FixedVersion
     task: asyncio.Task[None] | None = None
     generation: SampleGeneration | None = None
-    """Set while it is generated or verified."""
 
 
 class Evaluation:
@@ -71,9 +70,8 @@ class Evaluation:
         self._fixed: set[_HeldOut] = set()
         self._changed = asyncio.Event()
         self._held_seconds = 0.0
-        """Seconds for which the current round held weights back, up to `_holding_since`."""
         self._holding_since: float | None = None
-        """Start of the current hold (monotonic seconds), if there is one."""
+        """Monotonic seconds."""
 
     @property
     def running(self) -> int:
@@ -156,7 +154,6 @@ class Evaluation:
             self._held_seconds, self._holding_since = self._held_so_far(), None
 
     def _held_so_far(self) -> float:
-        """Seconds for which weights were held back for the current round."""
         since = self._holding_since
         return self._held_seconds + (0.0 if since is None else time.monotonic() - since)
 
@@ -176,18 +173,13 @@ class Evaluation:
         await self.abandon(one.round)
 
     async def _evaluate(self, command: to_generator.Evaluate) -> None:
-        """Generate one held-out sample and report its reward.
-
-        Raises AsyncrlError if the reward failed; EngineError if the engine failed or cannot serve
-        the sample.
-        """
+        """Generate a held-out sample and report its reward. Raises AsyncrlError or EngineError."""
         held = await self._generator.generate(
             SampleGeneration(_id(command), command.prompt, command.seed, purpose="eval")
         )
         await self._report(command, held)
 
     async def _evaluate_fixed(self, command: to_generator.Evaluate, one: _HeldOut) -> None:
-        """Do what `_evaluate` does, under one version."""
         target = one.fixed.policy_version
         if not one.fixed.ahead:
             await self._is_installed(target)
@@ -236,7 +228,6 @@ class Evaluation:
             one.generation = None
 
     async def _is_installed(self, version: int) -> None:
-        """Wait for this version. Ends by cancellation if it is never installed."""
         while self._version() < version:
             self._changed.clear()
             await self._changed.wait()

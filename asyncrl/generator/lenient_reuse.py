@@ -30,7 +30,6 @@ from asyncrl.rollout.trajectory import FloatArray, IntArray, KeptTokens, Traject
 TOKEN_BYTES = 8
 """Bytes of a remembered token: its id and its log-probability. The rule needs no top-K."""
 MAX_BYTES = 1 << 30
-"""Memory budget of a generator."""
 ENTRY_BYTES = 512
 """Python's overhead per remembered trajectory, rounded up; a test measures it."""
 
@@ -38,9 +37,8 @@ ENTRY_BYTES = 512
 class LenientReuse:
     """Remembers the last trajectory of each sample of each prompt, within a memory budget.
 
-    Args:
-        lenience: l of the rule, > 0.
-        max_bytes: the budget, overheads included; the least recently used trajectory goes first.
+    `lenience` is l of the rule, > 0. The least recently used trajectory goes first; `max_bytes`
+    includes overheads.
     """
 
     def __init__(self, *, lenience: float, max_bytes: int) -> None:
@@ -48,9 +46,7 @@ class LenientReuse:
         self._max_bytes = max_bytes
         self._remembered: OrderedDict[tuple[str, int], tuple[IntArray, FloatArray]] = OrderedDict()
         self.nbytes = 0
-        """Memory in use, estimated with the constants above."""
         self.dropped = 0
-        """Trajectories dropped to stay within the budget, including ones larger than it."""
 
     @classmethod
     def from_config(cls, config: CacheConfig) -> Self | None:

@@ -36,9 +36,7 @@ EVERY = 64
 """One response in this many is verified again. Scoring a token costs no more than generating it, so
 this costs at most 1/64 of the engine's time."""
 _PRIORITY = 1
-"""Priority of the requests: after all due samples, like run-ahead for the next version."""
 _SECONDS = 60.0
-"""Longest wait of a measurement for a slot and for its verdict."""
 
 
 class NoiseFloorProbe:
@@ -54,7 +52,6 @@ class NoiseFloorProbe:
         self._task: asyncio.Task[None] | None = None
         self._held = False
         self.measured = NoiseFloor()
-        """Totals of this generator since its start."""
 
     @property
     def running(self) -> bool:
@@ -137,7 +134,6 @@ class NoiseFloorProbe:
             self.measured += _compared(request.kept, verdict)
 
     async def _verdict(self, request: GenerateRequest) -> TokenChunk | None:
-        """Return the first chunk with tokens, which holds all accepted ones, if there is one."""
         verdict = None
         async for chunk in self._engine.generate(request):
             if verdict is None and len(chunk.tokens):
@@ -148,7 +144,6 @@ class NoiseFloorProbe:
 
 
 def _compared(kept: KeptTokens, verdict: TokenChunk) -> NoiseFloor:
-    """Count what verification did to one response."""
     verified = np.flatnonzero(verdict.provenance == Provenance.VERIFIED)
     accepted, judged = len(verified), int((~kept.observed).sum())
     rejected = judged - accepted

@@ -163,17 +163,10 @@ _Concurrent = to_generator.InstallWeights | to_generator.Deliver | to_generator.
 class GeneratorProcess:
     """Dispatches commands to its collaborators and reports. Use once: `await process.run()`.
 
-    Args:
-        engine: started.
-        generator: generates samples with that engine.
-        controller: the connection to the controller.
-        trainer: the connection to the trainer, or to its rank 0.
-        records: where numbers and samples are recorded.
-        lenient_reuse: rollouts of earlier epochs, see `lenient_reuse`.
-        kv_limit: see `Preemption`.
-        stops_on_wrong_policy, starts_with_policy: see `weight_installs`.
-        here: see `unfinished_files`.
-        other_ranks: the connections to the trainer's ranks from 1 on.
+    `controller` and `trainer` (rank 0) are connections, as are `other_ranks` (from 1 on). `engine`
+    is started. The other arguments are those of `lenient_reuse`, `Preemption` (`kv_limit`),
+    `weight_installs` (`stops_on_wrong_policy`, `starts_with_policy`) and `unfinished_files`
+    (`here`).
     """
 
     def __init__(
@@ -297,7 +290,6 @@ class GeneratorProcess:
         self.deliveries.discard(samples)
 
     def _start(self, command: _Concurrent) -> None:
-        """Execute a command concurrently with those that follow it."""
         match command:
             case to_generator.InstallWeights():
                 self._generator.noise_floor.cancel()
@@ -316,7 +308,6 @@ class GeneratorProcess:
             await self._evaluation.abandon(command.round)
 
     async def _install(self, command: to_generator.InstallWeights) -> None:
-        """Install weights, after the held-out samples of the previous version."""
         version = command.manifest.policy_version
         async with self._one_install:
             await self._evaluation.finish_before(version, lambda: self._paused_at is not None)
@@ -324,7 +315,6 @@ class GeneratorProcess:
             await self._installs.install(command)
 
     async def _installed(self, version: int) -> None:
-        """Start what a newly used version makes due."""
         await self._evaluation.installed(version)
         if self._evaluation.in_generation:
             self._preemption.make_room()
@@ -390,7 +380,6 @@ class GeneratorProcess:
             self.deadlines.end_overdue()
 
     def _note(self) -> None:
-        """Record the current state on the timeline."""
         stats = self._engine.stats()
         generations = self.samples.needing_slots
         verifying = sum(one.awaits_verification for one in generations)

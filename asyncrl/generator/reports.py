@@ -107,9 +107,7 @@ class GeneratorRecords:
     activity: Activity
     engine_log: EngineLog | None = None
     samples: SampleRecorder | None = None
-    """A few whole samples for people to read."""
     traces: SampleTraces | None = None
-    """Spans of traced groups."""
 
 
 class GeneratorReports:
@@ -142,11 +140,9 @@ class GeneratorReports:
     ) -> GeneratorReport:
         """Update the metrics, log the counters and return them for the controller.
 
-        Args:
-            held: finished samples that were not delivered.
-            unacknowledged: delivered samples without acknowledgement.
-            due_wait: longest wait of a due sample for a slot, seconds.
-            in_environments: samples that wait for their environment.
+        `held` samples are finished and not delivered, `unacknowledged` ones delivered; `due_wait`
+        is the longest wait of a due sample for a slot, in seconds; `in_environments` wait for their
+        environment.
         """
         self._metrics.due_wait.set(due_wait)
         self._metrics.environment_waiting.set(in_environments)

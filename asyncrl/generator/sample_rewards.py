@@ -64,7 +64,6 @@ def exchange_of(
 
 
 def _up_to(turn: int, episode: Episode, said: Sequence[str]) -> list[dict[str, Any]]:
-    """The conversation that a turn (from 0) ends."""
     if turn < len(episode.turns):
         return [*episode.before(turn), episode.turns[turn].message]
     return [*episode.before(turn), {"role": "assistant", "content": said[2 * turn]}]

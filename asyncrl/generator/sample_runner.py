@@ -21,19 +21,13 @@ _MAX_ENGINE_ABORTS = 8
 """Unrequested aborts by the engine per sample, beyond which it is an error."""
 
 _INTERRUPT_SECONDS = 60.0
-"""Longest wait for an engine to end interrupted requests."""
 
 
 class SampleGenerator:
     """Generates samples with an engine, in as many attempts as each needs.
 
-    Args:
-        engine: draws the tokens.
-        rewards: computes the rewards of finished samples.
-        sampling: of every request; the seed is the sample's.
-        noise_floor_every: see `noise_floor`; None disables it.
-        traces: of training samples, if traced.
-        episodes: answer the turns of samples; without them a sample is one turn.
+    `sampling` is that of every request, except the seed, which is the sample's. Without `episodes`
+    a sample is one turn. `noise_floor_every` is None if that is not measured.
     """
 
     def __init__(
@@ -97,7 +91,6 @@ class SampleGenerator:
             ) from error
 
     async def _attempt_is_allowed(self, generation: SampleGeneration) -> None:
-        """Wait until the next attempt may begin."""
         while True:
             while not self._attempts_allowed.is_set():
                 await self._attempts_allowed.wait()
@@ -202,7 +195,6 @@ class SampleGenerator:
             generation.start_over()
 
     async def _open(self, generation: SampleGeneration) -> None:
-        """Open the environment, if the sample begins or begins again."""
         if self._episodes is None or not _must_open(generation):
             return
         _end_session(self._engine, generation)
@@ -274,7 +266,6 @@ class SampleGenerator:
 
 
 def _check_aborts(generation: SampleGeneration, count: int) -> None:
-    """Raise EngineError if the engine aborted a sample's requests too often."""
     if count > _MAX_ENGINE_ABORTS:
         raise EngineError(
             f"sample {generation.sample}: the engine aborted its request {count} times without "
@@ -289,7 +280,6 @@ def _event_that_is_set() -> asyncio.Event:
 
 
 def _must_open(generation: SampleGeneration) -> bool:
-    """Return True if its environment must be opened before a token is drawn."""
     episode = generation.episode
     return episode is not None and not episode.opened and not episode.failed
 

@@ -51,11 +51,8 @@ class HeldSample:
     trajectory: VerifiableTrajectory
     prompt: PromptPayload
     reward: asyncio.Task[Reward]
-    """Computed after the sample has left its slot; raises AsyncrlError."""
     deadline_seconds: float | None = None
-    """Deadline if its generation continues."""
     episode: Episode | None = None
-    """The exchange with its environment, if it has one."""
 
     def close(self) -> None:
         """End its environment: it will not be verified any more."""
@@ -87,15 +84,12 @@ class SampleGeneration:
     priority: int = 0
     """0: due. Greater: run-ahead, for that much later steps."""
     tokens_to_verify: KeptTokens | None = None
-    """Earlier tokens that are verified before any new token is drawn."""
     min_version: int = -1
     """Verification was requested under weights of at least this version; -1: never."""
     previously_held: HeldSample | None = None
     """The sample before this verification. Its reward holds if no token changes."""
     deadline_seconds: float | None = None
-    """Time limit from its first token on (`deadlines`), if any."""
     purpose: str = "train"
-    """Prefix of the request ids."""
     order: int = 0
     """`GenerateRequest.order` of an untrained sample; a trained one has its group's."""
     lineage: int = 0
@@ -103,30 +97,22 @@ class SampleGeneration:
     builder: TrajectoryBuilder = None  # type: ignore[assignment]  # set below
     pending_verification: PendingVerification | None = None
     request_id: str | None = None
-    """The engine's request, while an attempt is running."""
     interrupting: bool = False
-    """True if the running attempt was interrupted."""
     has_slot: bool = False
     """True once the running attempt has reported a token, which engines do in a request's first
     steps."""
     requested_at: float = 0.0
-    """When the running attempt was requested, in monotonic seconds."""
+    """Monotonic seconds, as `first_token_at`."""
     first_token_at: float | None = None
-    """When the first token came, in monotonic seconds."""
     expired: bool = False
     """True if its deadline has passed: it ends with its current tokens."""
     attempts: int = 0
-    """Attempts since the last verification began."""
     trace: AttemptTrace | None = None
-    """Trace of the running attempt, if its group is traced."""
     environment_seed: int | None = None
     """Seed of its environment; `seed` by default."""
     episode: Episode | None = None
-    """The exchange with its environment, once it has begun."""
     answering: asyncio.Task[FinishReason | None] | None = None
-    """Set while its environment answers a turn."""
     opening: bool = False
-    """True while its environment is being created."""
 
     def __post_init__(self) -> None:
         if self.environment_seed is None:
@@ -291,7 +277,6 @@ class SampleGeneration:
         return request
 
     def _last_token(self, max_tokens: int) -> int:
-        """Length limit of the context's response at the end of this turn."""
         builder, room = self.builder, self._room(max_tokens)
         limit = None if self.episode is None else self.episode.max_turn_tokens
         began = builder.turn_start - builder.context_start

@@ -44,7 +44,6 @@ class Samples:
         self._generating: dict[SampleId, tuple[SampleGeneration, asyncio.Task[None]]] = {}
         self._lineage = 0
         self.held: dict[SampleId, HeldSample] = {}
-        """Finished, undelivered samples by id."""
 
     @property
     def in_generation(self) -> list[SampleGeneration]:
@@ -200,7 +199,6 @@ class Samples:
             self._tasks.start(self._tell_reward(held, digest, urgent=urgent))
 
     async def _tell_reward(self, held: HeldSample, digest: bytes, *, urgent: bool) -> None:
-        """Report the reward of a held sample once it is known."""
         sample = held.trajectory.id
         try:
             reward = await asyncio.shield(held.reward)
@@ -222,7 +220,6 @@ class Samples:
         self._generating[generation.sample] = generation, task
 
     async def _run(self, generation: SampleGeneration) -> None:
-        """Generate one sample, hold it and report it."""
         sample = generation.sample
         try:
             held = await self._generator.generate(generation)

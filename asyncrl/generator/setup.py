@@ -143,7 +143,6 @@ async def run_generator(spec: GeneratorSpec, keys: GeneratorKeys) -> None:
 
 
 def _engine_config(config: RunConfig, number: int) -> EngineConfig:
-    """Engine settings of one generator, with room for an adapter that is served separately."""
     engine, lora = config.engine.of_generator(number), config.trainer.lora
     if lora.serve != "adapter":
         return engine
@@ -152,7 +151,6 @@ def _engine_config(config: RunConfig, number: int) -> EngineConfig:
 
 
 def _cache_place(spec: GeneratorSpec, config: RunConfig, tokenizer: Any) -> CachePlace:
-    """Location of this generator's cache: shared with the others, saved for a resumed run."""
     exchange = None
     if config.launcher.generators > 1:
         exchange = str(exchange_directory(spec.run_id, Path(spec.weights_directory)))

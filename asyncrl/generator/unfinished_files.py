@@ -21,7 +21,6 @@ from asyncrl.wire.messages.unfinished_samples import (
 )
 
 _Found = tuple[SampleId, str, KeptTokens]
-"""A sample, the id of its prompt, its tokens."""
 
 logger = logging.getLogger("asyncrl.generator")
 
@@ -29,14 +28,9 @@ logger = logging.getLogger("asyncrl.generator")
 class UnfinishedFiles:
     """Saves and restores the tokens of undelivered samples.
 
-    Failures do not end the run: without a file, samples are generated again.
-
-    Args:
-        installs: copies the tokens of all samples, between two installations of weights.
-        tasks: write in the background.
-        controller: receives a message when samples are released.
-        forget: drops samples, finished or not.
-        here: maps the controller's path of a file to this node's (`GeneratorSpec.here`).
+    Failures do not end the run: without a file, samples are generated again. `installs` copies the
+    tokens between two installations of weights; `tasks` write in the background; `forget` drops
+    samples; `here` maps the controller's path of a file to this node's (`GeneratorSpec.here`).
     """
 
     def __init__(
@@ -56,7 +50,6 @@ class UnfinishedFiles:
         self._copied = asyncio.Event()
         self._copied.set()
         self._first_group = 0
-        """First group of the last save."""
 
     def save(self, command: to_generator.SaveUnfinished) -> None:
         """Copy the tokens of all samples and write them, without blocking other commands.
@@ -129,7 +122,6 @@ class UnfinishedFiles:
     async def _write(
         self, command: to_generator.SaveUnfinished | to_generator.Release, found: Sequence[_Found]
     ) -> str:
-        """Write the file of a command; return the reason if it cannot be written."""
         samples = [UnfinishedSample.of(*one) for one in found]
         path, version = self._here(command.file), command.policy_version
         try:

@@ -28,10 +28,6 @@ class WeightInstalls:
     the new weights. No trajectory is delivered until it is done (`compared`).
 
     Args:
-        engine: gets the weights.
-        samples: interrupted if their KV must be rebuilt.
-        controller: receives a report of each installation.
-        metrics: the seconds of each installation.
         on_change: called when the engine stops for an installation and when it resumes.
         verify: requests the verification of samples.
         installed: called with each version as soon as it is in use.
@@ -72,7 +68,6 @@ class WeightInstalls:
         self._compared = asyncio.Event()
         self._compared.set()
         self.installing: int | None = None
-        """Policy version that is being swapped in, if any."""
 
     async def install(self, command: to_generator.InstallWeights) -> None:
         """Swap to these weights and report the version installed afterwards.
@@ -103,7 +98,6 @@ class WeightInstalls:
         )
 
     async def _swap(self, command: to_generator.InstallWeights) -> bool:
-        """Stage and install; return False if newer weights have replaced these."""
         version = command.manifest.policy_version
         try:
             await self._engine.stage_weights(command.manifest)
@@ -125,7 +119,6 @@ class WeightInstalls:
         return True
 
     async def _verify(self, command: to_generator.InstallWeights) -> None:
-        """Start what became due, before the weights are compared and reported."""
         for verification in command.verify:
             if verification.min_version <= self.version:
                 await self._request_verification(verification)
@@ -142,7 +135,6 @@ class WeightInstalls:
     async def _compare(
         self, manifest: WeightManifest, before: tuple[int, Fingerprint]
     ) -> WrongPolicy | None:
-        """Describe what is wrong with the engine's current weights, if anything."""
         if manifest.fingerprint is None:
             return None
         return compare_weights(

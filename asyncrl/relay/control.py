@@ -49,7 +49,6 @@ _DEAD_SECONDS = 4.0
 """A TCP connection whose other end is silent for this long is replaced."""
 _LOG_SECONDS = 5.0
 _TURN = 64
-"""Frames that are passed on before the other direction gets a turn."""
 
 
 class RelayLine(Generic[In]):
@@ -61,7 +60,6 @@ class RelayLine(Generic[In]):
         self.session: SessionEnd[In] = SessionEnd(
             incoming, max_bytes=LINE_BYTES, transmit=self._transmit
         )
-        """This end of the session."""
         self._ready: deque[In] = deque()
         self._arrived = asyncio.Event()
         self.refusals = Refusals()
@@ -114,16 +112,9 @@ class RelayLine(Generic[In]):
 class ControlRelay:
     """Passes frames on. Use: create it, `await run()` with the relay's other loops, `close()`.
 
-    Args:
-        address: that the node's children connect to.
-        secret: CURVE secret key for it (`HubKeys.secret` of the relays' hub).
-        controller: address of the controller.
-        keys: of the relay, to the controller.
-        incoming: union of the messages that the controller may send to the relay itself.
-        metrics: count what is passed on.
-
-    Raises:
-        KeyUnusable: there is no key; then nothing listens.
+    The node's children connect to `address`, whose CURVE key is `secret` (`HubKeys.secret` of the
+    relays' hub). `incoming` is the union of the controller's messages to the relay itself. Raises
+    KeyUnusable if there is no key; then nothing listens.
     """
 
     def __init__(
@@ -244,7 +235,6 @@ class ControlRelay:
             self._metrics.bundles.of(direction).inc(bundles)
 
     def _note(self, error: BaseException | None, receiver: str) -> None:
-        """Count what could not be passed on, and log it occasionally."""
         if error is None:
             return
         self.dropped += 1

@@ -65,6 +65,7 @@ class FileServer:
 
     @property
     def address(self) -> str:
+        """Address that is bound."""
         return self._hub.address
 
     async def serve(self) -> None:
@@ -145,7 +146,6 @@ def _removed(root: Path, request: files.RemoveFile) -> files.FileRemoved:
 logger = logging.getLogger("asyncrl.relay")
 
 FOLDER_FILE = ".folder"
-"""Name of the file with the id of a node's folder."""
 _NAMING_SECONDS = 1.0
 """By then another relay that sees the folder has written the id, or was killed."""
 
@@ -153,12 +153,8 @@ _NAMING_SECONDS = 1.0
 class RelayFiles:
     """Serves, copies and fetches files. Create it within the event loop.
 
-    Args:
-        root: the run's folder of this node.
-        shares: it is the run's folder itself, as the controller sees it.
-        address: to bind; port `*` takes any free one.
-        keys: of the socket.
-        say: queues a message for the controller.
+    `root` is the run's folder of this node; with `shares` it is the folder that the controller
+    sees. The port of `address` may be `*`, any free one. `say` queues a message for the controller.
     """
 
     def __init__(
@@ -262,7 +258,6 @@ class RelayFiles:
 
 
 def _id_of(root: Path) -> str:
-    """Return the persistent id of a folder."""
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = root / FOLDER_FILE
     with contextlib.suppress(FileExistsError), path.open("x", encoding="ascii") as file:

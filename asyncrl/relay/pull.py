@@ -90,9 +90,7 @@ class FileClient:
 logger = logging.getLogger("asyncrl.relay")
 
 PULL_SECONDS = 1.0
-"""Pause between two rounds."""
 RETRY_SECONDS = 5.0
-"""Pause after a round that failed."""
 _BREATH_SECONDS = 0.2
 """Pause at the end of a run, which waits for the last round."""
 BYTES_PER_SECOND = 100e6
@@ -281,9 +279,7 @@ class _Node:
         self.copying = copying
         self._puller = puller
         self.rounds = 0
-        """Completed rounds."""
         self.trouble = ""
-        """Reason of the last round's failure."""
         self._wake, self._rounded = asyncio.Event(), asyncio.Condition()
         self._task = asyncio.create_task(self._run())
 
@@ -310,7 +306,6 @@ class _Node:
             self.copying.close()
 
     async def _round(self) -> float:
-        """Run one round; return the pause after it."""
         name = self.copying.source.server.name
         try:
             self._puller.pulled_bytes += await self.copying.round()

@@ -54,15 +54,10 @@ _TIMING = Timing(limit_seconds=6 * 3600.0)
 class RelayWeights:
     """Serves, fetches and checks weights. Create it within the event loop.
 
-    Args:
-        name: of the relay.
-        address: to bind for the weights of this node's trainer; port `*` takes any free one.
-        node_address: to bind for received weights; defaults to `address`.
-        keys: of both sockets.
-        directory: in memory.
-        files_id: identifies this relay's files; unique on this machine.
-        say: queues a message for the controller; called in the event loop.
-        metrics: count versions that were fetched.
+    Binds `address` for the weights of this node's trainer (port `*` takes any free one), and
+    `node_address`, by default the same, for received ones. `directory` is in memory; `files_id`
+    identifies this relay's files on this machine. `say` queues a message for the controller; it is
+    called in the event loop.
     """
 
     def __init__(
@@ -178,7 +173,6 @@ class RelayWeights:
             self._source.close()
 
     def _later(self, message: msgspec.Struct) -> None:
-        """Send a message from another thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._say, message)
 

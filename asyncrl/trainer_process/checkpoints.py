@@ -43,8 +43,6 @@ count."""
 
 
 class _Writing(NamedTuple):
-    """A checkpoint that a thread is writing."""
-
     path: Path
     began: float
     ended: concurrent.futures.Future[None]
@@ -60,19 +58,13 @@ class CheckpointWriter:
         self._hanging: _Writing | None = None
 
     def check(self, path: Path) -> None:
-        """Check that a checkpoint may be begun.
-
-        Raises CheckpointUnwritable if the disk has not answered since one was given up.
-        """
+        """Raise CheckpointUnwritable if the disk is silent since a checkpoint was given up."""
         hanging = self._hanging
         if hanging is not None and not hanging.ended.done():
             raise _unanswered(path, hanging)
 
     async def write(self, path: Path, pending: Pending, steps: Sequence[TrainedStep]) -> None:
-        """Write a pending checkpoint.
-
-        Raises CheckpointUnwritable if the disk refuses it or does not answer.
-        """
+        """Write it. Raises CheckpointUnwritable if the disk refuses it or does not answer."""
         self.check(path)
         writing = _Writing(path, time.monotonic(), concurrent.futures.Future(), threading.Event())
         # A daemon: a thread that hangs must not keep the process from ending.
@@ -126,16 +118,9 @@ Outcome = CheckpointWritten | CheckpointFailed
 class Checkpoints:
     """Saves the learner to `DIRECTORY/step-NNNNNN`, each version at most once.
 
-    If the disk refuses a checkpoint or hangs, training continues. It is retried after 1, 2, 4, ...
-    steps, at most `every` apart, and whenever one is due.
-
-    Args:
-        learner: at the version that it was loaded or resumed from, which is not saved again.
-        directory: of all checkpoints of the run.
-        every: steps between two checkpoints.
-        limit_seconds: longest time for one checkpoint.
-        records: metrics and the timeline.
-        asynchronous: continue training while one is written, from a copy of the state.
+    If the disk refuses a checkpoint or does not answer for `limit_seconds`, training continues. It
+    is retried after 1, 2, 4, ... steps, at most `every` apart, and whenever one is due.
+    `asynchronous`: training continues while one is written, from a copy of the state.
     """
 
     def __init__(
@@ -244,7 +229,6 @@ class Checkpoints:
         self._metrics.checkpoint_blocked.inc(time.monotonic() - began)
 
     async def _finish(self) -> None:
-        """Wait until none is being written."""
         if self._writing is not None:
             await asyncio.wait({self._writing})
 

@@ -28,9 +28,7 @@ from asyncrl.wire.messages.frames import decode_trajectory, digest_of
 from asyncrl.wire.messages.to_trainer import Expect, ExpectedSample
 
 EARLY_BYTES = 64 << 20
-"""Bound of all early deliveries together."""
 _HEAD_BYTES = 2048
-"""Bound of a delivery's size besides its arrays."""
 _GIVEN_BACK = 1 << 16
 """Number of remembered given-back samples. A generator that is not asked for one resends it anyway,
 after a while."""
@@ -40,18 +38,12 @@ class Wanted(NamedTuple):
     """The early samples of an order."""
 
     here: Sequence[TrajectoryDelivery]
-    """Waiting deliveries; `receive` takes them now."""
     given_back: Sequence[SampleId]
     """Samples that came early and were not kept: ask their generator to resend them."""
 
 
 class DeliveryNotKept(Exception):  # noqa: N818 - says what happened
-    """A delivery is refused.
-
-    Args:
-        text: what is wrong with it.
-        was_ordered: the run waits for this sample of this generator.
-    """
+    """Refuses a delivery. `was_ordered`: the run waits for this sample of this generator."""
 
     def __init__(self, text: str, *, was_ordered: bool) -> None:
         super().__init__(text)
@@ -61,12 +53,8 @@ class DeliveryNotKept(Exception):  # noqa: N818 - says what happened
 class Intake:
     """Compares deliveries with orders and queues those that match.
 
-    Args:
-        queue: gets the kept deliveries.
-        check: raises BatchError for a trajectory that cannot be trained on now.
-        functions: number of the run's reward functions.
-        steps: of the run.
-        early_bytes: bound of all early deliveries together.
+    `check` raises BatchError for a trajectory that cannot be trained on now; `functions` is the
+    number of the run's reward functions; `early_bytes` bounds all early deliveries together.
     """
 
     def __init__(
@@ -86,10 +74,9 @@ class Intake:
         self._orders: dict[SampleId, tuple[Expect, ExpectedSample]] = {}
         self._early: defaultdict[str, dict[SampleId, TrajectoryDelivery]] = defaultdict(dict)
         self._held_bytes: dict[str, int] = {}
-        """Bytes of each generator's early deliveries."""
         self._given_back: OrderedDict[tuple[str, SampleId], int] = OrderedDict()
         self._lost: set[str] = set()
-        """Lost generators. Names are not reused."""
+        """Names are not reused."""
 
     def expect(self, order: Expect, *, next_step: int) -> Wanted:
         """Note an order, and find its samples that came before it."""
@@ -171,13 +158,11 @@ class Intake:
             self._give_back(most, newest)
 
     def _give_back(self, generator: str, delivery: TrajectoryDelivery) -> None:
-        """Remember only that this delivery has come."""
         self._given_back[generator, delivery.sample] = delivery.step
         if len(self._given_back) > _GIVEN_BACK:
             self._given_back.popitem(last=False)
 
     def _take_early(self, generator: str, sample: SampleId) -> TrajectoryDelivery | None:
-        """Remove a waiting delivery and return it."""
         waiting = self._early.get(generator, {})
         delivery = waiting.pop(sample, None)
         if delivery is not None:
@@ -198,7 +183,6 @@ class Intake:
             del self._given_back[key]
 
     def _refuse_impossible(self, delivery: TrajectoryDelivery) -> None:
-        """Raise ValueError for a sample that no order can name."""
         group, sample = delivery.sample.group, delivery.sample.sample
         if group < 0 or not 0 <= sample < self._queue.group_size:
             raise ValueError(f"no group of {self._queue.group_size} has this sample")

@@ -21,7 +21,6 @@ class WholeGroup(NamedTuple):
     trajectories: list[Trajectory]
     rewards: FloatArray
     generators: list[str]
-    """Process that delivered each sample."""
     terms: list[tuple[float, ...]]
     """Results of the reward functions for each sample; empty for a failed reward."""
 

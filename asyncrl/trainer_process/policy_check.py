@@ -33,7 +33,6 @@ from asyncrl.wire.records.wrong_policy import WrongPolicy
 from asyncrl.wire.weights.writer import WeightPublisher
 
 _SUSPECTS = 4
-"""Trajectories kept per generator for an explanation."""
 _EXPLAINED = 2
 """Generators whose cause is investigated in a step. It takes about ten forward passes over the
 suspects of each, and memory for two copies of the weights; many generators mostly share one
@@ -46,8 +45,6 @@ _MAX_SUSPECT_TOKENS = 1 << 17
 
 @dataclass(slots=True)
 class _Record:
-    """Evidence on one generator's tokens."""
-
     sums: Disagreement = field(default_factory=Disagreement)
     worst: list[tuple[float, int, Trajectory]] = field(default_factory=list)
     """A heap: mean difference, a number that orders equal ones, the trajectory."""
@@ -86,7 +83,6 @@ class PolicyCheck:
         self._disagreed: set[str] = set()
         """Generators beyond the limits when they were last judged."""
         self._of_step: set[str] = set()
-        """Generators whose trajectories are in the step."""
         self.follows = True
         """True if no generator of the last judged step is beyond the limits."""
         self._count = 0
@@ -158,7 +154,6 @@ class PolicyCheck:
     def _explained(
         self, generator: str, record: _Record, version: int, *, look: bool
     ) -> WrongPolicyFound:
-        """Build the finding about a generator, with its cause if `look` is set."""
         sums = record.sums
         suspects = [trajectory for _, _, trajectory in sorted(record.worst, reverse=True)]
         text = (

@@ -51,13 +51,6 @@ class TrainerProcess:
     """The loops of the trainer. Use once: `await process.run()`.
 
     Args:
-        steps: trains.
-        queue: gathers trajectories.
-        intake: fills the queue with ordered ones.
-        checkpoints: saves.
-        control: the connection to the controller.
-        generators: receives deliveries.
-        records: metrics and the timeline.
         groups_per_step: of a step without failed groups.
         mixed_tokens: waiting groups are added together up to this many tokens; 0: one by one.
         in_order: accumulate groups in the order of their numbers, so that the rounding of their sum
@@ -103,9 +96,7 @@ class TrainerProcess:
         self._changed = asyncio.Event()
         self._shutdown: to_trainer.Shutdown | None = None
         self._newest_plan = -1
-        """The last step whose plan came."""
         self._ordered_checkpoints: deque[int] = deque()
-        """Steps after which an ordered checkpoint must be written."""
         self._cut_off: list[from_trainer.PeerCutOff] = []
         generators.refusals.on_cut_off = self._note_cut_off
 
@@ -157,7 +148,6 @@ class TrainerProcess:
                 self._queue.duplicates += 1  # for a lost trainer: its tokens follow other policies
 
     async def _take_in(self, peer: str, delivery: data.TrajectoryDelivery) -> None:
-        """Keep and acknowledge a delivery, let it wait for its order, or refuse it."""
         try:
             kept = self._intake.receive(peer, delivery, next_step=self._steps.step)
         except DeliveryNotKept as error:

@@ -32,7 +32,6 @@ from asyncrl.trainer_process.group_queue import WholeGroup
 logger = logging.getLogger("asyncrl.trainer")
 
 WRITE_SECONDS = 60.0
-"""Longest wait for the records of one step to be written."""
 
 
 def drop_repeated(folder: Path, step: int) -> None:
@@ -55,14 +54,8 @@ def drop_repeated(folder: Path, step: int) -> None:
 class TrainedSampleLog:
     """Writes the samples of finished steps. At most one step's records wait at a time.
 
-    Args:
-        folder: of the files.
-        tokenizer: decodes prompts and responses.
-        settings: `run.log_samples` and its companions.
-        metrics: count the records that could not be written.
-        fence: prevents a replaced trainer from writing.
-        ranks: number of ranks, which share the limit.
-        labels: names of the parts of a reward.
+    `settings` are `run.log_samples` and its companions; the `ranks` share the limit; `labels` name
+    the parts of a reward; `fence` prevents a replaced trainer from writing.
     """
 
     def __init__(
@@ -175,7 +168,6 @@ def _ranges(mask: BoolArray) -> list[tuple[int, int]]:
 
 
 def _tokens(trajectory: Trajectory) -> dict[str, Any]:
-    """The additional fields of `run.log_sample_tokens`."""
     return {
         "prompt_tokens": trajectory.prompt_tokens.tolist(),
         "response_tokens": trajectory.tokens.tolist(),

@@ -83,7 +83,6 @@ _LIMIT = Limit(10, 600.0)
 refused samples must be replaced, or the run would wait for its sample forever."""
 
 _MOST = 1 << 30
-"""Bytes of a delivery with many contexts; one context may be longer."""
 
 
 def _longest_delivery(config: RunConfig) -> int:
@@ -243,7 +242,6 @@ def _sender(
 
 
 def _load_learner(child: Child[TrainerSpec, TrainerMetrics], fence: Fence) -> Learner:
-    """Create the learner, at the checkpoint that the controller chose if the run is resumed."""
     spec, config = child.spec, child.config
     if resolve_device(config.trainer.device).type == "cpu":
         keep_freed_memory()
@@ -340,7 +338,6 @@ async def _sample_log(
 
 
 def _failure(_spec: TrainerSpec, error: BaseException) -> from_trainer.Failure | None:
-    """Build the controller's message about an error; None for an unexpected error."""
     if not isinstance(error, AsyncrlError | TrainerError | MonitoringError | WireError):
         return None
     by_user = isinstance(error, UserError | TrainerError | MonitoringError)

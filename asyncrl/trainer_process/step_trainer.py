@@ -51,16 +51,9 @@ def word_of(
 ) -> tuple[Word, str]:
     """State of a rank without a group to accumulate, and what it waits for.
 
-    Args:
-        step: being trained.
-        plan: the groups of the step, once it has come.
-        done: groups that are accumulated.
-        groups: of a step, while its plan is not known.
-        is_over: the run has ended for it.
-        saves: it must write a checkpoint now.
-
-    Raises:
-        AsyncrlError: the plan lacks an accumulated group.
+    `done` groups of the step are accumulated; `groups` is its size while its `plan` is not known.
+    `is_over`: the run has ended for the rank. `saves`: it must write a checkpoint now. Raises
+    AsyncrlError if the plan lacks an accumulated group.
     """
     if is_over:
         return Word(Has.OVER), OTHER_RANKS
@@ -173,9 +166,7 @@ class TrainerRecords:
     samples: TrainedSampleLog | None = None
     """None if `run.log_samples` is off."""
     check: PolicyCheck | None = None
-    """Compares generators with the trainer, if configured."""
     tracer: Tracer | None = None
-    """Spans of traced groups."""
 
 
 class StepTrainer:
@@ -216,12 +207,10 @@ class StepTrainer:
         self._tracer = records.tracer
         self._start_step()
         self.busy_seconds = 0.0
-        """Seconds spent on gradients and optimizer steps since the start."""
 
     def _start_step(self) -> None:
         self._accumulated: list[int] = []
         self.done: set[int] = set()
-        """Groups of this step whose gradients are accumulated."""
         self._samples = 0
         self._terms: list[tuple[float, ...]] = []
         self._to_log: list[WholeGroup] = []

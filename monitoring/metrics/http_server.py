@@ -73,6 +73,7 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     @property
     def port(self) -> int:
+        """The bound port."""
         return int(self.server_address[1])
 
     def shutdown(self) -> None:

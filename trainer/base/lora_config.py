@@ -44,6 +44,7 @@ class LoraConfig(BaseModel):
 
     @property
     def enabled(self) -> bool:
+        """True if an adapter is trained."""
         return self.rank > 0
 
     @property

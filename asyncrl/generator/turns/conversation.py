@@ -37,7 +37,6 @@ class ProcessEnds:
 
     count: int = 0
     deaths: int = 0
-    """Ends while only this sample was served."""
     _alone_until: int | None = None
     """Answered turns until its calls may run with others; 0: it must be opened."""
     _open: list[ProcessEnd] = field(default_factory=list)
@@ -106,14 +105,13 @@ class Turn:
     """A turn of the policy and its answer."""
 
     action: IntArray
-    """`[T]` tokens."""
+    """`[T]`."""
     message: dict[str, Any]
     done: bool
     reward: float
     observed: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """`[N]` tokens of the observation; empty after the last turn."""
+    """`[N]`; empty after the last turn."""
     answer: list[dict[str, Any]] = field(default_factory=list)
-    """The observation as chat messages."""
     begins_context: bool = False
     """True if `observed` is a whole prompt: the chat template has changed earlier messages, or
     another conversation begins."""
@@ -157,11 +155,10 @@ class Episode:
     opened: bool = False
     """True once `reset` was answered."""
     row_prompt: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """`[P]` the row's own prompt."""
+    """`[P]`."""
     prompt: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     """`[P]` tokens of the answer to `reset`; empty if the row's own prompt is used."""
     conversation: list[dict[str, Any]] = field(default_factory=list)
-    """The messages before the first turn."""
     traits: Traits = field(default_factory=Traits)
     turns: list[Turn] = field(default_factory=list)
     """Answered turns, in order; those of the sample's text begin with them."""

@@ -54,16 +54,9 @@ if TYPE_CHECKING:
 
 
 def answered(turn: Turn, result: StepResult, episode: Episode, translation: Translation) -> Turn:
-    """Add the environment's answer to a turn, unless the sample ends with it.
+    """Add the environment's answer to a turn, unless the sample ends. The episode is up to it.
 
-    Args:
-        turn: the policy's, not in the episode yet.
-        result: of the environment.
-        episode: up to this turn.
-        translation: into tokens.
-
-    Raises:
-        BadAnswerError: the answer cannot be shown to the policy.
+    Raises BadAnswerError if the answer cannot be shown to the policy.
     """
     said = result.observation
     if result.done or said is None:
@@ -90,7 +83,6 @@ def _continued(
     episode: Episode,
     translation: Translation,
 ) -> Observed | None:
-    """Continue a conversation after its last common turn, if it has one."""
     if is_ids(said) or not translation.keeps_history:
         return None
     messages = translation.conversation(said, {})  # type: ignore[arg-type]  # no ids
@@ -182,10 +174,7 @@ class Episodes:
         self._counts += EnvironmentCounts(started_over=1)
 
     async def begin(self, generation: SampleGeneration) -> None:
-        """Open the environment, before the sample's first token.
-
-        Raises EnvironmentFailed if it did not answer, and `rewards.on_error` is `stop`.
-        """
+        """Open the environment. Raises EnvironmentFailed if the run must end."""
         episode = _episode_of(generation)
         try:
             while not episode.opened:
@@ -267,7 +256,7 @@ class Episodes:
         episode.turns.append(turn)
 
     async def _session(self, generation: SampleGeneration, episode: Episode) -> Session:
-        """Return the session, reopened if its process is gone. Raises StartOver, SessionLost."""
+        """Raises StartOver, SessionLost."""
         session = episode.session
         if session is not None and not session.lost:
             return session
@@ -282,7 +271,7 @@ class Episodes:
         return await self._open(generation, episode)
 
     async def _go_back(self, episode: Episode, session: Session, turn: int) -> None:
-        """Return the session to its state before this turn. Raises StartOver, SessionLost."""
+        """Raises StartOver, SessionLost."""
         if episode.traits.restores:
             await session.restore(turn, alone=episode.ends.alone)
             del episode.given[turn:]
