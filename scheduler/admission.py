@@ -226,6 +226,5 @@ class Admission:
         return reached
 
     def _with_last_groups(self) -> list[tuple[Bounds, int]]:
-        """Pair each bounds with its last group; the last ones have no limit."""
         following = [one.first_step * self.groups_per_step - 1 for one in self.bounds[1:]]
         return list(zip(self.bounds, [*following, 1 << 62], strict=True))

@@ -81,10 +81,9 @@ class DeliverGroup(msgspec.Struct, frozen=True):
     """
 
     step: int
-    """The step that trains on the group."""
     group: int
     samples: tuple[tuple[str, SampleId], ...]
-    """(generator, sample) pairs, by sample."""
+    """In sample order."""
 
 
 class DeclareStep(msgspec.Struct, frozen=True):
@@ -120,9 +119,7 @@ class ReportGroupWithoutSignal(msgspec.Struct, frozen=True, gc=False):
 
     group: int
     step: int
-    """The step that would have trained on it."""
     reward: float
-    """The reward of each of its samples."""
 
 
 class PauseGenerator(msgspec.Struct, frozen=True, gc=False):

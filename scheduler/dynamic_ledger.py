@@ -92,11 +92,8 @@ class DynamicLedger:
         self._first = self._next_group = self._issued_below = self._starts[first_step]
         self._next_step = first_step
         self._settled: dict[int, Outcome] = {}
-        """Settled groups that are not consumed."""
         self._trained_in: dict[int, int] = {}
-        """Number of groups that each consumed step trained on."""
         self._left_out: dict[int, _LeftOut] = {}
-        """Groups left out of each consumed step, if any."""
 
     @property
     def next_step(self) -> int:
@@ -273,7 +270,6 @@ class Places:
         self.step = -1
         """The undecided step that places are counted from; -1 to count anew."""
         self.left_over = 0
-        """Groups that were begun for a step and belong to a later one."""
         self.reached = ledger.first_group
         """From this group on, none was delivered or left out, except failed ones."""
         self._units = 0

@@ -84,7 +84,6 @@ class DynamicSampling:
                 places.changed = True
 
     def _move_groups(self) -> None:
-        """Update the place of each group."""
         state, places = self._state, self._places
         has_moved = False
         is_new = places.step != state.next_undeclared
@@ -149,7 +148,7 @@ class DynamicSampling:
             self._verification.verify(owner, group, samples, least)
 
     def _can_verify(self, owner: Generator) -> bool:
-        """Return True if a generator can verify now, without waiting for anything."""
+        """Return True if a generator can verify now."""
         if not self._state.admission.verifies or owner.rewinding or owner.leaving:
             return False
         return self._state.config.partial_rollout or owner.installing is None
@@ -170,7 +169,6 @@ class DynamicSampling:
             self._weights.refill(owner)
 
     def _leave_out(self) -> None:
-        """Settle the groups without signal that the step has reached."""
         for group in self._reached():
             if self._verdict(group) is Verdict.NO_SIGNAL and group.signal is not None:
                 reward = group.signal.rewards[0]
@@ -183,7 +181,6 @@ class DynamicSampling:
                 self._places.reached = max(self._places.reached, group.index + 1)
 
     def _deliver(self) -> None:
-        """Deliver the groups with signal that the step has reached."""
         for group in self._reached():
             if self._verdict(group) is Verdict.SIGNAL and 1 not in group.sent:
                 self._work.deliver(group)
@@ -208,7 +205,6 @@ class DynamicSampling:
         return reached
 
     def _verdict(self, group: Group) -> Verdict:
-        """The verdict on a group's signal that counts now."""
         owner, signal = group.owner, group.signal
         if signal is None or owner is None or 1 in group.sent:
             return Verdict.OPEN

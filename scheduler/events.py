@@ -100,7 +100,7 @@ class KvUsed(msgspec.Struct, frozen=True, gc=False):
 
     generator: str
     share: float
-    """Share in use, 0 to 1."""
+    """0 to 1."""
 
 
 class EnvironmentWaits(msgspec.Struct, frozen=True, gc=False):
@@ -118,7 +118,6 @@ class SpeedMeasured(msgspec.Struct, frozen=True, gc=False):
 
     generator: str
     tokens_per_row_second: float
-    """Tokens that it generates for each running sample per second."""
 
 
 class WeightsPublished(msgspec.Struct, frozen=True, gc=False):

@@ -63,7 +63,6 @@ class Ledger:
         self._consumed = 0
         self._failed = 0
         self._failed_in: dict[int, int] = {}
-        """Failed groups of each consumed step, if any."""
 
     @property
     def next_step(self) -> int:

@@ -141,17 +141,16 @@ class Placement:
     def __init__(self, group_size: int) -> None:
         self.generators: dict[str, Generator] = {}
         self.unplaced: list[tuple[int, Group]] = []
-        """Heap of groups that wait for a generator; entries may be outdated."""
+        """Heap; entries may be outdated."""
         self._group_size = group_size
         self._by_number: dict[int, Generator] = {}
         self._joined = 0
         self._speeds = Speeds()
         self._candidates = MinIndex()
-        """Generators that groups may be placed on, by relative load."""
         self._backlogs = MinIndex()
         """Generators with busy slots and waiting groups, longest queue first."""
         self._last_place: array[int] = array("i")
-        """By prompt index: number of the generator that it went to last, -1 for none."""
+        """Number of the last generator of each prompt index; -1 if none."""
 
     def __contains__(self, name: str) -> bool:
         """Return True if groups may be placed on, or taken over from, this generator."""
@@ -336,9 +335,9 @@ class Placement:
 
 
 def _until_done(generator: Generator) -> int:
-    """Time until it would finish a group that is placed on it now, in units.
+    """Time until it would finish a group that is placed on it now.
 
-    The unit is 1/`_LOAD_UNITS` of the time that a generator of speed 1 needs for as many samples as
+    In units of 1/`_LOAD_UNITS` of the time that a generator of speed 1 needs for as many samples as
     it has slots. Without measured speeds the order is that of the load relative to the slots.
     """
     if generator.speed == 1.0:

@@ -71,7 +71,6 @@ class Group:
     """Its index; with dynamic sampling, the index that it would have if all groups carried
     signal."""
     signal: GroupSignal | None = None
-    """None without dynamic sampling."""
 
     @classmethod
     def new(cls, index: int, step: int, key: int | None, size: int) -> Group:
@@ -107,7 +106,6 @@ class Generator:
     """Samples whose verification was commanded together with that install, with the lowest allowed
     version of their tokens."""
     groups: dict[int, Group] = field(default_factory=dict)
-    """Groups that it owns, by index."""
     queue: list[tuple[int, Group]] = field(default_factory=list)
     """Heap of groups to be started, earliest in data order first. An entry is outdated if the group
     moved or has nothing left to start; it is skipped when it reaches the top."""

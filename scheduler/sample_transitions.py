@@ -135,7 +135,6 @@ class Work:
 
     @staticmethod
     def _queue_again(owner: Generator, group: Group, sample: int) -> None:
-        """Queue a sample that has left its state at its owner, as if it was never started."""
         group.states[sample] = QUEUED
         group.stale[sample] = 0
         group.attempts[sample] -= 1
@@ -264,7 +263,6 @@ class Work:
             group.owner = None
 
     def _leave(self, owner: Generator, group: Group, state: int) -> None:
-        """Remove a sample that leaves `state` from the counts of its group and owner."""
         if state == RUNNING:
             group.running -= 1
             owner.running -= 1

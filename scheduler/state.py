@@ -29,7 +29,6 @@ class SchedulerState:
     config: SchedulerConfig
     admission: Admission
     total_steps: int
-    """Steps of the whole run; the last one is `total_steps - 1`."""
     ledger: Ledger | DynamicLedger
     """Which groups were issued, arrived in the trainer, failed and were consumed (`Steps`)."""
     placement: Placement
@@ -45,7 +44,7 @@ class SchedulerState:
     places: Places | None = None
     """The expected step of each group, with dynamic sampling (`DynamicSampling`)."""
     groups: dict[int, Group] = field(default_factory=dict)
-    """Groups that are neither in the trainer nor failed, by index (`Work`)."""
+    """Neither in the trainer nor failed (`Work`)."""
     lost: set[str] = field(default_factory=set)
     """Names of generators that were lost or have left (`Scheduler`, `Leaving`)."""
     leaving: dict[str, Generator] = field(default_factory=dict)
@@ -66,13 +65,11 @@ class SchedulerState:
     """While true, no sample is started (`RunControl`)."""
     stopping: bool = False
     finished: FinishRun | None = None
-    """The command that ended the run (`Steps`)."""
     samples_finished: int = 0
     """Accepted `SampleFinished` events, those of reissued samples included (`SampleEvents`)."""
     tokens_finished: int = 0
     """Response tokens of these samples (`SampleEvents`)."""
     staleness_max: int = 0
-    """Largest staleness of a finished sample's oldest token (`SampleEvents`)."""
 
     @classmethod
     def new(

@@ -65,7 +65,6 @@ def _drains(state: SchedulerState) -> list[str]:
 
 
 def _current_step(state: SchedulerState) -> list[str]:
-    """Describe what the current step waits for: samples, acknowledgements or the trainer."""
     step = state.step
     if state.next_undeclared > step:
         return [f"step {step} waits for the trainer to finish it"]
@@ -113,14 +112,12 @@ def _groups_of(state: SchedulerState, step: int) -> list[Group]:
 
 
 def _waits_for_rewards(group: Group) -> int:
-    """Count samples of a finished group without a known reward, with dynamic sampling."""
     if group.signal is None or any(one != HELD for one in group.states) or 1 in group.stale:
         return 0
     return group.signal.rewards.count(None)
 
 
 def _next_step(state: SchedulerState) -> list[str]:
-    """Describe why no later group is open."""
     group, admission = state.last_open_group + 1, state.admission
     step = group // state.config.groups_per_step
     if step >= state.total_steps:
@@ -134,7 +131,6 @@ def _next_step(state: SchedulerState) -> list[str]:
 
 
 def _listed(names: list[str], limit: int = 3) -> str:
-    """List the first few names, and how many more there are."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
@@ -152,13 +148,11 @@ class GeneratorView:
     slots: int
     policy_version: int
     installing: int | None
-    """Version of its unanswered install, if any."""
     queued: int
     """Samples placed on it and not started."""
     running: int
     """Samples issued to it and not finished."""
     leaving: bool
-    """True if it was ordered to leave and has samples."""
     held: int
     """Finished samples that it holds, including those on their way to the trainer."""
 
@@ -194,13 +188,13 @@ class SchedulerView:
     staleness_max: int
     """Largest staleness of a finished sample's oldest token, for the step that it belongs to."""
     generators: tuple[GeneratorView, ...]
-    """In the order in which they joined."""
+    """Ordered as they joined."""
     paused: bool
     stopping: bool
     finished: FinishRun | None
     """The command that ended the run, if it has ended."""
     waits: tuple[str, ...]
-    """Each wait's reason, most important first; empty only if the run is finished."""
+    """Most important first; empty only if the run is finished."""
     groups_without_signal: int = 0
     """Groups left out because they carry no signal, since this process began."""
     groups_left_over: int = 0

@@ -45,7 +45,6 @@ def as_text() -> str:
 
 
 def _source() -> Json:
-    """The variable that selects Prometheus, at the top of the dashboard."""
     return {
         "name": "source",
         "label": "Prometheus",

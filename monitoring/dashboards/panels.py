@@ -97,9 +97,8 @@ class Panel:
 
     title: str
     shows: str
-    """One sentence."""
     if_wrong: str
-    """What to do then: one or two sentences."""
+    """The remedy: one or two sentences."""
     unit: str
     queries: tuple[Query, ...]
     stacked: bool = False

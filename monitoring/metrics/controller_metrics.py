@@ -29,7 +29,6 @@ from asyncrl.wire.records.wrong_policy import Cause
 GENERATOR_STATES = ("starting", "ready", "leaving", "left", "lost")
 """`left`: ordered to leave because the run was scaled down."""
 _STEPS = 51
-"""Number of steps in the median `asyncrl_step_median_seconds`."""
 
 
 def _step_gauge(name: str, text: str, value: Callable[[StepMetrics], Measured]) -> Any:

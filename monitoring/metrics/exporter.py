@@ -44,12 +44,7 @@ class Exporter:
 
 
 def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporter:
-    """Serve `registry` on `host:port`; port 0 takes any free one.
-
-    Raises:
-        PortInUse: another process listens on the port.
-        ExporterError: the address does not belong to this machine, or may not be used.
-    """
+    """Serve `registry` on `host:port`; port 0 is any free one. Raises PortInUse, ExporterError."""
     if not 0 <= port <= MAX_PORT:
         raise ExporterError(f"metrics port {port} is not between 0 and {MAX_PORT}")
     try:
@@ -70,9 +65,9 @@ def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporte
 def exporter_for(
     config: MonitoringConfig, registry: CollectorRegistry, index: int
 ) -> Exporter | None:
-    """Start the exporter of a run's index-th process (the controller is 0), if enabled.
+    """Start the exporter of a run's index-th process, if enabled; the controller is 0.
 
-    Raises the errors of `start_exporter`.
+    Raises PortInUse or ExporterError.
     """
     if not config.metrics:
         return None

@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 MAX_HEAD_BYTES = 16_384
-"""Largest request line and headers together."""
 MAX_CONNECTIONS = 32
 """Most connections at once; further ones get 503."""
 REQUEST_SECONDS = 5.0

@@ -27,11 +27,10 @@ class MetricSpec:
     help: str
     """One sentence, shown by Prometheus."""
     label: str | None = None
-    """A label in addition to `process`."""
     values: tuple[str, ...] | None = None
     """Possible values of the label; None with a label allows any (keep them few)."""
     second_label: str | None = None
-    """A label in addition to `label`, with any value."""
+    """May have any value."""
     buckets: tuple[float, ...] = SECONDS
     """Upper bounds of a histogram's buckets, in its unit."""
     value: Callable[[Any], float | None] | None = None

@@ -51,10 +51,9 @@ class SlotPiece(msgspec.Struct, frozen=True):
     """The use of one process's slots from `start` to `end`."""
 
     start: float
-    """Unix time in seconds."""
+    """Unix seconds."""
     end: float
     slots: int
-    """Number of the engine's slots."""
     used: dict[str, float]
     """Mean number of slots per `SlotUse` value; the rest of `slots` is idle."""
 
@@ -133,7 +132,6 @@ class SlotLog:
 
 
 def _joined(first: SlotPiece, second: SlotPiece) -> SlotPiece:
-    """Join both pieces, slots averaged over time."""
     if first.used == second.used:
         return SlotPiece(first.start, second.end, first.slots, first.used)
     seconds = second.end - first.start

@@ -24,7 +24,6 @@ class Resending(Protocol):
     """One end of a session, or all those of a hub (`asyncrl.wire.sessions`)."""
 
     count_resent: Callable[[int], None]
-    """Called with the number of frames that are sent again."""
 
     @property
     def unacknowledged(self) -> int:

@@ -43,7 +43,6 @@ class GroupAccount(NamedTuple):
     twice: tuple[int, ...]
     """Groups named more than once, as trained on or left out."""
     without_signal: int = 0
-    """Groups left out because they carry no signal."""
 
     @property
     def is_exact(self) -> bool:
@@ -87,10 +86,8 @@ def totals_of(steps: Sequence[StepMetrics]) -> GroupTotals:
 def read_account(run: Path) -> GroupAccount:
     """Account for the run in a folder, by its metrics.jsonl and config.yaml.
 
-    Raises:
-        RecordError: a record cannot be read.
-        OSError: there is no config.yaml.
-        ValueError: config.yaml is not YAML, or lacks `scheduler.groups_per_step`.
+    Raises RecordError for a damaged record, OSError or ValueError if config.yaml is missing or
+    unusable.
     """
     path = run / "config.yaml"
     try:

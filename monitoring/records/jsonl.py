@@ -112,7 +112,6 @@ class RetryingJsonlWriter:
     ) -> None:
         self.path = path
         self.dropped = 0
-        """Lines dropped because `keep_bytes` of them waited already."""
         self._keep_bytes = keep_bytes
         self._patience_seconds = patience_seconds
         self._encoder = msgspec.json.Encoder(enc_hook=_plain_number)
@@ -120,7 +119,6 @@ class RetryingJsonlWriter:
         self._disk = DiskThread()
         self._waiting = bytearray()
         self._attempt: _Attempt | None = None
-        """The write whose result is not known yet."""
         self._failing = False
         self._closed = False
         self._write()
@@ -162,7 +160,6 @@ class RetryingJsonlWriter:
                 self._file.close()
 
     def _write(self) -> None:
-        """Write waiting lines, as far as possible."""
         if self._attempt is None:
             self._attempt = _Attempt(bytes(self._waiting))
             self._disk.begin(partial(self._try, self._attempt))
@@ -238,9 +235,7 @@ def _remove_incomplete_line(path: Path) -> None:
 def read_jsonl(path: Path, kind: type[T]) -> list[T]:
     """Read all lines of `path` as `kind`, without an incomplete last line.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        RecordError: a line other than an incomplete last one cannot be decoded.
+    Raises FileNotFoundError, or RecordError for any other line that cannot be decoded.
     """
     records: list[T] = []
     for one in _decoded(path, kind):
@@ -251,10 +246,7 @@ def read_jsonl(path: Path, kind: type[T]) -> list[T]:
 
 
 def read_undamaged(path: Path, kind: type[T]) -> tuple[list[T], list[RecordError]]:
-    """Read like `read_jsonl`, but return undecodable lines as errors.
-
-    Raises FileNotFoundError if there is no such file.
-    """
+    """Read like `read_jsonl`, but return undecodable lines as errors; raises FileNotFoundError."""
     records: list[T] = []
     errors: list[RecordError] = []
     for one in _decoded(path, kind):
@@ -290,7 +282,7 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def read_tail(path: Path, kind: type[T], max_bytes: int) -> list[T]:
-    """Read the last whole lines of `path`, at most `max_bytes` of them, without damaged ones.
+    """Read the last whole lines of `path`, at most `max_bytes`, without damaged ones.
 
     Empty if there is no such file.
     """

@@ -35,10 +35,7 @@ class EvaluationsLog:
 
 
 def read_evaluations(path: Path) -> list[EvaluationRecord]:
-    """The newest record of each step, in order of the steps; empty without the file.
-
-    Raises RecordError if a line other than an incomplete last one cannot be decoded.
-    """
+    """The newest record of each step, in order; empty without the file. Raises RecordError."""
     try:
         records = read_jsonl(path, EvaluationRecord)
     except FileNotFoundError:
@@ -68,9 +65,9 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The newest record of each step, in order; empty without the file. Unknown keys are ignored.
+    """The newest record of each step, in order; empty without the file. Raises RecordError.
 
-    Raises RecordError if a line other than an incomplete last one cannot be decoded.
+    Unknown keys are ignored.
     """
     try:
         steps = read_jsonl(path, StepMetrics)

@@ -11,7 +11,6 @@ from asyncrl.monitoring.records.spans import Span, continues
 _GAP = 0.05
 """Longest gap between two pieces of one phase, in seconds."""
 _REMEMBERED = 51
-"""Number of ended phases of a kind in the median."""
 ENOUGH = 5
 """Ended phases of a kind that a median needs."""
 
@@ -29,7 +28,6 @@ class Phases:
     """
 
     present: Span | None = None
-    """The current phase, as far as it has been reported."""
     _ended: dict[str, deque[float]] = field(default_factory=dict)
     """Seconds of ended phases by kind, the newest last."""
 

@@ -70,10 +70,7 @@ def read_steps(run: Path) -> list[StepMetrics]:
 def difference(run: Path, other: Path) -> str | None:
     """Describe the first difference between two runs' folders, if there is one.
 
-    Raises:
-        RecordError: a record cannot be read.
-        ValueError: a run has no records.
-        OSError: weights cannot be read.
+    Raises RecordError, ValueError for a run without records, or OSError.
     """
     steps, others = read_steps(run), read_steps(other)
     for mine, theirs in zip(steps, others, strict=False):

@@ -41,11 +41,9 @@ class SampleRecord(msgspec.Struct, frozen=True):
     """`[L]` text of each response token."""
     provenance: list[TokenProvenance]
     segments: list[SampleSegment]
-    """In order, covering `[0, L)`."""
+    """In order; they cover `[0, L)`."""
     reward: float | None
-    """The reward used for training."""
     answer: str | None = None
-    """The reference answer, if the task has one."""
     logprobs: list[float | None] | None = None
     """`[L]` behaviour log-probabilities; None where not finite."""
     sample_id: str = ""

@@ -52,7 +52,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str
     """A `SpanKind` value; readers show an unknown kind by its name."""
     start: float
-    """Unix time in seconds, monotonic within a process."""
+    """Unix seconds, monotonic within a process."""
     end: float
     args: dict[str, Any] = {}
     """Details: `step`, `version`, `for`."""

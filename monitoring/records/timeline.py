@@ -41,14 +41,9 @@ class Clock:
 class Timeline:
     """The timeline of one process. Thread-safe.
 
-    Args:
-        path: the file to append to; without it nothing is written.
-        process: name of the process, as in its metrics ("controller", "generator-0").
-        clock: source of times.
-        flush_seconds: a recorded span is written this long after the last write, at the latest when
-            another one is recorded.
-        merge_gap: equal spans at most this many seconds apart become one.
-        observe: called with each piece when it is written, for instance to count idle seconds.
+    Appends to `path`, if given. `process` is named as in its metrics ("controller", "generator-0").
+    Spans are written when one is recorded `flush_seconds` or more after the last write. Equal spans
+    at most `merge_gap` seconds apart become one. `observe` gets each piece when it is written.
     """
 
     def __init__(
@@ -183,7 +178,6 @@ class Timeline:
 
 
 def _checked(kind: SpanKind | str, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the kind's name and the arguments, `for_` spelled `for`."""
     try:
         name = SpanKind(kind).value
     except ValueError:

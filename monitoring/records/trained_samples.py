@@ -52,11 +52,9 @@ class TrainedSample(msgspec.Struct, frozen=True, omit_defaults=True):
     response: str
     """Text of the response tokens without special tokens, as reward functions get it."""
     reward: float
-    """The reward used for training."""
     finish_reason: str
     """`stop`, `length` or `deadline`: `asyncrl.rollout.trajectory.FinishReason`."""
     generator: str
-    """The delivering process."""
     prompt_length: int
     response_length: int
     """Tokens of the response; the sum of the counts of tokens below."""
@@ -233,7 +231,6 @@ _DECODER = msgspec.json.Decoder(_Step)
 
 
 def _step_of(line: bytes, path: Path) -> int | None:
-    """The step of a whole line; None if it is damaged."""
     try:
         return _DECODER.decode(line).step
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -31,7 +31,6 @@ class Row(NamedTuple):
 
     name: str
     values: list[str]
-    """One per run."""
 
 
 class Curve(NamedTuple):

@@ -40,25 +40,21 @@ class RunData:
 
     name: str
     steps: list[StepMetrics] = field(default_factory=list)
-    """Records of metrics.jsonl, one per optimizer step, in order."""
+    """In order."""
     timelines: dict[str, list[Span]] = field(default_factory=dict)
     """Process to its spans, in the order in which the processes are drawn."""
     slots: dict[str, list[SlotPiece]] = field(default_factory=dict)
     """Generator to the use of its slots, where recorded."""
     samples: list[SampleRecord] = field(default_factory=list)
-    """Trained-on records of samples.jsonl, in order."""
+    """Those trained on, in order."""
     orders: list[OrderRecord] = field(default_factory=list)
-    """Records of orders.jsonl, in order."""
     evaluations: list[EvaluationRecord] = field(default_factory=list)
-    """Records of evaluations.jsonl, in order of their steps."""
     result: RunResult | None = None
-    """result.json, once the run is finished."""
     begun: BeginningState = field(default_factory=BeginningState)
     """Known from run.json before there is a result."""
     config_text: str = ""
     """config.yaml, verbatim."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """config.yaml, parsed."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the reader about what could not be read."""
 
@@ -198,7 +194,6 @@ def rank_of(process: str) -> tuple[int, str, int]:
 
 
 def _load_or_note(data: RunData, load: Callable[[], T], otherwise: T) -> T:
-    """Return the loaded value, or `otherwise` and add a note about the error."""
     try:
         return load()
     except (RecordError, OSError) as error:

@@ -22,7 +22,6 @@ class _Indicator:
     style: str = "c1"
     unit: str = ""
     from_zero: bool = True
-    """True if the y axis starts at 0."""
 
 
 _INDICATORS = (
@@ -99,7 +98,6 @@ def health(data: RunData) -> Markup | None:
 
 
 def _left_out(data: RunData) -> list[_Indicator]:
-    """Indicators of what dynamic sampling left out; empty without it."""
     if not any(step.groups.without_signal for step in data.steps):
         return []
     note = "Share of the groups that each step looked at (dynamic sampling)."
@@ -112,7 +110,6 @@ def _share_without_signal(step: StepMetrics) -> Measured:
 
 
 def _signals(data: RunData) -> list[_Indicator]:
-    """One indicator per signal that the algorithm reports."""
     names = {name: None for step in data.steps for name in step.algorithm}
     note = "Reported by the algorithm."
     return [

@@ -72,11 +72,7 @@ def slot_strip(
 ) -> Markup:
     """Draw the use of one generator's slots over time.
 
-    Args:
-        pieces: the generator's records.
-        span: first and last moment drawn, in seconds since 1970.
-        box: where to draw.
-        origin: the moment from which the axis counts.
+    `span` is the first and last moment drawn, in Unix seconds; the axis counts from `origin`.
     """
     start, end = span
     slots = max((piece.slots for piece in pieces), default=0)
@@ -129,7 +125,6 @@ class Window:
     start: float
     end: float
     origin: float
-    """The moment from which the axis counts: the start of the run."""
 
     def x(self, time: float) -> float:
         """Pixels from the left edge."""
@@ -146,12 +141,8 @@ def lanes_drawing(
 ) -> Markup:
     """Draw all lanes over one window.
 
-    Args:
-        lanes: process to its spans.
-        window: the time that is drawn.
-        title: text for screen readers.
-        steps: steps and the moments at which they finished, as `(step, time)`.
-        slots: process to the use of its slots, drawn under its lane.
+    `lanes` and `slots` are by process; `steps` are `(step, time)`, the moments at which they
+    finished. `title` is the text for screen readers.
     """
     slots = slots or {}
     marks: list[Child] = []

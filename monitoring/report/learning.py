@@ -29,7 +29,6 @@ from asyncrl.wire.records.step import Measured, StepMetrics
 
 _RIGHT = 28
 _NAMED = 3
-"""Most incomplete evaluations that are named."""
 
 
 def learning(data: RunData) -> Markup:
@@ -64,7 +63,6 @@ def _reward(data: RunData) -> Markup:
 
 
 def _terms(data: RunData) -> Markup | None:
-    """Plot the result of each reward function, if there are several."""
     names = list({name: None for step in data.steps for name in step.rewards})
     if len(names) < 2:
         return None
@@ -85,7 +83,6 @@ def _term(name: str) -> Callable[[StepMetrics], Measured]:
 
 
 def _failures(data: RunData) -> Markup | None:
-    """A sentence about failed rewards, if any."""
     failed = data.steps[-1].reward_failures if data.steps else {}
     if data.result is not None:
         failed = data.result.reward_failures
@@ -100,7 +97,6 @@ def _failures(data: RunData) -> Markup | None:
 
 
 def _incomplete(data: RunData) -> Markup | None:
-    """A sentence about evaluations without an accuracy, if any."""
     texts = [text for one in data.evaluations if (text := incomplete(one)) is not None]
     if not texts:
         return None
@@ -115,7 +111,6 @@ def _incomplete(data: RunData) -> Markup | None:
 
 
 def _environment(data: RunData) -> Markup | None:
-    """A sentence about environments, if any."""
     counts = data.steps[-1].environments if data.steps else EnvironmentCounts()
     if not counts.turns:
         return None
@@ -182,7 +177,6 @@ def _evaluation(data: RunData) -> Markup:
 
 
 def _by_step(data: RunData) -> list[Markup]:
-    """The accuracy of every evaluated step, if any was during training."""
     if len(data.evaluations) < 2 or all(one.when != "during" for one in data.evaluations):
         return []
     steps = [float(one.step) for one in data.evaluations]

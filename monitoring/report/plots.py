@@ -34,11 +34,9 @@ def stacked_slices(
 ) -> Markup:
     """One path per part, and over each slice an invisible band that shows its numbers.
 
-    Args:
-        slices: for each slice, part to its share of the slice, 0 to 1; an empty one is not drawn.
-        styles: part to its CSS class, in the order from the bottom.
-        box: where to draw.
-        describe: the text shown when the slice of this index is pointed at.
+    Each slice maps parts to shares of it, 0 to 1; an empty one is not drawn. `styles` are CSS
+    classes by part, in the order from the bottom; `describe` gives the text that is shown for a
+    slice.
     """
     width = box.width / max(1, len(slices))
     paths: dict[str, list[str]] = {}
@@ -94,7 +92,6 @@ class Series:
     name: str
     values: Values
     style: str = "c1"
-    """CSS class of the colour."""
     faint: bool = False
     """True to draw it thin and pale, as the raw numbers behind a smoothed line."""
 

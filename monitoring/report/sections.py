@@ -116,7 +116,6 @@ def _details(record: SampleRecord, index: int) -> str:
 
 
 OPEN_SAMPLES = 4
-"""Number of sample trajectories shown at once. The others unfold."""
 
 
 def section(title: str, about: str, *content: Child) -> Markup:

@@ -76,7 +76,6 @@ def sentence(data: RunData) -> str:
 
 
 def _findings(data: RunData) -> list[str]:
-    """All findings of the run that a process had another policy."""
     if data.result is not None:
         return list(data.result.wrong_policy)
     return [text for step in data.steps for text in step.wrong_policy]
@@ -268,7 +267,6 @@ def _idle_tile(data: RunData) -> Markup:
 
 
 def _groups_tile(data: RunData) -> list[Markup]:
-    """A tile on how often each group was trained on; none for records that name no groups."""
     per_step = data.setting("scheduler.groups_per_step")
     if not isinstance(per_step, int) or not any(step.groups.trained for step in data.steps):
         return []
@@ -285,7 +283,6 @@ def _groups_tile(data: RunData) -> list[Markup]:
 
 
 def _noise_floor_tile(data: RunData) -> list[Markup]:
-    """A tile on verification's rejections under unchanged weights, if measured."""
     measured = data.steps[-1].noise_floor if data.steps else NoiseFloor()
     if measured.share is None:
         return []

@@ -31,23 +31,15 @@ class SinkState(msgspec.Struct, kw_only=True):
     run_id: str = ""
     """Id of the sink's run, which a resumed run continues."""
     step_time: float = 0.0
-    """Time of the newest step."""
     step: int = -1
-    """The newest step."""
     evaluation: int = -1
-    """Step of the newest evaluation."""
     evaluation_time: float = 0.0
-    """Time of that evaluation."""
     sample_step: int = -1
-    """Step of the newest trained-on sample."""
     trained: list[tuple[int, str]] = []
     """Step and id of trained-on samples in the last steps before it."""
     shown_step: int = -1
-    """Version of the newest samples of an evaluation."""
     shown: list[str] = []
-    """Samples of that version, each with its set."""
     failures: int = 0
-    """Failed calls of the sink, since the run began."""
 
     def has_trained(self, sample: SampleRecord) -> bool:
         """Return True if the sink has had a trained-on sample."""

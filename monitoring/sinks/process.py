@@ -106,7 +106,7 @@ class Following:
         return True
 
     def _send(self, news: News) -> None:
-        """Send records, taking each out of the news as soon as it is sent."""
+        """Send records, taking each out of the news at once."""
         sink, state = self._opened(news), self._state
         while news.steps:
             step = news.steps[0]
@@ -129,7 +129,6 @@ class Following:
         sink.flush()
 
     def _had(self, sample: SampleRecord) -> None:
-        """Note that the sink has this sample."""
         state = self._state
         if not sample.evaluation:
             state.add_trained(sample)
@@ -181,8 +180,6 @@ def follow(following: Following, ended: threading.Event, poll: float = POLL_SECO
 
 
 class _WithoutSecrets:
-    """A text stream that masks the environment's secrets."""
-
     def __init__(self, stream: TextIO, secrets: Iterable[str]) -> None:
         self._stream = stream
         self._secrets = [one for one in secrets if len(one) > 5]

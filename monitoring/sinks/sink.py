@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from asyncrl.monitoring.records.samples import SampleRecord
 
 COLUMNS = ("step", "sample", "prompt", "response", "reward", "answer", "finish_reason")
-"""Columns of the table of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +18,9 @@ class SinkRun:
 
     name: str
     folder: Path
-    """RUN/sinks/KIND, for the sink's own files."""
+    """RUN/sinks/KIND."""
     run_id: str
-    """Id of the sink's run to continue; empty for a new one."""
+    """Empty for a new one."""
     next_step: int
     """First step that it receives."""
     settings: Mapping[str, Any]
@@ -31,7 +30,6 @@ class Sink(Protocol):
     """Receives numbers and samples. Any call may raise or hang."""
 
     run_id: str
-    """Id of the sink's run, to continue it later."""
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         """Log the numbers of a step; `time` is Unix seconds."""

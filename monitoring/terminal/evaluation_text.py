@@ -12,7 +12,7 @@ def evaluation_lines(record: EvaluationRecord, *, is_best: bool = False) -> list
     """Describe an evaluation, a line per set.
 
         held-out accuracy before training: 0.664 ± 0.058 (256 samples, drawn as in training)
-            held-out accuracy of step 40: 0.711 ± 0.056 (256 samples, ...), the best so far
+        held-out accuracy of step 40: 0.711 ± 0.056 (256 samples, ...), the best so far
     """
     when = f"of step {record.step}" if record.when == "during" else f"{record.when} training"
     lines = []

@@ -100,7 +100,6 @@ def _progress(view: RunView, total_steps: int) -> RenderableType:
 
 
 def _accuracy(view: RunView) -> tuple[str, Text]:
-    """Accuracy of the newest step, or before training."""
     newest = view.evaluation
     if newest is None or not newest.step:
         return "accuracy before", _share(view.accuracy_before, newest)
@@ -245,13 +244,8 @@ class _View(Protocol):
 class LiveView:
     """Shows snapshots of a run as the configuration and the terminal allow.
 
-    Args:
-        config: `live` chooses the view.
-        total_steps: optimizer steps of the whole run.
-        run_name: shown in the title.
-        console: output; standard output by default.
-        clock: monotonic seconds.
-        refresh_seconds: interval of redrawing the panel.
+    `config.live` chooses the view; `total_steps` are those of the whole run; `clock` is monotonic
+    seconds; the panel is redrawn every `refresh_seconds`. The default `console` is standard output.
     """
 
     def __init__(
@@ -310,8 +304,6 @@ class LiveView:
 
 
 class _NoView:
-    """The view of `live: off`."""
-
     def update(self, view: RunView) -> None:
         pass
 
@@ -323,8 +315,6 @@ class _NoView:
 
 
 class _PanelView:
-    """A panel that is redrawn in place."""
-
     def __init__(
         self, console: Console, total_steps: int, run_name: str, refresh_seconds: float
     ) -> None:

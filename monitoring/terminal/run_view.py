@@ -23,7 +23,7 @@ class RunView:
     exactly_on_policy: bool | None = None
     """True if all steps were, including those before a resume."""
     recent_rewards: tuple[float, ...] = ()
-    """Mean reward of the last steps, oldest first."""
+    """Oldest first."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
     """Counts of all generators, since training began in this process."""
     groups: GroupTotals = field(default_factory=GroupTotals)
@@ -37,22 +37,20 @@ class RunView:
     samples_in_environments: int | None = None
     """Running samples that wait for their environment before they need a slot."""
     samples_held: int | None = None
-    """Finished samples that generators hold."""
     samples_queued: int | None = None
-    """Samples that the trainer has received and not yet trained on."""
+    """Received and not trained on yet."""
     eta_seconds: float | None = None
-    """Estimated time to the end of the run."""
     accuracy_before: float | None = None
     """Held-out accuracy before the first step, 0 to 1."""
     evaluation: EvaluationRecord | None = None
-    """The newest evaluation."""
     evaluating: str | None = None
     """The running evaluation and its progress: "step 40, 120/256"."""
     best_step: int | None = None
     """The step with the best held-out accuracy (`evaluation.best_of`)."""
     best_accuracy: float | None = None
     waiting_for: str | None = None
-    """What the run needs before it can continue, as a clause; None while nothing blocks it."""
+    """The thing that the run needs before it can continue, as a clause; None while nothing blocks
+    it."""
 
     @property
     def draft_acceptance(self) -> float | None:

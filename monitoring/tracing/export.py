@@ -40,11 +40,9 @@ logger = logging.getLogger("asyncrl.tracing")
 BATCH_SECONDS = 1.0
 """A span leaves after this time at the latest, if the collector keeps up."""
 BATCH_SPANS = 512
-"""Most spans in one request."""
 EXPORT_SECONDS = 5.0
 """Time limit for one request, its repetitions included."""
 CLOSE_SECONDS = 2.0
-"""Longest wait for the collector when the process ends."""
 
 _REASON_CHARACTERS = 300
 
@@ -106,7 +104,6 @@ class SpanExport:
                 self._send(batch)
 
     def _batch(self) -> list[TraceSpan]:
-        """Collect the spans of the next request: those that come within BATCH_SECONDS."""
         batch: list[TraceSpan] = []
         due = time.monotonic() + BATCH_SECONDS
         while len(batch) < BATCH_SPANS:
@@ -205,8 +202,6 @@ class _Converter(SpanProcessor):
 
 
 class _Ids(IdGenerator):
-    """Gives the next span its predetermined ids."""
-
     trace = 0
     span: int | None = None
 

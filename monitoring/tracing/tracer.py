@@ -30,7 +30,7 @@ class TraceEvent:
 
     name: str
     time: float
-    """Unix time in seconds."""
+    """Unix seconds."""
     attributes: Mapping[str, Value] = field(default_factory=dict)
 
 
@@ -40,18 +40,17 @@ class TraceSpan:
 
     name: str
     trace: int
-    """Id of the trace, 128 bits."""
+    """128 bits."""
     parent: int | None
     """Id of the span that it is part of; None for the whole group."""
     start: float
-    """Unix time in seconds."""
+    """Unix seconds."""
     end: float
     attributes: Mapping[str, Value]
     events: tuple[TraceEvent, ...] = ()
     id: int | None = None
     """Any id if None."""
     failure: str = ""
-    """Reason if it failed, else empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,7 @@ log = logging.getLogger(__name__)
 _BATCH = 500
 """Metrics in one call; a server takes 1,000."""
 _PARAMETERS = 100
-"""Parameters in one call."""
 _VALUE = 500
-"""Length limit of a parameter's value."""
 _NAME = 240
 """Length limit of a name; a server takes 250."""
 
@@ -52,7 +50,6 @@ class MlflowSink:
             names = taken_names(settings)
             self._log_settings([Param(names[name], value) for name, value in settings.items()])
         self._newest: dict[str, tuple[int, list[list[Any]]]] = {}
-        """Step and rows of the newest file of each table."""
 
     def _log_settings(self, settings: list[Any]) -> None:
         """Log parameters; failing without them would create a new run at each retry."""

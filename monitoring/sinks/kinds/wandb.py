@@ -11,7 +11,6 @@ from asyncrl.monitoring.sinks.config import SinkConfig
 from asyncrl.monitoring.sinks.sink import COLUMNS, SinkRun, row_of, with_new
 
 MAX_ROWS = 200
-"""Newest samples in the table."""
 
 
 class WandbSink:
