@@ -152,7 +152,7 @@ class MonitoringConfig(BaseModel):
     """The view of a running run: a panel (rich), one line per step (plain), nothing (off), or the
     panel in a terminal and lines elsewhere (auto)."""
     log_level: LogLevel = "info"
-    """How much the processes of a run write to RUN/logs: debug, info, warning or error."""
+    """Level of the processes' messages in RUN/logs: debug, info, warning or error."""
     report_samples: int = Field(default=8, ge=0, le=200)
     """Most sample trajectories that report.html shows."""
     timeline: bool = True
@@ -160,7 +160,7 @@ class MonitoringConfig(BaseModel):
     tracing: TracingConfig = TracingConfig()
     """Traces for an OpenTelemetry collector."""
     sinks: tuple[SinkConfig, ...] = ()
-    """Where metrics, evaluations and samples go besides the run's files: `wandb`, `tensorboard`,
+    """Places for metrics, evaluations and samples besides the run's files: `wandb`, `tensorboard`,
     `mlflow` (docs/monitoring.md)."""
     sink_seconds: float = Field(default=30.0, ge=0, le=3600)
     """Longest time for which the end of a run waits for sinks that have not sent everything."""

@@ -79,7 +79,7 @@ from asyncrl.scheduler.config import SchedulerConfig
 
 
 class Bounds(NamedTuple):
-    """How far ahead the groups of some steps may start, and how old their tokens may be."""
+    """Limits of some steps: how far ahead groups may start, and how old their tokens may be."""
 
     first_step: int
     """First of these steps; they end before those of the next `Bounds`."""

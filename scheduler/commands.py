@@ -83,7 +83,7 @@ class DeliverGroup(msgspec.Struct, frozen=True):
     step: int
     group: int
     samples: tuple[tuple[str, SampleId], ...]
-    """In sample order."""
+    """Ascending by sample."""
 
 
 class DeclareStep(msgspec.Struct, frozen=True):
@@ -135,7 +135,7 @@ class ResumeGenerator(msgspec.Struct, frozen=True, gc=False):
 
 
 class RunOutcome(Enum):
-    """How a run ended."""
+    """The way in which a run ended."""
 
     DONE = "done"
     STOPPED = "stopped"

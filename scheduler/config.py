@@ -30,7 +30,7 @@ class DynamicSamplingConfig(BaseModel):
 
 
 class SchedulerConfig(BaseModel):
-    """How far generation may run ahead of training, and how much work may be in flight."""
+    """Limits of how far generation may run ahead of training, and of the work in flight."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 

@@ -271,7 +271,7 @@ class Places:
         """The undecided step that places are counted from; -1 to count anew."""
         self.left_over = 0
         self.reached = ledger.first_group
-        """From this group on, none was delivered or left out, except failed ones."""
+        """The first group from which on none was delivered or left out, except failed ones."""
         self._units = 0
         """Weight of the issued groups, from the first one of the step."""
 

@@ -30,7 +30,7 @@ class Verdict(Enum):
 
 @dataclass(slots=True, eq=False)
 class GroupSignal:
-    """What the scheduler knows of a group's samples beyond their states."""
+    """The scheduler's knowledge of a group's samples beyond their states."""
 
     rewards: list[float | None]
     """`[group_size]` rewards of the contents reported last; None if not computed yet."""

@@ -34,7 +34,7 @@ class Verification:
         self._commands.append(commands.InstallWeights(generator.name, version, verify))
 
     def verify_due(self, generator: Generator, version_before: int) -> None:
-        """After a generator's version rose: verify what could not be verified before.
+        """Verify what could not be verified before a generator's version rose.
 
         Verifications commanded together with the install are not commanded again.
         """

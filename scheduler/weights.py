@@ -55,7 +55,7 @@ class Weights:
         state.placement.offer(generator, state.published)
 
     def refill(self, generator: Generator) -> None:
-        """After a sample ended: install the weights that waited for it, or start another sample."""
+        """Install the weights that waited for an ended sample, or start another sample."""
         if generator.draining:
             self.update(generator)
         else:

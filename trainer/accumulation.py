@@ -119,8 +119,8 @@ _TOGETHER: dict[str, _Together] = {
     "ratio_max": max,
     "abs_gap_max": max,
 }
-"""How the ranks' values of each field combine. Left out: `signals`, alike on all ranks, and unread
-sums."""
+"""The rule that combines the ranks' values of a field. Left out: `signals`, alike on all
+ranks, and unread sums."""
 
 
 _TOKENS = np.zeros(2, np.int32)

@@ -1,4 +1,4 @@
-"""What a learner optimises: the configured algorithm, fitted to the run.
+"""The objective of a learner: the configured algorithm, fitted to the run.
 
 `Objective` turns rewards into advantages and log-probabilities into a loss. Before advantages are
 computed, the overlong shaping of DAPO (arXiv 2503.14476, eq. 13) is added to each reward. With the

@@ -226,7 +226,7 @@ class Controller:
             self._evaluation.end()
 
     async def unsaved(self) -> str | None:
-        """After all processes have ended: return why the last state is not saved, or None."""
+        """Return why the last state is not saved, or None, once all processes have ended."""
         self._moves.remove_files()
         if self._checkpoints.missing(self._training.trained_steps) is None:
             return None

@@ -37,7 +37,7 @@ from asyncrl.wire.weights.layout import WeightManifest
 logger = logging.getLogger(__name__)
 
 _ROOM_SECONDS = 10.0
-"""After this long without a node, a generator is reported as waiting."""
+"""Time without a node after which a generator is reported as waiting."""
 _LATE_SECONDS = 1.0
 """If `deaths` is called this late, the controller itself was suspended or blocked in between."""
 

@@ -44,7 +44,7 @@ class Worker:
 
     @property
     def role(self) -> Role:
-        """What it does in the run."""
+        """Its role in the run."""
         return self.spec.role
 
     @property

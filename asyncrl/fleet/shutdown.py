@@ -88,7 +88,7 @@ def raise_if_late(killed: Mapping[str, float], left: str) -> None:
 async def attended(
     hub: Hub[Any], relays: Relays, is_over: Callable[[], bool], workers: Sequence[Worker]
 ) -> AsyncIterator[None]:
-    """In the block, receive ending processes' messages, and replace the relays that they use.
+    """Receive ending processes' messages in the block, and replace the relays that they use.
 
     `is_over` returns True when no process may be started any more.
     """

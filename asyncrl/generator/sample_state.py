@@ -198,7 +198,7 @@ class SampleGeneration:
         return oldest is None or oldest < min_version
 
     def begin_pending_verification(self) -> None:
-        """Before an attempt: turn the tokens into tokens to verify, if that was requested."""
+        """Turn the tokens into tokens to verify before an attempt, if that was requested."""
         if self.pending_verification is None:
             return
         (seed, min_version), self.pending_verification = self.pending_verification, None
@@ -215,7 +215,7 @@ class SampleGeneration:
             self.clear_tokens()
 
     def unfinished(self) -> KeptTokens | None:
-        """Between two attempts: the tokens to verify if the run is resumed, if there are any."""
+        """The tokens to verify if the run is resumed, if any. Call it between two attempts."""
         if len(self.builder):
             return self._all_kept()
         kept = self.tokens_to_verify
@@ -233,7 +233,7 @@ class SampleGeneration:
         return None if kept is None else Verification(kept, self.builder)
 
     def rewind(self, version: int, lineage: int, *, versions_gone: int) -> None:
-        """Between two attempts: forget the policies after this version.
+        """Forget the policies after this version. Call it between two attempts.
 
         Its tokens and seed stay: it continues with random numbers of positions that it has not
         reached yet. Tokens verified under a forgotten policy are verified again when it is due,
@@ -295,7 +295,7 @@ class SampleGeneration:
         return length == self._last_token(max_tokens) < self._room(max_tokens)
 
     def end_attempt(self, reason: FinishReason) -> FinishReason | None:
-        """How the sample ends now that an attempt has ended; None if another attempt follows.
+        """Return how the sample ends with this attempt; None if another attempt follows.
 
         The attempt may have drawn its stop token while a verification was requested. If no token is
         too old, that is the sample's end: another attempt would continue after the stop token.

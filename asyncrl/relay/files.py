@@ -147,7 +147,7 @@ logger = logging.getLogger("asyncrl.relay")
 
 FOLDER_FILE = ".folder"
 _NAMING_SECONDS = 1.0
-"""By then another relay that sees the folder has written the id, or was killed."""
+"""Time in which another relay that sees the folder has written the id, or was killed."""
 
 
 class RelayFiles:

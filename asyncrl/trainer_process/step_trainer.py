@@ -108,7 +108,7 @@ class RankPart(msgspec.Struct, frozen=True):
     """Groups that it trained on, ascending."""
     samples: int
     terms: tuple[tuple[float, int], ...]
-    """By reward function: the sum of its results, and the number of scored samples."""
+    """The sum of results and the number of scored samples of each reward function."""
     waited_seconds: float
     """Wait for the other ranks, after it had the gradients of all its groups of the step."""
     follows: bool

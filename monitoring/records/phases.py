@@ -1,4 +1,4 @@
-"""How long a process has been in its current phase, and how long such phases usually last."""
+"""Duration of a process's current phase, and the usual duration of such phases."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
     """`[L]` text of each response token."""
     provenance: list[TokenProvenance]
     segments: list[SampleSegment]
-    """In order; they cover `[0, L)`."""
+    """Ascending; they cover `[0, L)`."""
     reward: float | None
     answer: str | None = None
     logprobs: list[float | None] | None = None

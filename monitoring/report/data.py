@@ -40,7 +40,7 @@ class RunData:
 
     name: str
     steps: list[StepMetrics] = field(default_factory=list)
-    """In order."""
+    """Records of metrics.jsonl, in order."""
     timelines: dict[str, list[Span]] = field(default_factory=dict)
     """Process to its spans, in the order in which the processes are drawn."""
     slots: dict[str, list[SlotPiece]] = field(default_factory=dict)

@@ -66,7 +66,7 @@ def mean(values: Values) -> float | None:
 
 
 def thin(values: Values, limit: int) -> list[float | None]:
-    """At most `limit` points: means over equal groups of neighbours (apply it to x and y alike)."""
+    """Reduce to `limit` points: means over equal groups of neighbours (for x and y alike)."""
     if len(values) <= limit:
         return list(values)
     edges = [i * len(values) // limit for i in range(limit + 1)]

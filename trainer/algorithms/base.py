@@ -1,4 +1,4 @@
-"""What an algorithm is: two pure functions, the tensors they take, and the signals they report.
+"""An algorithm is two pure functions, the tensors they take, and the signals they report.
 
 Shapes: G samples in a group; N response tokens of one micro-batch, packed one after another. Tokens
 that no policy drew (`Trajectory.trained`) are not among them, nor in any length or denominator.
@@ -88,7 +88,7 @@ class Signal:
     help: str
     """Meaning and unit in one phrase, as in docs/monitoring.md."""
     per: Literal["token", "loss", "effective", "explained"] = "token"
-    """How the value is computed from the sum. token: divided by the computed response tokens. loss:
+    """Value computed from the sum. token: divided by the computed response tokens. loss:
     divided by the step's loss denominator. effective: the sum is `[2]`, of weights w and of their
     squares, and the value is (sum of w)^2 / (tokens * sum of w^2), the share of tokens that count
     (Kish). explained: the sum is `[4]`, of errors e, of e^2, of targets R and of R^2, and the value
@@ -98,7 +98,7 @@ class Signal:
 
     @property
     def size(self) -> int:
-        """How many numbers the sum consists of."""
+        """Number of numbers in the sum."""
         return {"effective": 2, "explained": 4}.get(self.per, 1)
 
 

@@ -55,7 +55,7 @@ class Clip:
     low: float
     high: float
     dual: float = torch.inf
-    """For A < 0, the ratio at which the loss is bounded."""
+    """The ratio at which the loss is bounded if A < 0."""
 
     def loss(self, batch: TokenBatch, ratio: Tensor) -> LossSums:
         """Loss with `[N]` ratios that carry the gradient; signals `clip_ratio`, `dual_clipped`."""

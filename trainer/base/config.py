@@ -105,7 +105,7 @@ BFLOAT16_CAPABILITY = (8, 0)
 
 
 class TrainerConfig(BaseModel):
-    """How groups of trajectories become optimizer steps.
+    """Settings that turn groups of trajectories into optimizer steps.
 
     By default each batch is passed over exactly once. `proximal_policy`, `correction` and
     `clip_ratio_*` decide what the importance ratio does. docs/algorithms.md has the equations, and
@@ -262,14 +262,14 @@ class TrainerConfig(BaseModel):
     """Compile each transformer block (torch.compile). The start takes longer, by a minute or more.
     On a CPU it replaces `fused`."""
     fused: bool = True
-    """On a CPU, compute float32 Llama-like models in fused layers instead of transformers' own."""
+    """Compute float32 Llama-like models on a CPU in fused layers instead of transformers' own."""
     checkpoint_every: int = Field(default=50, gt=0, le=MAX_STEPS)
     """Optimizer steps between checkpoints."""
     async_checkpoints: bool = True
     """Write checkpoints while training continues, from a copy in host memory: 12 bytes a parameter,
     divided by the ranks. false: no copy; training waits until each is written."""
     keep_checkpoints: int = Field(default=2, gt=0, le=MAX_STEPS)
-    """How many of the newest checkpoints to keep."""
+    """Number of the newest checkpoints that are kept."""
 
     def for_device(
         self, capability: tuple[int, int] | None, *, engines_dtype: str | None = None

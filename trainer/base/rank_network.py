@@ -1,4 +1,4 @@
-"""How a user names the network that connects a trainer's ranks. Light: no torch.
+"""The user's name for the network that connects a trainer's ranks. Light: no torch.
 
 >>> network_of("10.1.2.3/16"), network_of("eth0")
 ('10.1.0.0/16', 'eth0')

@@ -28,7 +28,7 @@ from torch.nn.functional import linear, pad
 logger = logging.getLogger(__name__)
 
 MIN_ROWS = 16
-"""With fewer rows oneDNN's set-up costs more than it saves."""
+"""Least number of rows for which oneDNN saves more than its set-up costs."""
 LARGE = 1 << 29
 """Multiplications of a product (5 ms of a core) from which code for one more shape costs less than
 rows of zeros."""

@@ -1,4 +1,4 @@
-"""From hidden states to log-probabilities, without ever holding tokens x vocabulary.
+"""Log-probabilities of hidden states, without ever holding tokens x vocabulary.
 
     hidden [N, C] ─► a block of logits ─► LogitMap ─► running log-sum-exp, entropy, target's logit
                      (a part of the vocabulary, or whole rows where sampling is truncated)
@@ -94,7 +94,7 @@ class LogitMap:
 
 @dataclass(frozen=True, slots=True)
 class Processing:
-    """How logits become the distribution from which tokens are drawn."""
+    """The map from logits to the distribution from which tokens are drawn."""
 
     logits: LogitMap
     truncation: Truncation = EVERYTHING

@@ -102,9 +102,9 @@ class StepMemory:
     critic: int = 0
     """A value model's weights, gradients, moments and activations."""
     libraries: int = 0
-    """On a GPU: buffers of NCCL and cuBLAS, and fragmentation."""
+    """Buffers of NCCL and cuBLAS, and fragmentation, on a GPU."""
     gathered: int = 0
-    """With `sharding: full`, whole weights and gradients in use, and buffers that carry them to the
+    """Whole weights and gradients in use with `sharding: full`, and buffers that carry them to the
     other ranks."""
     copy: int = 0
     """The copy for checkpoints, if the device is the host."""
@@ -205,7 +205,7 @@ def _bytes_of_a_moment(config: TrainerConfig, width: int) -> float:
 
 
 def _copy(shape: ModelShape, config: TrainerConfig, of_policy: int) -> int:
-    """What a rank writes to a checkpoint: its part of the weights and moments."""
+    """A rank's part of a checkpoint: of the weights and moments."""
     if not config.async_checkpoints:
         return 0
     return of_policy + of_policy * shape.critic // max(1, shape.parameters)

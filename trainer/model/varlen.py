@@ -35,7 +35,7 @@ _GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Where each segment's queries and keys are. N segments, T tokens in the row, K keys."""
+    """Places of each segment's queries and keys. N segments, T tokens in the row, K keys."""
 
     order: Tensor | None
     """`[K]` int64: the row's token of each key; None if nothing is shared: the row itself."""

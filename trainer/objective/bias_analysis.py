@@ -1,4 +1,4 @@
-"""What the gradient of a configuration estimates. Pure; no torch.
+"""Analysis of what a configuration's gradient estimates. Pure; no torch.
 
 The policy gradient is that of the expected reward, a prompt's samples being drawn by the policy
 being trained. An estimator is unbiased if its expectation is a positive multiple of it, the same
@@ -21,7 +21,7 @@ _OTHER_OBJECTIVES = (
     "kl_coefficient",
     "router_loss_coefficient",
 )
-"""With one of these, the expected reward of the task alone is not what is maximised."""
+"""Settings with which the expected reward of the task alone is not what is maximised."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How far the log-probabilities of an engine are from the trainer's, on tokens of one policy.
+"""Distance of an engine's log-probabilities from the trainer's, on tokens of one policy.
 
 For a token x that an engine drew under exactly the trainer's version, d = trainer's minus engine's
 log-probability is rounding if both have the same policy. Two numbers are judged:

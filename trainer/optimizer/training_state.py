@@ -93,7 +93,7 @@ class TrainingState:
     sharding: Sharding = field(default_factory=Unsharded)
 
     def boxes(self, rank: int) -> dict[str, Box]:
-        """What this rank holds, as live tensors; random states are current."""
+        """This rank's part, as live tensors; random states are current."""
         named: dict[str, Box] = {}
         for name, tensor in self._weights():
             named[name] = Box.of(tensor)

@@ -121,7 +121,7 @@ class Turn:
 
     @property
     def end(self) -> tuple[bool, float, bool, list[dict[str, Any]] | None]:
-        """What an environment with the same answer repeats, besides the tokens."""
+        """Facts that an environment with the same answer repeats, besides the tokens."""
         return self.done, self.reward, self.begins_context, self.tools
 
     def is_recorded_as(self, recorded: IntArray, *, begins: bool) -> bool:

@@ -94,7 +94,7 @@ STEPS = "steps.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a run continues."""
+    """The checkpoint that a run continues from."""
 
     directory: Path | None = None
     """A verified checkpoint; None to start at the first step."""
@@ -102,7 +102,7 @@ class ResumePoint:
     """Steps trained in this checkpoint; the next step to train has this index."""
     manifest: Manifest | None = None
     faults: tuple[str, ...] = ()
-    """For each newer checkpoint that cannot be used, newest first: its path and what is wrong."""
+    """Path and defect of each newer checkpoint that cannot be used, newest first."""
 
 
 def path_of(checkpoints: Path, step: int) -> Path:

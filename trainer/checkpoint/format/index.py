@@ -1,4 +1,4 @@
-"""Where each tensor of a checkpoint lies: `state/index.json`. Light: no torch.
+"""The index of a checkpoint's tensors, `state/index.json`. Light: no torch.
 
 ```
 {"tensors": {"weights/policy/lm_head.weight": {"dtype": "float32", "shape": [64, 32], "chunks": [
@@ -51,7 +51,7 @@ class SavedTensor(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What one rank wrote."""
+    """The chunks and values that one rank wrote."""
 
     tensors: dict[str, SavedTensor]
     files: dict[str, FileDigest]

@@ -38,7 +38,7 @@ verification."""
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What this rank holds of a tensor: all of it, or a box.
+    """This rank's part of a tensor: all of it, or a box.
 
     Example:
         >>> Box.of(torch.zeros(2, 3)).offsets
@@ -81,7 +81,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What this rank writes of one tensor."""
+    """This rank's part of one tensor, to write."""
 
     name: str
     box: Box
@@ -100,7 +100,7 @@ class Held:
 
 
 def held_by(boxes: Mapping[str, Box], rank: int) -> list[Held]:
-    """What this rank writes: its boxes, and on rank 0 every tensor that each rank holds whole."""
+    """Tensors that this rank writes: its boxes; on rank 0 also those that each rank holds whole."""
     return [
         Held(name, box)
         for name, box in boxes.items()
