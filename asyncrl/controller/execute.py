@@ -1,7 +1,7 @@
 """Executes a prepared run, from its folder to result.json and report.html.
 
-execute    create the folder, run, write the report, even after a failure _run       open what the
-run needs, start the controller, end the processes in order
+execute    create the folder, run, write the report, even after a failure
+_run       open what the run needs, start the controller, end the processes in order
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The files part of a relay: serves its node's folder, copies those of others.
 
-mirror        which files, how they change, whose they are; the copies on the disk pull
-copies what other nodes have written, round after round
+mirror  which files, how they change, whose they are; the copies on the disk
+pull    copies what other nodes have written, round after round
 
 serve   consumes: requests of relays that hold a key. produces: one answer to each, in order.
         waits for: a request, then the disk, in a thread. bounded by: PART_BYTES for an answer,

@@ -1,7 +1,7 @@
 """Sends spans to an OpenTelemetry collector (OTLP over HTTP), from a separate thread.
 
-put     returns at once; a full queue drops the span, which is counted thread  consumes: the queue.
-produces: requests to the collector, at most one at a time.
+put     returns at once; a full queue drops the span, which is counted
+thread  consumes: the queue. produces: requests to the collector, at most one at a time.
         waits for: BATCH_SECONDS, the collector. bounded by: EXPORT_SECONDS for each batch.
 
 A collector that is dead or slow costs spans and nothing else.

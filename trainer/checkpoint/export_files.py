@@ -1,9 +1,9 @@
 """Paths and records of exported models. Light: no torch.
 
 ```
-RUN/exports/step-000012/            of RUN/checkpoints/step-000012 RUN/exports/step-000012-bfloat16/
-the same in another data type RUN/exports/step-000012-adapter/    a PEFT directory, of a run with
-LoRA
+RUN/exports/step-000012/            of RUN/checkpoints/step-000012
+RUN/exports/step-000012-bfloat16/   the same in another data type
+RUN/exports/step-000012-adapter/    a PEFT directory, of a run with LoRA
 ```
 """
 

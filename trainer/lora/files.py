@@ -1,8 +1,8 @@
 """PEFT directories: an adapter's settings. Light: no torch.
 
 ```
-adapter_config.json         its settings, and the model it belongs to adapter_model.safetensors
-base_model.model.LAYER.lora_A.weight and lora_B, of each layer
+adapter_config.json         its settings, and the model it belongs to
+adapter_model.safetensors   base_model.model.LAYER.lora_A.weight and lora_B, of each layer
 ```
 
 `asyncrl.trainer.lora.adapter` has the tensors. Nothing is unpickled: `adapter_model.bin` is

@@ -2,9 +2,9 @@
 
 ```
 weights/MODULE/NAME                 parameters and persistent buffers; a tied weight once
-optimizer/OPTIMIZER/MODULE/NAME/KEY optimizer's state of a parameter, as `exp_avg` tensors/NAME
-more of them, as an algorithm names them random/RANK/cpu, random/RANK/cuda.0 random states of each
-rank
+optimizer/OPTIMIZER/MODULE/NAME/KEY optimizer's state of a parameter, as `exp_avg`
+tensors/NAME                        more of them, as an algorithm names them
+random/RANK/cpu, random/RANK/cuda.0 random states of each rank
 ```
 
 A rank holds a box of a sharded parameter and its moments. Names do not depend on the number of

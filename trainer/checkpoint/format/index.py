@@ -4,7 +4,7 @@
 {"tensors": {"weights/policy/lm_head.weight": {"dtype": "float32", "shape": [64, 32], "chunks": [
   {"file": "weights-00000-00001.safetensors", "key": "...", "offsets": [0, 0], "sizes": [32, 32]},
   {"file": "weights-00001-00001.safetensors", "key": "...", "offsets": [32, 0], ...}]}, ...},
-"values": {what is not a tensor}}
+ "values": {what is not a tensor}}
 ```
 
 Each rank writes its chunks to its own files, and lists them, last, in `state/part-RANK.json`. Rank

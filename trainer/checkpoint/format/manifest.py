@@ -1,9 +1,10 @@
 """The manifest of a checkpoint: its contents, and how damage is found. Light: no torch.
 
 ```
-{"format": 3, "policy_version": 12, "settings": {...}, "initial_weights": "3b1f...", "published":
-{"dtype": "bfloat16", "digest": "77ab..."}, "files": {"state/weights-00000-00001.safetensors":
-{"bytes": 12345, "sha256": "9f86..."}, ...}, "sha256": "of this object without this key"}
+{"format": 3, "policy_version": 12, "settings": {...}, "initial_weights": "3b1f...",
+ "published": {"dtype": "bfloat16", "digest": "77ab..."},
+ "files": {"state/weights-00000-00001.safetensors": {"bytes": 12345, "sha256": "9f86..."}, ...},
+ "sha256": "of this object without this key"}
 ```
 
 `manifest.json` is written last, so a folder without it is not a checkpoint. Verification reads
