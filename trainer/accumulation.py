@@ -268,8 +268,8 @@ class Accumulation:
     def finish(self, world: World) -> float:
         """Apply the factors that need the whole step; return the loss's denominator. Collective.
 
-        From then on `totals` are those of all ranks. If a loss on any rank is not finite, all ranks
-        raise NonFiniteError, which names the groups.
+        Then `totals` are those of all ranks. All ranks raise NonFiniteError if a loss on any is not
+        finite.
         """
         self.totals = of_all_ranks(self.totals, world)
         self._refuse_losses_that_are_no_numbers()

@@ -137,20 +137,14 @@ Group = tuple[Sequence[Trajectory], FloatArray]
 class Learner:
     """Trains one model on groups of `group_size` trajectories.
 
+    Log-probabilities are of the processed distribution (`temperature`, `truncation`: see
+    `asyncrl.trainer.model.policy`). Schedules end at `total_steps` unless `schedule_steps` is set.
+    With `world`, `step` and `save` are collectives, which may raise RankLost. `max_tokens` is the
+    longest response, for `overlong_buffer`; `fence` prevents a replaced trainer from writing
+    checkpoints.
+
     Raises UnsupportedModelError if the model cannot be loaded or trained packed; TrainerError if
     the schedule has no end, or the objective does not fit the run.
-
-    Args:
-        config: the trainer's settings.
-        model_path: a Hugging Face directory or hub id of a causal language model.
-        group_size: samples in every group.
-        seed: seed of torch's random generators.
-        temperature: sampling temperature; log-probabilities are of the same processed distribution.
-        truncation: truncation of sampling (see `asyncrl.trainer.model.policy`).
-        total_steps: where cosine and linear schedules end unless `schedule_steps` is set.
-        max_tokens: length of the longest response, for `overlong_buffer`.
-        fence: prevents a trainer that was replaced from writing checkpoints.
-        world: the ranks; `step` and `save` are collectives, which may raise RankLost.
     """
 
     def __init__(
@@ -345,11 +339,9 @@ class Learner:
         """Write a checkpoint to `directory` atomically, then remove all but `keep_checkpoints`.
 
         `steps` are the records of the steps since the last checkpoint. If another thread sets
-        `given_up` during the write, the checkpoint is removed.
-
-        Raises:
-            CheckpointUnwritable: the disk refused it; existing checkpoints are untouched.
-            Superseded: another trainer was started in place of this one.
+        `given_up` during the write, the checkpoint is removed. Raises CheckpointUnwritable if the
+        disk refused it, with existing checkpoints untouched; Superseded if another trainer was
+        started.
         """
         pending.write(directory, steps, given_up, self._fence)
         if self.world.leads:
@@ -367,8 +359,8 @@ class Learner:
     def restore(self, directory: Path) -> None:
         """Continue from a checkpoint, bit for bit; pending gradient sums are dropped.
 
-        Raises CheckpointError if it is incomplete, has another format or model, or was written
-        under settings that would make this a different run.
+        Raises CheckpointError if it is incomplete, or of another format, model or course of the
+        run.
         """
         self.settle()
         loaded = checkpoint.read(directory, self._state, self._settings, self.world.rank)

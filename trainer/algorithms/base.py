@@ -142,10 +142,7 @@ class Algorithm(Protocol):
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss reads `TokenBatch.reference_logprobs`.
-
-        The learner then keeps a reference model, and computes groups without advantages too.
-        """
+        """True if the loss reads `TokenBatch.reference_logprobs`; needs a second model."""
 
     def advantages(self, rewards: Rewards) -> Rewards:
         """Map `[G]` rewards to `[G]` advantages; all exactly 0 when all rewards are equal.
@@ -248,10 +245,7 @@ def sample_means(values: Tensor, owners: Tensor) -> Tensor:
 
 
 def sums_to_go(values: Tensor, owners: Tensor) -> Tensor:
-    """Replace each of `[N]` values by the sum over its token and those after it in its sample.
-
-    Samples lie one after another, so the sum over a sample's end is that over all tokens up to it.
-    """
+    """Replace each of `[N]` values by the sum over its token and those after it in its sample."""
     whole = values.double()
     up_to = whole.cumsum(0)
     ends = whole.new_zeros(len(values)).index_add(0, owners, whole).cumsum(0)[owners]

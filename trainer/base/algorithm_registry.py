@@ -119,10 +119,7 @@ def register(name: str, target: str) -> None:
     """Register `target` ("module:Class") as `name`, in this process.
 
     The controller checks the name and the trainer's process builds the class, so both must import
-    the code that registers an algorithm.
-
-    Raises:
-        ValueError: the name has another target, or the target has no class part.
+    the code. Raises ValueError if the name has another target, or the target has no class part.
     """
     if _TARGETS.get(name, target) != target:
         raise ValueError(f"algorithm {name!r} is already registered as {_TARGETS[name]}")
@@ -132,10 +129,7 @@ def register(name: str, target: str) -> None:
 
 
 def smallest_group(name: str) -> int:
-    """Fewest samples of a group that this algorithm can learn from.
-
-    A user's algorithm decides when it receives a group.
-    """
+    """Fewest samples of a group that this algorithm can learn from; 1 for a user's."""
     return _ENTRIES[name].smallest_group if name in _ENTRIES else 1
 
 
@@ -187,8 +181,7 @@ def unused_by(name: str) -> tuple[str, ...]:
 def class_of(name: str) -> Any:
     """Return the class that was registered or provided as `name`.
 
-    Raises KeyError if the name is unknown in this process; ImportError or AttributeError if the
-    registered target does not exist.
+    Raises KeyError for an unknown name; ImportError or AttributeError if the target does not exist.
     """
     if name in _PROVIDED:
         return _PROVIDED[name]

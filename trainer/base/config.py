@@ -274,12 +274,10 @@ class TrainerConfig(BaseModel):
     def for_device(
         self, capability: tuple[int, int] | None, *, engines_dtype: str | None = None
     ) -> TrainerConfig:
-        """Resolve `dtype: auto` for a device.
+        """Resolve `dtype: auto` for a device; a CPU has no CUDA `capability`.
 
-        Args:
-            capability: CUDA compute capability of the device; None for a CPU.
-            engines_dtype: data type of the engines' weights, if known. If it is float32, so is the
-                model that an adapter is added to (`lora_config.FINER_ENGINES`).
+        If the engines' weights are float32, so is the model that an adapter is added to
+        (`lora_config.FINER_ENGINES`).
         """
         if self.dtype != "auto":
             return self
@@ -290,11 +288,7 @@ class TrainerConfig(BaseModel):
 
     @property
     def compute_dtype(self) -> ComputeDtype:
-        """`dtype` of settings that `for_device` has resolved.
-
-        Raises:
-            ValueError: it is still `auto`.
-        """
+        """`dtype` of settings that `for_device` has resolved; raises ValueError if it is `auto`."""
         if self.dtype == "auto":
             raise ValueError(
                 "trainer.dtype is still auto where its value is needed: resolve it for the "

@@ -168,10 +168,8 @@ class Pending:
         course of the run. `steps` are the records since the previous checkpoint. Another thread
         sets `given_up` when it stops waiting: the result may be inconsistent and is removed.
 
-        Raises:
-            Superseded: this is no longer the run's trainer; nothing of the checkpoint is left.
-            CheckpointUnwritable: the disk refused it, or it was given up; nothing of it is left,
-                and no other is removed.
+        Raises Superseded if this is no longer the run's trainer; CheckpointUnwritable if the disk
+        refused it, or it was given up. Then nothing of it is left, and no other is removed.
         """
         if self._snapshot is not None:
             self._snapshot.wait()
@@ -268,8 +266,7 @@ class Pending:
 def read(directory: Path, state: TrainingState, settings: dict[str, Any], rank: int = 0) -> Loaded:
     """Load a checkpoint of any number of ranks into `state`, with random states; return the rest.
 
-    Raises CheckpointError if it is incomplete, has another format or model, or was written under
-    other settings.
+    Raises CheckpointError if it is incomplete, or of another format, model or settings.
     """
     manifest = verified(directory)
     check_settings(directory, manifest, settings)

@@ -62,10 +62,8 @@ def merged_model(
 ) -> PreTrainedModel:
     """Load the adapter's base model and merge the adapter into it.
 
-    Raises:
-        CheckpointError: the base model is missing or has changed, or the result is not the weights
-            that the run's engines received.
-        OSError, ValueError, KeyError: the checkpoint's files cannot be read.
+    Raises CheckpointError if the base model is missing or has changed, or the result is not the
+    weights that the engines received; OSError, ValueError or KeyError for unreadable files.
     """
     settings = settings_of_adapter(checkpoint)
     scaling = settings["lora_alpha"] / settings["r"]

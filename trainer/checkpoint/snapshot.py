@@ -33,10 +33,7 @@ class Snapshot:
         self._error: BaseException | None = None
 
     def take(self, held: Sequence[Held]) -> list[Held]:
-        """Begin to copy; the returned tensors are filled when `wait` has returned.
-
-        The caller must have finished with an earlier copy.
-        """
+        """Begin to copy, once an earlier copy is done; the tensors are filled after `wait`."""
         self._join()
         buffers = {_key(one): self._buffers.get(_key(one)) for one in held}
         self._buffers = {}  # what no longer fits is freed first

@@ -24,10 +24,7 @@ _BYTES = 64
 
 
 def raise_fence(run: Path) -> str:
-    """Fence off all earlier trainers of a run; return the token for the next one.
-
-    If the disk refuses the file, the token is empty and the next one is not fenced either.
-    """
+    """Fence off a run's earlier trainers; return the next one's token, empty if the disk fails."""
     word, path = secrets.token_hex(16), run / FENCE_FILE
     try:
         write_atomically(path, word)
@@ -63,10 +60,7 @@ class Fence:
         self._word = word
 
     def check(self) -> None:
-        """Raise Superseded if another trainer was started; reads a small file.
-
-        If the file is missing or unreadable, the check passes.
-        """
+        """Raise Superseded if another trainer was started; passes if the file is unreadable."""
         if not self._word:
             return
         try:

@@ -32,18 +32,11 @@ def attend(
 ) -> None:
     """Causal softmax attention within segments.
 
-    Args:
-        rotated: `[T or more, (H + J) D]` queries and keys.
-        packed: `[T or more, (H + 2 J) D]`, values last.
-        heads: H.
-        kv_heads: J.
-        starts: `[N]` first token of each segment.
-        ends: `[N]` one after its last token.
-        places: `[N]` first token that it shares with others.
-        shared: `[N]` number of shared tokens, which it attends to as well.
-        scale: of the scores.
-        log_sums: `[T, H]` gets the logarithm of each softmax's denominator.
-        out: `[T or more, H D]`
+    `rotated` `[T or more, (H + J) D]` are queries and keys of H `heads` and J `kv_heads`; `packed`
+    `[T or more, (H + 2 J) D]` has the values last. Each of N segments has its first token in
+    `starts`, one after its last in `ends`, and also attends to `shared` tokens from `places` on.
+    `scale` is that of the scores. Fills `out` `[T or more, H D]`, and `log_sums` `[T, H]` with the
+    logarithm of each softmax's denominator.
     """
     size = rotated.shape[1] // (heads + kv_heads)
     group = heads // kv_heads

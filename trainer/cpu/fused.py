@@ -121,17 +121,9 @@ def rotate(
 ) -> None:
     """Norm and rotate queries and keys (arXiv 2104.09864, halves as in transformers).
 
-    Args:
-        packed: `[T or more, (H + 2 J) D]` queries, keys, values.
-        heads: H.
-        kv_heads: J.
-        query_norm: `[D]` weight of the norm of each query head; `[0]` without a norm.
-        key_norm: like `query_norm`.
-        epsilon: of the norms.
-        cosines: `[positions, D]`
-        sines: `[positions, D]`
-        positions: `[T]`
-        out: `[T or more, (H + J) D]` queries and keys.
+    `packed` `[T or more, (H + 2 J) D]` has queries, keys and values of H `heads` and J `kv_heads`.
+    `query_norm` and `key_norm` are the `[D]` weights of each head's norm, or `[0]`; `cosines` and
+    `sines` are `[positions, D]`, `positions` `[T]`. Fills `out` `[T or more, (H + J) D]`.
     """
     size = cosines.shape[1]
     half = size // 2

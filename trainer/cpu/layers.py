@@ -40,8 +40,8 @@ product."""
 def speed_up(model: nn.Module, *, norms_too: bool = True) -> tuple[int, int]:
     """Replace layers of a model in place; return how many (linear layers, norms).
 
-    Names, parameters and results stay the same. A model that is not on the CPU is not changed.
-    Without `norms_too` norms stay, for a compiler.
+    Names, parameters and results stay the same; only models on the CPU change. Without `norms_too`
+    norms stay, for a compiler.
     """
     if next(model.parameters()).device.type != "cpu":
         return 0, 0

@@ -36,10 +36,7 @@ class Shape(Protocol):
 
 
 def adapter_parameters(shape: Shape, config: LoraConfig) -> int:
-    """Count the parameters of A and B of all layers of a Llama-like model.
-
-    A target of another name counts as one of the MLP's.
-    """
+    """Count the parameters of A and B; a layer of another name counts as one of the MLP's."""
     hidden, middle = shape.hidden, shape.intermediate
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     sizes = {

@@ -51,7 +51,7 @@ class Work:
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Group sequences into micro-batches of at most `budget` tokens, by index, longest first.
 
-    A longer sequence gets its own micro-batch. Deterministic.
+    A longer sequence gets its own. Deterministic.
     """
     batches: list[list[int]] = []
     room = 0

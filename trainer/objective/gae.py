@@ -45,13 +45,8 @@ def advantages_of(
 ) -> Advantages:
     """Estimate the advantages of B samples that lie one after another.
 
-    Args:
-        rewards: `[N]` of each token.
-        values: `[N]` of the state before each token.
-        lengths: `[B]` tokens of each sample, at least 1; their sum is N.
-        last_values: `[B]` of the state after each sample's last token; None means 0.
-        gamma: discount per token.
-        gae_lambda: 0 to 1.
+    `rewards` and `values` `[N]` are of each token and of the state before it; `lengths` `[B]`, at
+    least 1, sum to N. `last_values` `[B]` are of the state after each sample, by default 0.
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
     filled = np.arange(longest)[None, :] < lengths[:, None]

@@ -79,10 +79,7 @@ class Shardings:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Modules, their optimizers and other trained state, by name.
-
-    A critic, adapters or a refreshed reference are further entries.
-    """
+    """Modules, their optimizers and other trained state, by name: critics, adapters, references."""
 
     modules: Mapping[str, nn.Module]
     optimizers: Mapping[str, Optimizer] = field(default_factory=dict)

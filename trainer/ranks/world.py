@@ -133,18 +133,12 @@ def join(
 ) -> World:
     """Meet the other ranks, through a file, and connect to them. Once per process.
 
+    `meeting` does not exist yet; it is in a folder that only this user can access and all ranks
+    see. With `size` 1 there is no file. `on_gpu`: NCCL instead of gloo. `join_seconds` is the
+    longest wait for the others, `seconds` that of an exchange, `network` is `trainer.rank_network`.
+
     Raises RankLost if a rank did not come or cannot be reached; TrainerError if this machine is not
     in that network, or the ranks are on several machines although the network is loopback.
-
-    Args:
-        meeting: a file that does not exist yet, in a folder that only this user can access and all
-            ranks see.
-        rank: of this process.
-        size: number of ranks; with 1, no file is used.
-        on_gpu: exchange tensors between GPUs (NCCL) instead of by gloo.
-        join_seconds: longest wait for the others to come.
-        seconds: longest wait within an exchange.
-        network: in which they connect (`trainer.rank_network`).
     """
     if size == 1:
         return ALONE

@@ -161,10 +161,7 @@ def up_to(checkpoints: Path, step: int) -> list[Path]:
 
 
 def steps_of(directory: Path) -> list[TrainedStep]:
-    """Read a checkpoint's records of the steps since the previous one; checks only their digest.
-
-    Raises CheckpointError if they cannot be read or do not match.
-    """
+    """Read a checkpoint's records of the steps since the previous one. Raises CheckpointError."""
     verify_files(directory, read_manifest(directory), only=(STEPS,))
     try:
         return read_jsonl(directory / STEPS, TrainedStep)

@@ -128,8 +128,8 @@ def write_tensors(directory: Path, held: Sequence[Held], rank: int) -> Part:
 def load_tensors(checkpoint: Path, index: Index, boxes: Mapping[str, Box]) -> None:
     """Fill boxes, which may differ from the saved ones.
 
-    Raises CheckpointError if a tensor is missing or differs in shape or type; OSError or
-    SafetensorError if a file is not as written.
+    Raises CheckpointError for a missing tensor or another shape or type; OSError or SafetensorError
+    if a file is not as written.
     """
     by_file: defaultdict[str, list[tuple[Chunk, ReadItem, Tensor]]] = defaultdict(list)
     for name, box in boxes.items():
