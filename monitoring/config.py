@@ -181,10 +181,7 @@ class MonitoringConfig(BaseModel):
         return self
 
     def port_of(self, index: int) -> int:
-        """Port of the index-th process of a run (the controller is 0); 0 means any free one.
-
-        Raises ValueError if the port would lie above 65535.
-        """
+        """Port of the index-th process (0: controller); 0 is any free one. Raises ValueError."""
         if index < 0:
             raise ValueError(f"process index {index} is negative")
         if self.port == 0:

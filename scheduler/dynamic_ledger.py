@@ -69,12 +69,8 @@ class _LeftOut(NamedTuple):
 class DynamicLedger:
     """Records which groups were issued and settled, and which step took them.
 
-    Args:
-        groups_per_step: groups with signal that a step takes.
-        max_groups: most groups that a step looks at.
-        first_step: the step to begin with.
-        first_groups: the beginning of this step and earlier ones; missing ones begin where they
-            would without dynamic sampling.
+    A step takes `groups_per_step` groups with signal, of at most `max_groups`. `first_groups` has
+    the beginning of `first_step` and earlier ones; missing ones begin as without dynamic sampling.
     """
 
     def __init__(
@@ -189,10 +185,7 @@ class DynamicLedger:
         return arrived, len(outcomes) - arrived
 
     def consume(self, step: int, groups: tuple[int, ...]) -> None:
-        """Record that a step was trained on exactly these groups.
-
-        Raises LedgerError if it is not the next step, or these are not exactly its members.
-        """
+        """Record that the next step was trained on exactly its groups; else raise LedgerError."""
         members = checked_members(step, self._next_step, self.membership(step), groups)
         settled = [self._settled.pop(one) for one in range(self._starts[step], self.end_of(step))]
         failed = settled.count(Outcome.FAILED)

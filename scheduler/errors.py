@@ -28,5 +28,5 @@ class ImpossibleEvent(SchedulerError):  # noqa: N818 - says what it is
 class SenderOutOfStep(ImpossibleEvent):
     """An impossible event that contradicts its sender's orders.
 
-    If it were only ignored, the scheduler would wait for that sender forever. Replace it.
+    The scheduler would wait for that sender forever. Replace it.
     """

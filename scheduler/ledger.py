@@ -124,10 +124,7 @@ class Ledger:
         return (len(entry.arrived), len(entry.failed)) if entry else (0, 0)
 
     def consume(self, step: int, groups: tuple[int, ...]) -> None:
-        """Record that a step was trained on exactly these groups.
-
-        Raises LedgerError if it is not the next step, or these are not exactly its members.
-        """
+        """Record that the next step was trained on exactly its groups; else raise LedgerError."""
         members = checked_members(step, self._next_step, self.membership(step), groups)
         entry = self._steps.pop(step)
         self._consumed += len(members)

@@ -53,10 +53,7 @@ class Speeds:
         self._sum = 0.0
 
     def measured(self, generator: Generator, tokens_per_row_second: float) -> bool:
-        """Note a speed; return True if the generator's relative speed has changed.
-
-        `tokens_per_row_second` are the tokens that it generates for each running sample per second.
-        """
+        """Note a speed in tokens per row-second; return True if the relative speed has changed."""
         if not 0.0 < tokens_per_row_second < math.inf:
             return False
         log = math.log(tokens_per_row_second)

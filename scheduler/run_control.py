@@ -64,10 +64,7 @@ class RunControl:
         self.end_if_stuck()
 
     def _withdraw_after(self, last: int) -> None:
-        """Withdraw the groups of later steps.
-
-        With dynamic sampling, begun ones stay: the last step may need them.
-        """
+        """Withdraw the groups of later steps; with dynamic sampling, only those not begun."""
         state, ledger = self._state, self._state.ledger
         if isinstance(ledger, Ledger):
             self._work.discard([group for group in state.groups.values() if group.step > last])

@@ -106,10 +106,7 @@ class Work:
         return exhausted
 
     def take_away(self, group: Group) -> None:
-        """Queue the samples of a group that its leaving generator does not have any more.
-
-        They were not lost, so the attempts do not count.
-        """
+        """Queue samples that the leaving generator no longer has; the attempts do not count."""
         owner = group.owner
         if owner is None:
             return
@@ -122,10 +119,7 @@ class Work:
         group.owner = None
 
     def draw_again(self, owner: Generator, group: Group, samples: list[int]) -> None:
-        """Redraw RUNNING or HELD samples from their first token, on the same generator.
-
-        Their tokens are too old for every later step. The attempts do not count.
-        """
+        """Redraw samples whose tokens are too old for every later step; attempts do not count."""
         for sample in samples:
             self._leave(owner, group, group.states[sample])
             self._queue_again(owner, group, sample)

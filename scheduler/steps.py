@@ -16,7 +16,7 @@ from asyncrl.scheduler.state import SchedulerState
 class Steps:
     """Issues groups in data order, settles them, and declares each step when it is settled.
 
-    `group_key` returns the prompt index of a group, for its placement; None for no preference.
+    `group_key` returns a group's prompt index, for its placement; None for no preference.
     """
 
     def __init__(
@@ -97,10 +97,7 @@ class Steps:
         )
 
     def on_step_finished(self, event: events.StepFinished) -> None:
-        """Consume the step's groups, then open further steps or end the run.
-
-        Raises SenderOutOfStep if the trainer did not train on exactly the groups of its next step.
-        """
+        """Consume the step's groups, then open further steps or end. Raises SenderOutOfStep."""
         state = self._state
         if event.step < state.step or state.finished is not None:
             return

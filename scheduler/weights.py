@@ -19,10 +19,7 @@ class Weights:
         self._verification = verification
 
     def publish(self, version: int) -> None:
-        """Make all generators install a version that the trainer published.
-
-        Raises SenderOutOfStep if the trainer cannot have trained this version yet.
-        """
+        """Make all generators install a version. Raises SenderOutOfStep if it cannot exist yet."""
         state = self._state
         if not state.had_trainer or version > state.next_undeclared:
             raise SenderOutOfStep(

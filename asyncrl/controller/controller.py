@@ -193,14 +193,11 @@ class Controller:
         return self._training.is_complete
 
     async def run(self) -> tuple[Accuracy | None, Accuracy | None]:
-        """Evaluate, train, evaluate. Returns the accuracy before and after.
+        """Evaluate, train, evaluate; return both accuracies, the last None if training stopped.
 
-        The accuracy after is None if the run was stopped before its last step.
-
-        Raises:
-            RunFailed: a process died for good, or nothing could be trained.
-            UserError: the reward, a prompt or the model is at fault.
-            WaitTimeout: a process did not become ready, or an evaluation did not end.
+        Raises RunFailed if a process died for good or nothing could be trained; UserError if the
+        reward, a prompt or the model is at fault; WaitTimeout for a start or an evaluation that
+        takes too long.
         """
         loops = [
             asyncio.create_task(self._guarded(loop))

@@ -92,21 +92,12 @@ def execute(
 ) -> RunResult:
     """Run to the end and return the contents of result.json.
 
-    Args:
-        prepared: the checked inputs.
-        resume: continue the run of this name.
-        clean: delete the run of this name first.
-        console: shows the run.
-        resume_from: continue from the checkpoint after this many steps; by default the newest
-            intact one.
-        accept_changes: resume although the rows of the data have changed.
-        run_key: for a caller that connects to the run's sockets itself; by default a new one, which
-            only the run's processes know.
-        health: reports whether the controller's loop is alive and the run has begun.
+    `resume` continues the run of this name, `resume_from` from the checkpoint after this many steps
+    (by default the newest intact one), `accept_changes` although the rows of the data have changed;
+    `clean` deletes it first. `run_key` is for a caller that connects to the run's sockets itself.
+    `health` reports whether the controller's loop is alive and the run has begun.
 
-    Raises:
-        UserError: the run name is in use, or a user's mistake appeared during the run.
-        AsyncrlError: the run failed; its folder holds what it did until then.
+    Raises UserError for a run name in use or a user's mistake; AsyncrlError if the run failed.
     """
     config, registry = prepared.config, new_registry()
     say = partial(console.print, highlight=False, soft_wrap=True)

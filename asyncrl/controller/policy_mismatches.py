@@ -44,10 +44,9 @@ class _Sentences:
 
 
 class Findings:
-    """Prints, counts and keeps findings.
+    """Prints, counts and keeps findings; prints a generator's cause once.
 
-    `earlier` are the run's steps before it was resumed. A generator's cause is printed once,
-    however often it is found.
+    `earlier` are the run's steps before it was resumed.
     """
 
     def __init__(

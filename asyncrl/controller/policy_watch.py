@@ -162,10 +162,7 @@ class PolicyWatch:
         asyncio.get_running_loop().call_later(RESCORE_SECONDS, self._give_up, number)
 
     def rescored(self, generator: str, answer: Rescored) -> None:
-        """Take a generator's rescored tokens.
-
-        Late answers, and those that do not match a request to this generator, are ignored.
-        """
+        """Take a generator's rescored tokens, unless they are late or match no request to it."""
         asked = self._asked.get(answer.number)
         if asked is not None and asked.found.generator == generator:
             del self._asked[answer.number]

@@ -208,10 +208,7 @@ class Progress:
         return not self._log.flush()
 
     def rewound(self, earlier: list[StepMetrics] | None, step: int) -> None:
-        """Return to this step, the next one.
-
-        `earlier` has the records of metrics.jsonl; None if they could not be restored.
-        """
+        """Return to this step, the next one; `earlier` are its records, None if they are lost."""
         if earlier is None:
             for _ in range(min(self._step - step, len(self._rewards))):
                 self._rewards.pop()

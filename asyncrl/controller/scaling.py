@@ -43,10 +43,7 @@ class Scaling:
         self.ordered: int | None = None
 
     async def carry_out(self, order: ScaleRequest) -> Effect:
-        """Begin to change the number of generators; describe what happens now.
-
-        Raises UserError, and changes nothing, if this change is impossible.
-        """
+        """Begin to change the number of generators; describe it. Raises UserError if impossible."""
         if order.generators < 1:
             raise UserError(
                 f"a run needs at least one generator, and {order.generators} were ordered; "
@@ -94,10 +91,7 @@ def _listed(names: list[str], limit: int = 4) -> str:
 
 
 class Arrivals:
-    """Polls the agents.
-
-    `why_closed` returns why the run cannot be changed now, or None.
-    """
+    """Polls the agents. `why_closed` returns why the run cannot be changed now, or None."""
 
     def __init__(
         self,
@@ -118,10 +112,7 @@ class Arrivals:
         self._alone_since: float | None = None
 
     async def check(self) -> None:
-        """Add and remove generators with their agents.
-
-        Raises RunFailed if there is no generator, and no agent came for one in time.
-        """
+        """Add and remove generators with their agents. Raises RunFailed if none came in time."""
         is_closed = self._why_closed() is not None
         for name in self._agents.roster.leaving():
             await self._leave(name, is_closed=is_closed)

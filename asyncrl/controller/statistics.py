@@ -26,10 +26,7 @@ from asyncrl.wire.records.step import (
 
 
 class RewardTotals:
-    """Adds up the reward failures of all generators, lost ones included.
-
-    `earlier` was counted before the run was resumed.
-    """
+    """Adds up the reward failures of all generators; `earlier` was counted before a resume."""
 
     def __init__(
         self, config: RunConfig, say: Callable[[str], None], earlier: RewardCounts
@@ -114,10 +111,7 @@ class RecentWork(NamedTuple):
 
 @dataclass(slots=True)
 class GenerationTotals:
-    """Adds up the counters of all generators, lost ones included.
-
-    Times are seconds of a monotonic clock.
-    """
+    """Adds up the counters of all generators, lost ones included. Times are monotonic seconds."""
 
     began: float
     """Start of the training phase."""
@@ -161,9 +155,9 @@ class GenerationTotals:
 
 
 class StalenessTotals:
-    """Keeps staleness and on-policy flag of each step. A retrained step replaces itself.
+    """Keeps staleness and on-policy flag of each step; `earlier` are those before a resume.
 
-    `earlier` are the run's steps before it was resumed.
+    A retrained step replaces itself.
     """
 
     def __init__(self, earlier: Iterable[StepMetrics]) -> None:

@@ -245,9 +245,8 @@ class Training:
     async def apply(self, event: events.Event) -> None:
         """Pass the scheduler an event and execute its commands.
 
-        Raises:
-            ImpossibleEvent: no state allows the event, and it has changed nothing.
-            RunFailed: the scheduler or a command failed, which is a defect.
+        Raises ImpossibleEvent, with nothing changed; RunFailed for a defect of the scheduler or a
+        command.
         """
         if self._scheduler is None:
             return

@@ -38,10 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class UnfinishedWork:
-    """Makes generators save their run-ahead, and finds it when the run is resumed.
-
-    `requests` receive the samples that can be restored.
-    """
+    """Makes generators save run-ahead, and finds it in a resumed run for `requests`."""
 
     def __init__(
         self,
@@ -111,11 +108,7 @@ class UnfinishedWork:
 
 
 def read_unfinished(file: Path, version: int, settings: str) -> Index:
-    """Read the index of a file that belongs to this version.
-
-    Raises UnfinishedRefused if it belongs to another, its tokens were drawn in another way, or it
-    is damaged.
-    """
+    """Read the index of a file of this version. Raises UnfinishedRefused if it is unusable."""
     index = read_index(file)
     if index.version != version:
         raise UnfinishedRefused(f"{file} goes with step {index.version}, not {version}")
@@ -194,7 +187,7 @@ class Moves:
     ) -> None:
         """Let the samples start elsewhere, with the tokens in the file if it is usable.
 
-        `is_lost`: the leaving generator was lost since; then they have been started elsewhere.
+        With `is_lost` they have been started elsewhere already.
         """
         asked = self._asked.pop(generator, None)
         if asked is None or asked.file != answer.file:

@@ -68,10 +68,7 @@ def noise_floor(config: RunConfig, measured: NoiseFloor) -> str | None:
 
 
 def kept_by_verification(config: RunConfig, measured: NoiseFloor) -> str | None:
-    """Describe the noise floor's cost at the run's lengths, once it is known.
-
-    None if rounding costs nothing worth naming, as in float32 on a CPU.
-    """
+    """Describe the noise floor's cost at the run's lengths; None if it is too small to name."""
     longest = config.sampling.max_tokens
     at_longest = measured.whole_share(longest)
     if at_longest is None or measured.accepted < MIN_ACCEPTED_TOKENS or at_longest > 0.99:

@@ -45,10 +45,7 @@ class NodeFiles:
         self._attempts: dict[int, asyncio.Future[str]] = {}
 
     def update(self, workers: Iterable[Worker]) -> None:
-        """Order one of the relays what to copy, if that has changed.
-
-        `workers` are all that were ever started: the files of lost ones are copied too.
-        """
+        """Order a relay what to copy, if that has changed, of all `workers` ever started."""
         if not self._relays.are_used:
             return
         ready = self._relays.by_node()

@@ -85,10 +85,7 @@ class WeightFetching:
             self._obey(routes.trainer_lost() if now is None else routes.published(*now))
 
     def note_relays(self, nodes: set[str | None]) -> set[str]:
-        """Find relays that are ready or lost; return the nodes of lost ones.
-
-        `nodes` are those that need weights.
-        """
+        """Find relays that are ready or lost; return the nodes of lost ones that need weights."""
         ready = {node: one for node, one in self._relays.by_node().items() if node in nodes}
         lost = {
             node
@@ -187,10 +184,7 @@ class _Trainer:
 
 @dataclass(slots=True)
 class Installations:
-    """The requests of one run, and which relay fetches which weights.
-
-    `cut_off` kills a process; the watchdog reports it with the reason and replaces it.
-    """
+    """The requests of one run, and the relays that fetch weights. `cut_off` kills a process."""
 
     relays: Relays
     run_key: RunKey
@@ -268,10 +262,7 @@ class Installations:
         return False
 
     def note(self, worker: TrainerRank, lineage: int) -> None:
-        """Note the trainer's state: ready, alive, published, or not.
-
-        Raises RunFailed if a node cannot get the weights.
-        """
+        """Note the trainer's state. Raises RunFailed if a node cannot get the weights."""
         offered = None if worker.is_gone else worker.weights
         if self._trainer is not None and (offered is None or lineage != self._trainer.lineage):
             self._requests.clear()

@@ -334,7 +334,7 @@ class Fleet:
     def restart(self, lost: GeneratorWorker) -> str | None:
         """Start a generator in place of a lost one and return its name.
 
-        None if the run is ending or `launcher.max_restarts` are used up.
+        None if the run ends or `launcher.max_restarts` are used up.
         """
         if not self._may_replace(with_machine=lost.handle.lost_with_machine):
             return None
@@ -356,12 +356,10 @@ class Fleet:
     def restart_trainer(
         self, lost: TrainerRank, resume_from: int | None, fence: str = ""
     ) -> str | None:
-        """Start a trainer in place of a lost one and return its name; None as for `restart`.
+        """Start a trainer in place of a lost one, or of one of its ranks; return its name.
 
-        Args:
-            lost: the trainer that it replaces, or one of its ranks.
-            resume_from: the step of the checkpoint that it continues from; None: from the model.
-            fence: its token (`asyncrl.trainer.checkpoint.trainer_lease`).
+        `resume_from` is a checkpoint's step, None for the model; `fence` its token
+        (`asyncrl.trainer.checkpoint.trainer_lease`). None as for `restart`.
         """
         if not self._may_replace(with_machine=lost.handle.lost_with_machine or lost.gives_way):
             return None

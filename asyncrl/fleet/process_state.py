@@ -208,10 +208,7 @@ def _was_to_end(worker: Worker) -> bool:
 
 
 def left_early(worker: Worker, ranks: Sequence[TrainerRank]) -> bool:
-    """Return True if a rank has left and others, which complete the checkpoint of all, have not.
-
-    All were ordered to leave at once, so none of them is lost.
-    """
+    """Return True if a rank left and others, which complete the checkpoint of all, have not."""
     is_rank = any(worker is one for one in ranks)
     return is_rank and worker.has_left and any(one.handle.exit_code() is None for one in ranks)
 

@@ -25,10 +25,7 @@ _NOT_READY_SECONDS = 5.0
 
 
 class Relays:
-    """Starts relays, and knows each node's relay.
-
-    `next_index` numbers the processes of the run in the order of their start.
-    """
+    """Starts relays, and knows each node's; `next_index` numbers the run's processes."""
 
     def __init__(
         self,

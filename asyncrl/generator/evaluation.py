@@ -131,10 +131,7 @@ class Evaluation:
                 self._generator.interrupt(generation)
 
     async def finish_before(self, version: int, is_paused: Callable[[], bool]) -> None:
-        """Wait until this version may be installed: no sample of an earlier one is unfinished.
-
-        After the round's `hold_seconds`, its samples are dropped.
-        """
+        """Wait until no sample of an earlier version is left; drop them after `hold_seconds`."""
         while unfinished := self._unfinished(version):
             present = self._version()
             left = min(one.fixed.hold_seconds for one in unfinished) - self._held_seconds

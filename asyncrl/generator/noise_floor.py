@@ -40,10 +40,7 @@ _SECONDS = 60.0
 
 
 class NoiseFloorProbe:
-    """Verifies some finished responses again and adds up what is rejected.
-
-    `every` is the sampling interval of responses; None disables the probe.
-    """
+    """Verifies one in `every` finished responses again, adds up rejections; None disables it."""
 
     def __init__(self, engine: Engine, sampling: SamplingParams, every: int | None) -> None:
         self._engine = engine

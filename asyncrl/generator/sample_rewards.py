@@ -70,10 +70,7 @@ def _up_to(turn: int, episode: Episode, said: Sequence[str]) -> list[dict[str, A
 
 
 class SampleRewards:
-    """Computes the rewards of samples in the reward workers.
-
-    `environment`, if there is one, adds its reward.
-    """
+    """Computes the rewards of samples in the reward workers; `environment` adds its own."""
 
     def __init__(
         self,

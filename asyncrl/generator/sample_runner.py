@@ -78,10 +78,7 @@ class SampleGenerator:
         self._attempts_allowed.set()
 
     async def attempts_ended(self) -> None:
-        """Wait until no attempt at a training sample is running. Interrupt them all first.
-
-        Raises EngineError if the engine did not end its requests.
-        """
+        """Interrupt all attempts at training samples and wait for their end. Raises EngineError."""
         try:
             async with asyncio.timeout(_INTERRUPT_SECONDS):
                 await self._no_attempt.wait()
@@ -121,10 +118,8 @@ class SampleGenerator:
     async def generate(self, generation: SampleGeneration) -> HeldSample:
         """Generate all tokens of a sample; its reward is computed after this returns.
 
-        Raises:
-            RequestError: the engine cannot serve the sample.
-            EngineError: the engine failed or was closed.
-            EnvironmentFailed: the environment failed, and `rewards.on_error` is `stop`.
+        Raises RequestError if the engine cannot serve the sample; EngineError if it failed or was
+        closed; EnvironmentFailed if `rewards.on_error` is `stop`.
         """
         if generation.purpose == "eval":
             self._held_out[id(generation)] = generation

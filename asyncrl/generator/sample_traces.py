@@ -95,10 +95,7 @@ class SampleTraces:
         reward.add_done_callback(record)
 
     def delivered(self, sample: SampleId, began: float, *, step: int, times: int) -> None:
-        """Trace an acknowledged delivery.
-
-        It was first sent at `began` (monotonic seconds), for `step`, and `times` times in all.
-        """
+        """Trace an acknowledged delivery, `began` at its first sending (monotonic seconds)."""
         if self._tracer.is_traced(sample.group):
             more: dict[str, Value] = {"asyncrl.step": step, "asyncrl.times_sent": times}
             self._tracer.of_sample("deliver", sample, began, self._tracer.now(), more)

@@ -77,9 +77,8 @@ class WeightInstalls:
         has published newer weights, or has ended and removed these, the engine keeps its version;
         the command to install other ones follows.
 
-        Raises:
-            EngineError: the engine refused the weights or failed.
-            WrongPolicyError: it decodes with other ones; nothing is generated any more.
+        Raises EngineError if the engine refused the weights or failed; WrongPolicyError if it
+        decodes with other ones: then nothing is generated any more.
         """
         started = time.monotonic()
         async with self._lock:

@@ -45,10 +45,7 @@ _REQUEST_BYTES = 4096
 
 
 class FileServer:
-    """Serves one folder. Create it within the event loop.
-
-    `may_remove`: others may remove unfinished samples that they have copied.
-    """
+    """Serves one folder; with `may_remove` others may remove unfinished samples they copied."""
 
     def __init__(
         self, root: Path, address: str, keys: HubKeys, *, may_remove: bool = False

@@ -63,10 +63,7 @@ class PathRefused(ValueError):  # noqa: N818 - says what happened
 
 
 def rule_of(path: str) -> tuple[Kind, str]:
-    """Return how a file changes, and its process (empty if several).
-
-    Raises PathRefused if relays do not copy such a file.
-    """
+    """Return how a file changes, and its process (empty if several). Raises PathRefused."""
     if path == SAMPLES:
         return Kind.SAMPLES, ""
     for pattern, kind in _RULES:
@@ -99,8 +96,8 @@ def files_of(root: Path) -> Iterator[tuple[str, os.stat_result]]:
 def folder_below(root: Path, path: str, *, make: bool) -> Iterator[int]:
     """Open the folder of a file below a folder, without following links; return a descriptor.
 
-    Raises PathRefused if relays do not copy such a file; OSError if the folder does not exist and
-    `make` is not set.
+    Raises PathRefused for a file that is not copied; OSError without the folder, unless `make` is
+    set.
     """
     rule_of(path)
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)

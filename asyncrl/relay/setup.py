@@ -192,7 +192,7 @@ REPORT_SECONDS = 1.0
 class RelayProcess:
     """Dispatches commands to the parts and reports. Use once: `await process.run()`.
 
-    `reached_at` maps an address that is bound here to the one that other nodes use.
+    `reached_at` maps a bound address to the one that other nodes use.
     """
 
     def __init__(

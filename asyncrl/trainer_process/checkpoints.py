@@ -177,10 +177,7 @@ class Checkpoints:
         return is_retry or version % self._every(version) == 0
 
     async def outcomes(self) -> AsyncIterator[Outcome]:
-        """Yield the outcome of each checkpoint, until `close`.
-
-        Raises Superseded if another trainer was started in place of this one.
-        """
+        """Yield the outcome of each checkpoint, until `close`. Raises Superseded."""
         while (found := await self._outcomes.get()) is not None:
             if isinstance(found, Exception):
                 raise found

@@ -194,7 +194,7 @@ class Intake:
     ) -> Trajectory:
         """Return the trajectory of a delivery that matches its order and can be trained on.
 
-        Raises ValueError, ArithmeticError or BatchError if it does not.
+        Otherwise raises ValueError, ArithmeticError or BatchError.
         """
         if delivery.step != order.step:
             raise ValueError(f"it is for step {delivery.step}, ordered for step {order.step}")

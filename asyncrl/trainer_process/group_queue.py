@@ -66,10 +66,9 @@ class GroupQueue:
         generator: str,
         next_step: int,
     ) -> bool:
-        """Queue a delivery; return False if it is a duplicate or its step is past.
+        """Queue a delivery; return False if it is a duplicate or its step is before `next_step`.
 
-        `next_step` is the step that is trained next. Raises ValueError if the sample index is
-        outside the group.
+        Raises ValueError if the sample index is outside the group.
         """
         group, sample = delivery.sample.group, delivery.sample.sample
         if not 0 <= sample < self.group_size:

@@ -51,18 +51,11 @@ class _Record:
 
 
 class PolicyCheck:
-    """Judges generators by the tokens of a step.
+    """Judges generators by their tokens of a step, or of several until there are MIN_TOKENS.
 
-    A generator with fewer than MIN_TOKENS in a step is judged with those of later steps; until then
-    its last finding holds.
-
-    Args:
-        limits: what rounding explains.
-        policy: the trainer's.
-        publisher: has the weights of the previous version.
-        provisional_steps: in this many first steps of the run, a finding without a known cause is
-            only a warning: the rounding of these GPUs is unknown. If it persists, it is found
-            again.
+    Until then the last finding of a generator holds. `limits` are of rounding; `publisher` has the
+    previous version's weights. In the first `provisional_steps` a finding without a known cause is
+    only a warning: the rounding of these GPUs is unknown. If it persists, it is found again.
     """
 
     def __init__(

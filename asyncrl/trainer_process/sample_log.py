@@ -35,10 +35,7 @@ WRITE_SECONDS = 60.0
 
 
 def drop_repeated(folder: Path, step: int) -> None:
-    """Drop the records of `step` and later steps, which are trained again.
-
-    If the disk refuses, the error is logged and training begins.
-    """
+    """Drop the records of `step` and later steps, which are trained again; log a disk failure."""
     try:
         truncate(folder, before_step=step)
     except OSError as error:

@@ -179,10 +179,7 @@ async def run_trainer(spec: TrainerSpec, keys: TrainerKeys) -> None:
 
 
 def _for_this_process(child: Child[TrainerSpec, TrainerMetrics], engines_dtype: str) -> RunConfig:
-    """Resolve `trainer.dtype: auto` if the controller does not see this device.
-
-    It follows the checkpoint that the trainer continues from, if there is one, else the device.
-    """
+    """Resolve `trainer.dtype: auto`, by the checkpoint to continue from, else by the device."""
     config, step = child.config, child.spec.resume_from
     trainer = config.trainer
     if trainer.dtype == "auto" and step is not None:

@@ -172,15 +172,9 @@ class TrainerRecords:
 class StepTrainer:
     """The learner and its publisher, on the timeline. The learner works in a thread.
 
-    With several ranks, `meet`, `decided` and `finish_step` are collectives.
-
-    Args:
-        learner: computes gradients and takes optimizer steps.
-        publisher: publishes the weights after each step; used by rank 0.
-        records: metrics and the timeline.
-        engine_dtype: data type of the weights that the engines decode with.
-        samples_follow_policy: as in `RunConfig`, until `configure`.
-        sender: broadcasts published weights; without it they are only read.
+    With several ranks, `meet`, `decided` and `finish_step` are collectives. Rank 0 publishes;
+    `sender` broadcasts weights, which otherwise are only read. `engine_dtype` is that of the
+    engines' weights. `samples_follow_policy` is as in `RunConfig`, until `configure`.
     """
 
     def __init__(
@@ -317,10 +311,7 @@ class StepTrainer:
         return await asyncio.to_thread(self._check.findings, self.step)
 
     async def meet(self, own: bool) -> bool:
-        """Wait until all ranks have their groups' gradients; return True if `own` is true on any.
-
-        Raises RankLost if one did not come within `trainer.rank_seconds`.
-        """
+        """Wait for all ranks' gradients; return True if `own` is true on any. Raises RankLost."""
         if self._world.size == 1:
             return own
         began = time.monotonic()

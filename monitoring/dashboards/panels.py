@@ -31,10 +31,7 @@ class Series:
         return self._selected(self.spec.name)
 
     def where(self, **labels: str) -> Series:
-        """Select series with these values of labels, which may be patterns.
-
-        Raises ValueError if the metric does not have such a label.
-        """
+        """Select series by labels, which may be patterns. Raises ValueError for unknown labels."""
         known = {"process", self.spec.label, self.spec.second_label}
         for label in labels:
             if label not in known:

@@ -96,10 +96,7 @@ def metrics_line(run: Path) -> list[str]:
 
 
 class Targets:
-    """Keeps the targets file of a run up to date.
-
-    `host` is `monitoring.host`, `port` the controller's.
-    """
+    """Keeps the targets file of a run up to date; `port` is the controller's."""
 
     def __init__(self, path: Path, run: str, *, host: str, port: int) -> None:
         self._path, self._run, self._host = path, run, host

@@ -65,10 +65,7 @@ def start_exporter(registry: CollectorRegistry, host: str, port: int) -> Exporte
 def exporter_for(
     config: MonitoringConfig, registry: CollectorRegistry, index: int
 ) -> Exporter | None:
-    """Start the exporter of a run's index-th process, if enabled; the controller is 0.
-
-    Raises PortInUse or ExporterError.
-    """
+    """Start the exporter of the index-th process if enabled. Raises PortInUse or ExporterError."""
     if not config.metrics:
         return None
     return start_exporter(registry, config.host, config.port_of(index))

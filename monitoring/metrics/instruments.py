@@ -111,10 +111,7 @@ def new_registry() -> CollectorRegistry:
 
 
 def build(spec: MetricSpec, registry: CollectorRegistry, process: str) -> Any:
-    """Build the metric that `spec` declares: `Total`, `Gauge`, `Histogram`, or `By` of one.
-
-    Raises ValueError if the registry already has a metric of this name.
-    """
+    """Build the metric that `spec` declares, or `By` of it. Raises ValueError if it exists."""
     labels = ["process", *(name for name in (spec.label, spec.second_label) if name is not None)]
     family: Counter | Gauge | Histogram
     if spec.kind == "counter":

@@ -65,10 +65,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The newest record of each step, in order; empty without the file. Raises RecordError.
-
-    Unknown keys are ignored.
-    """
+    """The newest record of each step, in order; empty without the file. Raises RecordError."""
     try:
         steps = read_jsonl(path, StepMetrics)
     except FileNotFoundError:

@@ -91,10 +91,7 @@ class SampleLog:
         self._writer = RetryingJsonlWriter(path)
 
     def append(self, *records: SampleRecord) -> None:
-        """Write the records and pass them to the operating system.
-
-        Lone surrogates, which UTF-8 cannot encode, are written as question marks.
-        """
+        """Write the records; lone surrogates, which UTF-8 cannot encode, become question marks."""
         self._writer.append([_writable(record) for record in records])
 
     def close(self) -> None:
@@ -115,10 +112,7 @@ def _writable(record: SampleRecord) -> SampleRecord:
 
 
 def read_samples(path: Path) -> list[SampleRecord]:
-    """Read all records in the order of the file; empty without it.
-
-    Raises RecordError if a line other than an incomplete last one cannot be decoded.
-    """
+    """Read all records in the order of the file; empty without it. Raises RecordError."""
     try:
         return read_jsonl(path, SampleRecord)
     except FileNotFoundError:

@@ -143,10 +143,7 @@ def sample_files(folder: Path) -> list[Path]:
 
 
 def read_trained_samples(folder: Path) -> Iterator[TrainedSample]:
-    """Read all records of a sample log, of all ranks, in the order of their steps.
-
-    Raises RecordError if a line other than an incomplete last one cannot be decoded.
-    """
+    """Read all records of a sample log, of all ranks, in step order. Raises RecordError."""
     records = (_records(one) for one in [folder, *_folders_of_ranks(folder)])
     yield from heapq.merge(*records, key=lambda record: record.step)
 
@@ -166,10 +163,7 @@ def _records(folder: Path) -> Iterator[TrainedSample]:
 
 
 def truncate(folder: Path, *, before_step: int) -> None:
-    """Drop the records of `before_step` and later steps, which are trained again.
-
-    Files are cut in place, which needs no space. Raises OSError.
-    """
+    """Cut the records of `before_step` and later steps, which are trained again. Raises OSError."""
     for own in [folder, *_folders_of_ranks(folder)]:
         for path, keep in _files_with(own, before_step):
             if keep:

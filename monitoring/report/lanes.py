@@ -70,10 +70,7 @@ def use_in_slices(
 def slot_strip(
     pieces: Sequence[SlotPiece], span: tuple[float, float], box: Box, origin: float
 ) -> Markup:
-    """Draw the use of one generator's slots over time.
-
-    `span` is the first and last moment drawn, in Unix seconds; the axis counts from `origin`.
-    """
+    """Draw the use of one generator's slots in `span` (Unix seconds), counted from `origin`."""
     start, end = span
     slots = max((piece.slots for piece in pieces), default=0)
     slices = use_in_slices(pieces, start, end, SLICES)

@@ -17,9 +17,9 @@ def finite(value: object) -> float | None:
 
 
 def smooth(values: Values, span: float | None = None) -> list[float | None]:
-    """Exponential moving average, corrected for its start. Gaps stay gaps.
+    """Exponential moving average over `span` points, by default a tenth of them, at least 5.
 
-    `span` is the number of points that it looks back over: by default a tenth of them, at least 5.
+    It is corrected for its start. Gaps stay gaps.
     """
     decay = 1.0 - 1.0 / (span or max(5.0, len(values) / 10.0))
     total = weight = 0.0
@@ -105,9 +105,9 @@ def wilson(share: float, trials: float, z: float = 1.96) -> tuple[float, float]:
 def difference_interval(
     before: float, after: float, trials: tuple[float, float], z: float = 1.96
 ) -> tuple[float, float]:
-    """Newcombe's interval (method 10) for after - before, for independent samples.
+    """Newcombe's interval (method 10) for after - before, of `z` standard errors.
 
-    `trials` are the samples behind each share; the interval extends `z` standard errors.
+    `trials` are the independent samples behind each share.
     """
     low_b, high_b = wilson(before, trials[0], z)
     low_a, high_a = wilson(after, trials[1], z)

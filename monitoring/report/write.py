@@ -309,11 +309,7 @@ FILE_NAME = "report.html"
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` and return its path. An older report is replaced.
-
-    Raises ReportError if `run_dir` is not the directory of a run; OSError if it cannot be written
-    to.
-    """
+    """Write `run_dir/report.html` and return its path. Raises ReportError if it is not a run's."""
     text = render(load_run(run_dir), written=datetime.now(UTC))  # noqa: TID251 - for the reader
     path = run_dir / FILE_NAME
     write_atomically(path, text)

@@ -131,10 +131,7 @@ def shown_as(sample: SampleRecord) -> str:
 
 
 class Follower:
-    """Reads the files of a run as they grow.
-
-    The sender updates `state`, the records that the sink has had.
-    """
+    """Reads the files of a run as they grow. The sender updates `state`."""
 
     def __init__(self, run: Path, state: SinkState) -> None:
         self.state = state

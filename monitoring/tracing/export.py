@@ -50,13 +50,10 @@ Outcome = Literal["sent", "dropped"]
 
 
 class SpanExport:
-    """Sends spans of one process.
+    """Sends spans of one process, of which `queued` may wait, to the URL `endpoint`.
 
-    Args:
-        endpoint: URL that requests are posted to.
-        queued: spans that may wait.
-        resource: identifies this process to the collector.
-        count: called with an outcome and its number of spans, from any thread.
+    `resource` identifies the process; `count` is called with an outcome and its number of spans,
+    from any thread.
     """
 
     def __init__(

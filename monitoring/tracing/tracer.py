@@ -103,10 +103,7 @@ class Sink(Protocol):
 
 
 class Tracer:
-    """Makes spans of one process. Thread-safe if its sink is.
-
-    `unix` converts readings of `time.monotonic` to Unix time, as the process's timeline does.
-    """
+    """Makes spans of one process; thread-safe if its sink is. `unix` converts monotonic times."""
 
     def __init__(self, ids: TraceIds, sink: Sink, unix: Callable[[float], float]) -> None:
         self._ids = ids

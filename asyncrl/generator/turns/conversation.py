@@ -291,10 +291,7 @@ class Episode:
 
 
 class Spoken:
-    """The parts of a growing response, each read only once.
-
-    `read` is called where turns have ended.
-    """
+    """The parts of a growing response, each read once: `read` is called where a turn has ended."""
 
     def __init__(self, builder: TrajectoryBuilder) -> None:
         self.builder = builder

@@ -54,9 +54,10 @@ if TYPE_CHECKING:
 
 
 def answered(turn: Turn, result: StepResult, episode: Episode, translation: Translation) -> Turn:
-    """Add the environment's answer to a turn, unless the sample ends. The episode is up to it.
+    """Add the environment's answer to a turn, unless the sample ends with it.
 
-    Raises BadAnswerError if the answer cannot be shown to the policy.
+    `episode` is that up to this turn. Raises BadAnswerError if the policy cannot be shown the
+    answer.
     """
     said = result.observation
     if result.done or said is None:
@@ -194,10 +195,7 @@ class Episodes:
         again, if a resumed run does not know their rewards.
 
         Returns how the sample ends, or None: the observation was appended and another turn follows.
-
-        Raises:
-            StartOver: see the class.
-            EnvironmentFailed: it did not answer, and `rewards.on_error` is `stop`.
+        Raises StartOver (see the class); EnvironmentFailed if `rewards.on_error` is `stop`.
         """
         episode, builder = _episode_of(generation), generation.builder
         actions, recorded = episode.said(builder)
