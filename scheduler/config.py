@@ -41,7 +41,7 @@ class SchedulerConfig(BaseModel):
     lets generators run ahead by that many steps."""
 
     on_update: OnUpdate = "verify"
-    """What happens to running and waiting samples when new weights arrive. `verify`: tokens that
+    """Fate of running and waiting samples when new weights arrive. `verify`: tokens that
     would be older than max_off_policy_steps are verified under the new weights; the accepted prefix
     is kept and the rest is regenerated, so that the answer is distributed exactly as one of the new
     policy (docs/exactness.md). With max_off_policy_steps 0, all training is then strictly

@@ -35,7 +35,6 @@ class SampleState(IntEnum):
     DELIVERING = 3
     """That generator was ordered to send it to the trainer."""
     DELIVERED = 4
-    """Safe in the trainer."""
     VERIFYING = 5
     """Was held with tokens that are too old for its step; that generator verifies it."""
 

@@ -165,7 +165,6 @@ class SchedulerView:
     """The next step to be trained, or the one in training."""
     total_steps: int
     policy_version: int
-    """Latest published version."""
     last_open_step: int
     """Work is admitted for steps up to this one; `step - 1` if for none."""
     groups_issued: int
@@ -192,7 +191,6 @@ class SchedulerView:
     paused: bool
     stopping: bool
     finished: FinishRun | None
-    """The command that ended the run, if it has ended."""
     waits: tuple[str, ...]
     """Most important first; empty only if the run is finished."""
     groups_without_signal: int = 0

@@ -124,7 +124,6 @@ ranks, and unread sums."""
 
 
 _TOKENS = np.zeros(2, np.int32)
-"""Every vocabulary has token 0."""
 
 
 def padding(version: int) -> Work:
@@ -193,7 +192,6 @@ class Kept:
 
     new: NewGroup
     silent: bool
-    """True if all advantages are 0."""
     fixed: dict[int, Fixed] = field(default_factory=dict)
     """Targets of the computed samples by their place in the group; empty if nothing is kept."""
 
@@ -225,7 +223,6 @@ class Accumulation:
         signals = objective.algorithm.signals
         self.totals = StepTotals({**signals, **(SIGNALS if models.critic else {})}, centre)
         self.groups: dict[int, Kept] = {}
-        """Added groups by index."""
         self._losses: list[tuple[tuple[int, ...], Tensor]] = []
 
     def add(self, groups: Sequence[NewGroup], version: int) -> list[Tensor]:

@@ -82,7 +82,6 @@ def weights_of(policy: Policy, world: World) -> Weights:
 CENTRE = "advantage_centre"
 """Key of `Stepping.centre` in the state's values."""
 _BASE = "base_weights"
-"""Key of the base model's digest in the state's values, for an adapter."""
 
 
 def state_of(models: Models, update: Update) -> TrainingState:

@@ -38,9 +38,9 @@ class Fixed:
     """`[N]` under the policy of the step's start."""
     reference_logprobs: Tensor | None = None
     values: Tensor | None = None
-    """`[N]` values of the critic at the step's start, if there is a critic."""
+    """`[N]`, at the step's start, if there is a critic."""
     returns: Tensor | None = None
-    """`[N]` targets of the values, if there is a critic."""
+    """`[N]`, if there is a critic."""
 
     def split(self, lengths: Sequence[int]) -> list[Fixed]:
         """Split into B samples of these lengths, which lie one after another."""

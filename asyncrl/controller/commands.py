@@ -136,7 +136,6 @@ class CommandExecutor:
         self._moves = moves
         self.config = config
         self.finished: commands.FinishRun | None = None
-        """The scheduler's last command, once issued."""
         self._deals = Deals(config.whole.trainer.ranks)
         self.lineage = 0
         self._handlers: dict[type, Callable[[Any], Awaitable[None]]] = {

@@ -57,7 +57,6 @@ class Findings:
         self._all, self._of_step = _recorded(earlier), _Sentences(_IN_STEP)
         self._said: set[tuple[str, str]] = set()
         self._lasting: dict[tuple[str, Cause], WrongPolicy] = {}
-        """Newest finding of each process and lasting cause."""
 
     @property
     def all(self) -> tuple[str, ...]:

@@ -117,10 +117,9 @@ class PolicyWatch:
         self._progress = progress
         self._waiter = waiter
         self._asked: dict[int, WrongPolicyFound] = {}
-        """Findings whose generator is rescoring the tokens, by request number."""
+        """Findings whose tokens are being rescored, by request number."""
         self._questions = 0
         self._at_start: list[tuple[GeneratorWorker, Fingerprint]] = []
-        """Generators whose first weights are not compared yet."""
 
     def found(
         self, wrong: WrongPolicy, *, provisional: bool = False, trained: bool = False

@@ -56,7 +56,6 @@ class TrainerRestarts:
         self._progress = progress
         self._waiter = waiter
         self._began = 0
-        """Step at which the last ready trainer continued."""
         self._fruitless = 0
         """Trainers lost in a row before they finished a step."""
         self._lost_at = -1

@@ -57,7 +57,6 @@ class Training:
         self.trained_steps = 0
         """Optimizer steps of the whole run, including those before a resume."""
         self._tells_of_trainers = False
-        """True if the scheduler receives events of trainers that become ready or are lost."""
         self._deciding = asyncio.Lock()
         self._moves = moves
         self._reports = SampleReports()

@@ -39,7 +39,6 @@ class NodeFiles:
         self._run = run
         self._told: tuple[str, tuple[to_relay.FileSource, ...]] = ("", ())
         self._seen: dict[str, to_relay.FileSource] = {}
-        """The newest source of each folder that has files of the run."""
         self._node_of: dict[str, str] = {}
         self._attempt = 0
         self._attempts: dict[int, asyncio.Future[str]] = {}

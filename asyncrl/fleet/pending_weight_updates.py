@@ -195,7 +195,6 @@ class Installations:
     _requests: dict[str, _Request] = field(default_factory=dict)
     """Waiting and unanswered requests of generators on other nodes than the trainer's, by name."""
     _checked: set[str] = field(default_factory=set)
-    """Nodes whose relay is checking its file."""
     _looked: float = 0.0
 
     def __post_init__(self) -> None:

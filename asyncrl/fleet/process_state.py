@@ -31,7 +31,6 @@ class Worker:
     is_ready: bool = False
     is_gone: bool = False
     has_left: bool = False
-    """True if it ended because it was ordered to leave."""
     has_waited: bool = False
     """True while it has never been placed on a node."""
     reason: str = ""
@@ -106,7 +105,6 @@ class GeneratorWorker(Worker):
     policy_version: int = -1
     """-1 if unknown."""
     slots: int = 0
-    """Samples that it decodes at once."""
     report: from_generator.GeneratorReport | None = None
     reported: float = 0.0
     """Monotonic seconds."""

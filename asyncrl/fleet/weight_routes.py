@@ -105,9 +105,7 @@ class WeightRoutes:
     _nodes: dict[str, _Node] = field(default_factory=dict)
     _row: list[str] = field(default_factory=list)
     _left: set[str] = field(default_factory=set)
-    """Nodes that were left since the last version was published."""
     _failures: dict[str, int] = field(default_factory=dict)
-    """Failures of each node since a version last arrived there."""
     _attempts: int = 0
 
     def manifest_at(self, node: str) -> WeightManifest | None:

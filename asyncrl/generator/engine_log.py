@@ -20,7 +20,7 @@ class EngineRecord(msgspec.Struct, frozen=True):
     """One line of the log."""
 
     time: float
-    """Seconds since 1970."""
+    """Unix seconds."""
     engine: EngineStats
     rewards_waiting: int = 0
     lengths: list[int] = []

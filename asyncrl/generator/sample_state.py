@@ -109,7 +109,7 @@ class SampleGeneration:
     attempts: int = 0
     trace: AttemptTrace | None = None
     environment_seed: int | None = None
-    """Seed of its environment; `seed` by default."""
+    """`seed` by default."""
     episode: Episode | None = None
     answering: asyncio.Task[FinishReason | None] | None = None
     opening: bool = False

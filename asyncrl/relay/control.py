@@ -161,7 +161,6 @@ class ControlRelay:
             metrics.watch_session(self.line.session)
             metrics.watch_gathered(lambda: self._gatherer.waiting)
         self.dropped = 0
-        """Bundles and frames that could not be passed on."""
         self._logged = float("-inf")
 
     def line_of(self, keys: LineKeys, incoming: Any) -> RelayLine[Any]:

@@ -47,7 +47,6 @@ class Kind(Enum):
     SAMPLES = 2
     """The same, and the lines of all nodes belong to one file."""
     WHOLE = 3
-    """It is replaced."""
 
 
 _RULES = (

@@ -37,7 +37,6 @@ class GroupQueue:
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
         self.duplicates = 0
-        """Deliveries that arrived again or too late."""
         self._partial: dict[int, dict[int, _Arrival]] = {}
         self._whole: dict[int, dict[int, dict[int, _Arrival]]] = {}
         self._taken: dict[int, set[int]] = {}

@@ -164,7 +164,6 @@ class TrainerRecords:
     metrics: TrainerMetrics
     timeline: Timeline
     samples: TrainedSampleLog | None = None
-    """None if `run.log_samples` is off."""
     check: PolicyCheck | None = None
     tracer: Tracer | None = None
 

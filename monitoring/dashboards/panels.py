@@ -24,7 +24,6 @@ class Series:
 
     spec: MetricSpec
     matchers: tuple[str, ...] = ()
-    """Further conditions on labels."""
 
     def __str__(self) -> str:
         """The instant vector."""

@@ -28,13 +28,11 @@ class SlotUse(StrEnum):
     """Uses of a slot."""
 
     PRIMARY = "primary"
-    """Generating a sample of a step that is due."""
     VERIFYING = "verifying"
     """Scoring the kept tokens of a sample under new weights."""
     RUN_AHEAD = "run_ahead"
     """Generating a sample of a later step."""
     EVALUATING = "evaluating"
-    """Generating a held-out sample."""
     STOPPED = "stopped"
     """Unused: weights are being swapped, or a user paused the run."""
     ENVIRONMENT = "environment"

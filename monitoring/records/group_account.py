@@ -37,7 +37,6 @@ class GroupAccount(NamedTuple):
     trained: int
     """Groups trained on, repetitions included."""
     failed: tuple[int, ...]
-    """Groups reported failed."""
     lost: tuple[int, ...]
     """Groups neither trained on nor reported."""
     twice: tuple[int, ...]

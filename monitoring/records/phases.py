@@ -29,7 +29,6 @@ class Phases:
 
     present: Span | None = None
     _ended: dict[str, deque[float]] = field(default_factory=dict)
-    """Seconds of ended phases by kind, the newest last."""
 
     def add(self, piece: Span) -> Span | None:
         """Add a piece of the timeline; return the phase that it ends, if any."""

@@ -53,7 +53,6 @@ class RunData:
     begun: BeginningState = field(default_factory=BeginningState)
     """Known from run.json before there is a result."""
     config_text: str = ""
-    """config.yaml, verbatim."""
     config: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """Sentences for the reader about what could not be read."""

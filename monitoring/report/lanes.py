@@ -91,7 +91,6 @@ def slot_strip(
 
 WIDTH = 1080
 LABELS = 124
-"""Width of the column with the names of the lanes."""
 RIGHT = 10
 TOP = 20
 LANE = 30
@@ -112,7 +111,6 @@ KIND_NAMES: Mapping[str, str] = {
     **{kind.value: kind.value.replace("_", " ") for kind in SpanKind},
     SpanKind.RUN_AHEAD.value: "run-ahead",
 }
-"""Kind of span to its name in the report."""
 
 
 @dataclass(frozen=True, slots=True)

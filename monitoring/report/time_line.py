@@ -16,7 +16,6 @@ from asyncrl.monitoring.report.sections import section
 from asyncrl.monitoring.terminal.formatting import duration, percent
 
 ZOOM_STEPS = 3
-"""Number of steps in the enlarged window from the middle of the run."""
 
 
 def whole_window(lanes: Mapping[str, Sequence[Span]]) -> Window:

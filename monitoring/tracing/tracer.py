@@ -49,7 +49,6 @@ class TraceSpan:
     attributes: Mapping[str, Value]
     events: tuple[TraceEvent, ...] = ()
     id: int | None = None
-    """Any id if None."""
     failure: str = ""
 
 

@@ -55,7 +55,7 @@ class TokenBatch:
     behaviour_logprobs: Tensor
     """`[N]` as the engine recorded them when it drew (or verified) the tokens."""
     advantages: Tensor
-    """`[N]` advantage of the token's sample."""
+    """`[N]`, of the token's sample."""
     weights: Tensor
     """`[N]` 1 or 1 / L (`asyncrl.trainer.model.token_batch`); 0 leaves a token out of loss and
     statistics."""

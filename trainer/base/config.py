@@ -157,7 +157,7 @@ class TrainerConfig(BaseModel):
         "sequence_rejected",
         "none",
     ] = "token_truncated"
-    """What the ratio of current and behaviour probability does to a token or a whole sample:
+    """Effect of the ratio of current and behaviour probability on a token or a whole sample:
     truncated to `importance_cap`, left out if it is outside `correction_band` (masked), or left out
     if the sample's geometric mean is (rejected). No effect on-policy. With proximal_policy:
     behaviour the ratio is in the loss, and only leaving out has an effect."""
@@ -240,7 +240,7 @@ class TrainerConfig(BaseModel):
     """Processes that train together, each on its share of the groups and, with GPUs, on its own
     GPU. They share the optimizer's state (docs/trainer.md)."""
     sharding: Literal["optimizer", "full"] = "optimizer"
-    """What ranks share. optimizer: its state; weights and gradients are whole on each. full: all
+    """State that ranks share. optimizer: its state; weights and gradients are whole on each. full: all
     three, for models that are too large for one device; ranks then compute micro-batches together
     (docs/trainer.md)."""
     rank_network: str = Field(default=LOOPBACK, max_length=50)

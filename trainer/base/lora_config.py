@@ -34,7 +34,7 @@ class LoraConfig(BaseModel):
     """PEFT directory of an adapter to start from, with this rank, alpha and these targets. It is
     also the KL's reference. Unset: A is random and B is 0, so the first policy is the model."""
     serve: Literal["merged", "adapter"] = "merged"
-    """How engines use the adapter. merged: each adds it to its copy of the weights, in the engine's
+    """Engines' use of the adapter. merged: each adds it to its copy of the weights, in the engine's
     data type. adapter: vLLM keeps it separate and computes both branches, which does not round
     small adapters away but is slower."""
     dropout: float = 0.0

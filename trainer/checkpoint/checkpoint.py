@@ -86,7 +86,6 @@ class Contents:
     published: Published | None = None
     """Digest of this version's published weights, if they were published."""
     adapter: Mapping[str, Any] | None = None
-    """PEFT settings, if the weights are an adapter's."""
 
 
 @dataclass(frozen=True, slots=True)

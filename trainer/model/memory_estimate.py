@@ -52,7 +52,6 @@ class ModelShape:
     tied: bool = False
     """True if the head's weight is the embedding's."""
     critic: int = 0
-    """Parameters of a separate value model."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int | None = None) -> Self | None:

@@ -30,7 +30,7 @@ class PackedBatch:
     predictors: Tensor
     """`[N]` int64: position in the row whose hidden state predicts each scored token."""
     targets: Tensor
-    """`[N]` int64: the scored tokens."""
+    """`[N]` int64."""
 
     @classmethod
     def of(

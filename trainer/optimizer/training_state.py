@@ -65,11 +65,11 @@ class Shardings:
         self._each = each
 
     def own(self, parameter: nn.Parameter) -> nn.Parameter:
-        """As in `Sharding`."""
+        """See `Sharding`."""
         return self._of(parameter).own(parameter)
 
     def box(self, parameter: nn.Parameter, local: Tensor) -> Box:
-        """As in `Sharding`."""
+        """See `Sharding`."""
         return self._of(parameter).box(parameter, local)
 
     def _of(self, parameter: nn.Parameter) -> Sharding:

@@ -20,7 +20,6 @@ from asyncrl.trainer.base.rank_network import apart, is_loopback
 
 REACH_SECONDS = 15.0
 _GET_ADDRESS = 0x8915
-"""Linux's SIOCGIFADDR."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

@@ -153,7 +153,6 @@ class Episode:
     """Seed of the environment; the same whenever the sample is generated."""
     on_start_over: Callable[[], None] = lambda: None
     opened: bool = False
-    """True once `reset` was answered."""
     row_prompt: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     """`[P]`."""
     prompt: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
@@ -298,7 +297,6 @@ class Spoken:
         self._length = 0
         self.actions: list[IntArray] = []
         self.observations: list[IntArray] = []
-        """Answers to all turns but the last."""
 
     def read(self) -> None:
         """Read what has been appended since the last call."""

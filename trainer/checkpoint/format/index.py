@@ -25,7 +25,6 @@ from asyncrl.trainer.base.errors import CheckpointError
 from asyncrl.trainer.checkpoint.format.manifest import FileDigest
 
 STATE = "state"
-"""Folder of all tensors in a checkpoint."""
 INDEX = f"{STATE}/index.json"
 WEIGHTS = ("model/", INDEX, f"{STATE}/weights-")
 """Prefixes of the files that suffice to make a model."""
