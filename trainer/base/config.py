@@ -240,9 +240,9 @@ class TrainerConfig(BaseModel):
     """Processes that train together, each on its share of the groups and, with GPUs, on its own
     GPU. They share the optimizer's state (docs/trainer.md)."""
     sharding: Literal["optimizer", "full"] = "optimizer"
-    """State that ranks share. optimizer: its state; weights and gradients are whole on each. full: all
-    three, for models that are too large for one device; ranks then compute micro-batches together
-    (docs/trainer.md)."""
+    """State that ranks share. optimizer: its own; weights and gradients are whole on each. full:
+    all three, for models that are too large for one device; ranks then compute micro-batches
+    together (docs/trainer.md)."""
     rank_network: str = Field(default=LOOPBACK, max_length=50)
     """Network that connects the ranks: an interface (eth0), or addresses (10.1.0.0/16) of which
     each rank's machine has one. lo: all ranks are on one machine. Any other needs
