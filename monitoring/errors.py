@@ -21,7 +21,7 @@ class ExporterError(MonitoringError):
     """Metrics cannot be served at the configured address; the message names a remedy."""
 
 
-class PortInUse(ExporterError):  # noqa: N818 - the name says what is the case
+class PortInUse(ExporterError):  # noqa: N818 - names the state
     """Another process listens on the requested port."""
 
     def __init__(self, host: str, port: int) -> None:

@@ -51,7 +51,7 @@ class SchedulerConfig(BaseModel):
 
     partial_rollout: bool = True
     """Allow new weights in the middle of a sample. If false, a generator first finishes its running
-    samples and starts none in the meantime, so that each sample has a single policy version;
+    samples and starts no others, so that each sample has a single policy version;
     generators then wait for their longest answer at every update."""
 
     max_runahead_groups: int | None = Field(default=None, ge=1, le=10**7)

@@ -21,7 +21,7 @@ class LedgerError(SchedulerError):
     """The event contradicts the ledger: a group would not be trained on exactly once."""
 
 
-class ImpossibleEvent(SchedulerError):  # noqa: N818 - says what it is
+class ImpossibleEvent(SchedulerError):  # noqa: N818 - names the event
     """No state allows this event: its sender is faulty. It can be ignored."""
 
 

@@ -73,7 +73,7 @@ class SampleEvents:
         """Return True if a report of a finished sample is neither late nor repeated."""
         state, signal = group.states[sample.sample], group.signal
         if state == RUNNING:
-            # What is drawn again is too old for every step to come.
+            # Redrawn samples are too old for every later step.
             least = self._admission.min_version(self._state.next_undeclared)
             is_late = signal is not None and not self._admission.verifies and oldest < least
             return not is_late

@@ -152,7 +152,7 @@ class Rewind:
             self._return_to(version)
         elif version == state.published:
             for generator in state.generators.values():
-                generator.installing = None  # what the lost trainer published is removed
+                generator.installing = None  # the lost trainer's weights are removed
             self._weights.update_all()
 
     def on_trainer_lost(self, _: events.TrainerLost) -> None:
@@ -248,7 +248,7 @@ class Leaving:
         self._move(generator, begun=False)
         if not state.admission.verifies:
             return
-        generator.draining = False  # it installs nothing any more
+        generator.draining = False  # it no longer installs weights
         samples = tuple(
             SampleId(index, sample)
             for index, group in sorted(generator.groups.items())

@@ -375,7 +375,7 @@ class Accumulation:
             return LossSums(sums.loss, both, sums.parts)
         if finisher(self._objective.algorithm) is None:
             return LossSums(sums.loss + loss, both, sums.parts)
-        # A part of its own, so that the step's factors do not change it.
+        # A separate part, so that the step's factors do not change it.
         return LossSums(sums.loss, both, {**sums.parts, "value_loss": loss})
 
     def _nothing(self) -> LossSums:

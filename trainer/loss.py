@@ -110,7 +110,7 @@ class Objective:
             alike = self.algorithm.advantages(np.ones(group_size))
         except ValueError as error:
             raise TrainerError(f"trainer.algorithm {config.algorithm!r}: {error}") from error
-        # Otherwise they are rewards, of which something is subtracted later.
+        # Otherwise they are rewards, from which a penalty is subtracted later.
         self._are_advantages = not (self._needs_every_group and alike.any())
 
     @property

@@ -278,7 +278,7 @@ class Controller:
         known = self._results.before if self._training.trained_steps else None
         if state.accuracy_before is not None:
             known = self._results.began_with(state.accuracy_before, state.evaluation_samples)
-        if known is not None:  # the model before training is gone, even if this is incomplete
+        if known is not None:  # even if this is incomplete, the model before training is gone
             accuracy = Accuracy.of(known)
             self._progress.evaluated(known)
         else:

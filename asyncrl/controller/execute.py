@@ -288,7 +288,7 @@ async def _run(
                 console.print(str(error), style="yellow", soft_wrap=True)
             await sinks.close()
             await page.close()
-            user.cancel()  # only now: orders given meanwhile are answered, with a refusal
+            user.cancel()  # only now: orders up to here are answered, with a refusal
             _end_escaped(records, console)
             unsaved = await controller.unsaved()
             _clean_up(runtime, targets)

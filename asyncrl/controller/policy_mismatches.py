@@ -99,7 +99,7 @@ class Findings:
         """Return to the step after these; None if its records could not be restored."""
         if earlier is not None:
             self._all, self._of_step = _recorded(earlier), _Sentences(_IN_STEP)
-            # What lasts may have been found in a step that is trained again.
+            # A lasting finding may be of a step that is trained again.
             known = set(self._all)
             for one in self._lasting.values():
                 if one.text not in known:

@@ -91,7 +91,7 @@ class Sinks:
         try:
             step = read_state(sink.state).step
         except OSError:
-            return  # of a file system that comes back, or not: the next look says
+            return  # the file system may come back; checked again next time
         if step != sink.sent[0] or step >= newest:
             sink.sent = step, now
         if code is not None:

@@ -3,7 +3,7 @@
     lost ──► choose a checkpoint ──► start trainer.N ──► ready ──► records back to its step ──►
     `TrainerJoined`: the scheduler rewinds the generators (`asyncrl.scheduler.scheduler`)
 
-Generators continue in the meantime. A trainer that cannot be replaced ends the run: one that exits
+Generators continue. A trainer that cannot be replaced ends the run: one that exits
 before it was ever ready, one that a user's mistake ends, or one whose replacements finish no step
 or are all lost at the same step.
 """
@@ -145,7 +145,7 @@ class TrainerRestarts:
 
     def _give_up_if_hopeless(self, lost: TrainerRank, reason: str) -> None:
         if lost.has_left:
-            return  # its machine was taken away, with notice: that says nothing of the next one
+            return  # its machine was taken away with notice, so the next one may succeed
         code = lost.handle.exit_code()
         if not self._fleet.lineage and not lost.is_ready and code is not None and code >= 0:
             raise RunFailed(

@@ -218,7 +218,7 @@ class Training:
             self._reports.drop(generator, report.sample)
             raise
         if report.sample.group not in self._scheduler.state.groups:
-            self._reports.drop(generator, report.sample)  # late: its group is settled
+            self._reports.drop(generator, report.sample)  # late: the group is settled already
 
     async def sample_rewarded(self, generator: str, reward: SampleRewarded) -> None:
         """Pass on the reward of a sample that a generator holds. Raises as `apply`."""

@@ -118,7 +118,7 @@ class NodeFiles:
         attempt = self._attempt
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._attempts[attempt] = answer
-        # A name of its own: a second connection of one name would end the first, which copies.
+        # A separate name: a second connection of the same name would end the first, which copies.
         client = f"{target.name} fetch {attempt}"
         servers = tuple(self._server(one, client) for one in having)
         self._send(target.name, to_relay.FetchFile(attempt, path, servers))

@@ -1,4 +1,4 @@
-"""Tells processes to end, waits until they have, and kills those that take too long."""
+"""Orders processes to end, waits for them, and kills those that take too long."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHUTDOWN: dict[Role, Struct] = {
 async def end_all(
     workers: Sequence[Worker], hub: Hub[Any], limits: LauncherConfig, *, told: bool
 ) -> dict[str, float]:
-    """End these unless they were told or killed before, and wait. Returns as `wait_for_end`."""
+    """End these unless they were ordered or killed before, and wait. Returns as `wait_for_end`."""
     for worker in () if told else workers:
         try:
             if not worker.is_ready:
@@ -101,7 +101,7 @@ async def attended(
                 for relay in relays.alive:
                     relay.is_gone = relay.handle.exit_code() is not None
                 living = [one for one in workers if one.handle.exit_code() is None]
-                with suppress(RunFailed):  # no more of them: the others are killed in time
+                with suppress(RunFailed):  # none is replaced any more; others are killed in time
                     relays.start_missing([] if is_over() else [one.node for one in living])
 
     if not relays.are_used:

@@ -137,7 +137,7 @@ class WeightRoutes:
         if self._newest is None or trainer_of(manifest) != trainer_of(self._newest):
             self._drop_all()
         self._newest, self._name, self._home = manifest, name_of(manifest), home
-        self._failures.pop(home, None)  # nothing arrives there; what is asked of it is new
+        self._failures.pop(home, None)  # nothing arrives there; its next order is new
         self._row.sort(key=lambda node: node in self._left)
         self._left.clear()
         return self._serve() + self._fetch_all()

@@ -113,7 +113,7 @@ class SampleGenerator:
                 generation.trace.interrupt()
         answering = generation.answering
         if answering is not None and (generation.expired or generation.will_start_over):
-            answering.cancel()  # what it says is not used
+            answering.cancel()  # its answer is not used
 
     async def generate(self, generation: SampleGeneration) -> HeldSample:
         """Generate all tokens of a sample; its reward is computed after this returns.
@@ -140,7 +140,7 @@ class SampleGenerator:
             await self._open(generation)
             generation.begin_pending_verification()
             await self._attempt_is_allowed(generation)
-            generation.begin_pending_verification()  # one may have been requested meanwhile
+            generation.begin_pending_verification()  # one may have been requested by now
             if _must_open(generation):
                 continue  # it starts over
             if generation.is_overdue:
@@ -185,7 +185,7 @@ class SampleGenerator:
         if episode is None or generation.tokens_to_verify is None:
             return
         if is_new and episode.failed:
-            generation.tokens_to_verify = None  # they followed what it said before
+            generation.tokens_to_verify = None  # they followed its earlier answers
         elif not (episode.traits.replay == "deterministic" if is_new else episode.goes_back):
             generation.start_over()
 
@@ -219,7 +219,7 @@ class SampleGenerator:
         finally:
             generation.answering = None
         if end == "deadline" and generation.episode is not None:
-            generation.episode.close()  # it is answering still
+            generation.episode.close()  # it is still answering
         return None if end is None else generation.end_attempt(end)
 
     async def _attempt(self, generation: SampleGeneration) -> FinishReason:

@@ -83,7 +83,7 @@ class WeightInstalls:
         started = time.monotonic()
         async with self._lock:
             if command.lineage < self._lineage:
-                return  # of a trainer that is lost; the answer to `Rewind` is the answer
+                return  # a lost trainer's; the answer to `Rewind` covers it
             before = self._engine.stats().policy_version, await self._engine.fingerprint()
             if await self._swap(command):
                 await self._verify(command)

@@ -178,7 +178,7 @@ class ControlRelay:
         passed = 0
         while True:
             identity, *parts = await self._children.recv_multipart()
-            with contextlib.suppress(FrameRefused):  # its sender's session will miss it
+            with contextlib.suppress(FrameRefused):  # its sender's session will resend it
                 self.gather(identity, join(parts, max_bytes=HUB_BYTES + EXTRA_BYTES))
             passed += 1
             if passed % _TURN == 0:

@@ -57,7 +57,7 @@ _RULES = (
 )
 
 
-class PathRefused(ValueError):  # noqa: N818 - says what happened
+class PathRefused(ValueError):  # noqa: N818 - names the event
     """A path that relays do not copy."""
 
 
@@ -233,7 +233,7 @@ class Mirror:
             notes.flush()
             os.fsync(notes.fileno())
         self._bases = None
-        return self._all_bases()[path]  # of two relays, what the first one noted holds
+        return self._all_bases()[path]  # if two relays record it, the first record counts
 
     def _all_bases(self) -> dict[str, int]:
         if self._bases is None:
@@ -262,7 +262,7 @@ class Mirror:
         try:
             size = os.fstat(target).st_size
             tail = os.pread(target, _TAIL_BYTES + len(new), max(0, size - _TAIL_BYTES - len(new)))
-            known = set(tail.splitlines(keepends=True))  # of a relay that ended before the mark
+            known = set(tail.splitlines(keepends=True))  # by a relay that ended before the mark
             lines = b"".join(x for x in new.splitlines(keepends=True) if x not in known)
             if tail and not tail.endswith(b"\n"):
                 lines = b"\n" + lines  # a writer was cut off by a full disk

@@ -29,7 +29,7 @@ ANSWER_SECONDS = 10.0
 T = TypeVar("T")
 
 
-class FileUnavailable(WireError):  # noqa: N818 - says what is the case
+class FileUnavailable(WireError):  # noqa: N818 - names the state
     """The other relay does not serve the file, or does not answer; the text says which."""
 
 

@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
     """Samples that came early and were not kept: ask their generator to resend them."""
 
 
-class DeliveryNotKept(Exception):  # noqa: N818 - says what happened
+class DeliveryNotKept(Exception):  # noqa: N818 - names the event
     """Refuses a delivery. `was_ordered`: the run waits for this sample of this generator."""
 
     def __init__(self, text: str, *, was_ordered: bool) -> None:

@@ -162,7 +162,7 @@ class PolicyCheck:
             )
         try:
             return self._with_cause(wrong, suspects)
-        except RuntimeError as error:  # mostly no memory; without the cause, it is still a finding
+        except RuntimeError as error:  # mostly out of memory; the finding holds without a cause
             return _unexplained(wrong, f"could not be looked for: {error}")
 
     def _with_cause(self, wrong: WrongPolicy, suspects: list[Trajectory]) -> WrongPolicyFound:

@@ -153,7 +153,7 @@ class TrainerProcess:
         except DeliveryNotKept as error:
             refused = FrameRefused(Reason.TRAJECTORY, str(error))
             self._generators.refusals.refuse(peer, refused)
-            if error.was_ordered:  # the run waits for it, and must learn that it does not come
+            if error.was_ordered:  # the run waits for it, and must learn that it is not coming
                 await self._control.send(
                     from_trainer.DeliveryRefused(peer, delivery.sample, str(error))
                 )

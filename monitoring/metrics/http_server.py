@@ -77,7 +77,7 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def shutdown(self) -> None:
         """End `serve_forever` at once: on its own it checks twice a second."""
-        with contextlib.suppress(OSError):  # not every system ends a socket that listens
+        with contextlib.suppress(OSError):  # some systems cannot shut down a listening socket
             self.socket.shutdown(socket.SHUT_RDWR)
         super().shutdown()
 

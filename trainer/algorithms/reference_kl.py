@@ -99,7 +99,7 @@ class WithReferenceKl:
         penalty = self.coefficient * (batch.weights * kl).sum()
         if finisher(self.algorithm) is None:
             return LossSums(own.loss + penalty, sums)
-        # A part of its own, so that the step's factors do not change it.
+        # A separate part, so that the step's factors do not change it.
         return LossSums(own.loss, sums, {**own.parts, "reference_kl": penalty})
 
     def per_token(self, gap: Tensor) -> Tensor:

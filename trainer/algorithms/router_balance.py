@@ -70,7 +70,7 @@ class WithRouterBalance:
         sums = {**own.sums, "router_balance": balance.detach()}
         if finisher(self.algorithm) is None:
             return LossSums(own.loss + self.coefficient * balance, sums, own.parts)
-        # A part of its own, so that the step's factors do not change it.
+        # A separate part, so that the step's factors do not change it.
         return LossSums(own.loss, sums, {**own.parts, "router": self.coefficient * balance})
 
 

@@ -33,11 +33,11 @@ class NonFiniteError(TrainerError):
     """A loss or gradient is not finite; weights and optimizer are untouched."""
 
 
-class Superseded(TrainerError):  # noqa: N818 - says what happened
+class Superseded(TrainerError):  # noqa: N818 - names the event
     """Another trainer was started in place of this one, which must stop writing."""
 
 
-class RankLost(TrainerError):  # noqa: N818 - says what happened
+class RankLost(TrainerError):  # noqa: N818 - names the event
     """Another rank of the trainer did not take part in an exchange; the trainer is replaced."""
 
 
@@ -45,7 +45,7 @@ class CheckpointError(TrainerError):
     """A checkpoint could not be written, read or resumed from; the message names the file."""
 
 
-class CheckpointUnwritable(CheckpointError):  # noqa: N818 - says what is the case
+class CheckpointUnwritable(CheckpointError):  # noqa: N818 - names the state
     """The disk refused a checkpoint; nothing of it is left."""
 
     def __init__(self, message: str, cause: CheckpointFault) -> None:

@@ -36,7 +36,7 @@ class Snapshot:
         """Begin to copy, once an earlier copy is done; the tensors are filled after `wait`."""
         self._join()
         buffers = {_key(one): self._buffers.get(_key(one)) for one in held}
-        self._buffers = {}  # what no longer fits is freed first
+        self._buffers = {}  # free what no longer fits first
         for one in held:
             kept = buffers[_key(one)]
             self._buffers[_key(one)] = _buffer(one.local) if kept is None else kept

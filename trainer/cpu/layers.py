@@ -132,7 +132,7 @@ class _Linear(torch.autograd.Function):
         rows, flat = whole_rows(x, weight)
         ctx.save_for_backward(flat, weight)
         shape = [*x.shape[:-1], weight.shape[0]]
-        # To autograd no view, which a model could not change in place (Gemma 3n).
+        # Not a view to autograd, which a model could not change in place (Gemma 3n).
         out: Tensor = torch.ops.aten._unsafe_view(product(flat, weight, bias)[:rows], shape)  # noqa: SLF001
         return out
 

@@ -183,7 +183,7 @@ class Adapter:
             self._set(trained)
 
     def _set(self, tensors: Mapping[str, Tensor]) -> None:
-        # As `.data`, so that tensors that a backward pass has kept are not taken for changed.
+        # Through `.data`, so that tensors kept for a backward pass do not count as changed.
         for name, parameter in self._parameters().items():
             parameter.data = tensors[name].to(parameter.device)
 

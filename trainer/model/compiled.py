@@ -75,7 +75,7 @@ def compile_blocks(
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the compiler, about what it does itself
+            warnings.simplefilter("ignore")  # the compiler's warnings about its own work
             for block in blocks:
                 block.compile(dynamic=True, backend=BACKEND)
             after = results_of(run, parameters)
@@ -115,7 +115,7 @@ def linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Te
     rows, flat_grad = whole_rows(grad, weight)
     _, flat = whole_rows(x, weight)
     for_x = product(flat_grad, weight.t())[:rows].view(x.shape)
-    return for_x, weight_gradient(flat, flat_grad).contiguous()  # as the compiler was told
+    return for_x, weight_gradient(flat, flat_grad).contiguous()  # as the compiler expects
 
 
 @linear_backward.register_fake

@@ -74,7 +74,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # "max", or not this one's to read
+    except (OSError, ValueError):  # "max", or not readable for this process
         return None
 
 

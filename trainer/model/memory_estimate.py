@@ -265,7 +265,7 @@ def remedies(
     def needed(changes: Mapping[str, object]) -> int:
         changed = config.model_copy(update=dict(changes))
         found = step_memory(shape, changed, samples, on_gpu=on_gpu)
-        return found.device - found.copy  # which a run can do without
+        return found.device - found.copy  # the copy is optional
 
     for name, value in ways:
         if needed({name: value}) <= available:

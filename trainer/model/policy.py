@@ -123,7 +123,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 class Policy:
     """A causal language model, packed. Attributes: `model`, `device`, `vocab_size`, `adapter`."""
 
-    is_sharded = False  # whether weights are in parts on ranks, which then compute together
+    is_sharded = False  # True if weights are divided among ranks, which compute together
     _speeds_up = True
 
     def __init__(
@@ -237,7 +237,7 @@ class Policy:
             return score_tokens(self._head, hidden, targets, processing, self._compute_dtype)
 
     def _autocast(self) -> torch.autocast:
-        # Where blocks are computed again, their weights in bfloat16 are made again too, not kept.
+        # Recomputed blocks recompute their bfloat16 weights, too.
         return torch.autocast(
             self.device.type,
             torch.bfloat16,

@@ -66,7 +66,7 @@ def _addresses() -> list[tuple[str, Address]]:
             try:
                 answer = fcntl.ioctl(asked, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                continue  # it has none
+                continue  # it does not have one
             found.append((name, ipaddress.IPv4Address(answer[20:24])))
     try:
         lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()

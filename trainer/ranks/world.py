@@ -143,9 +143,9 @@ def join(
     if size == 1:
         return ALONE
     here = interface_in(network)
-    # Neither gloo nor NCCL knows keys: they listen in this network and in no other.
+    # gloo and NCCL do not support keys, so they listen in this network only.
     os.environ["GLOO_SOCKET_IFNAME"] = here.name
-    os.environ["NCCL_SOCKET_IFNAME"] = f"={here.name}"  # this one, and none whose name begins so
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={here.name}"  # exactly this name, not a prefix
     with contextlib.ExitStack() as closing:
         port = 0
         if not is_loopback(network):

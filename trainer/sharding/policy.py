@@ -97,7 +97,7 @@ class ShardedModel:
         """Call a function that computes the model's forward pass, except its head."""
         out: T = getattr(self._model, _METHOD)(function, *arguments)
         if not torch.is_grad_enabled():
-            self._model.reset_iter_state()  # which otherwise only a backward pass does
+            self._model.reset_iter_state()  # otherwise only a backward pass does this
         return out
 
     def with_head(self, function: Callable[..., T], *arguments: Any) -> T:

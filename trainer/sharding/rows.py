@@ -60,7 +60,7 @@ def whole(tensor: Tensor, dtype: torch.dtype, world: World) -> Tensor:
     given = mine.new_zeros(height, *tensor.shape[1:])
     given[: len(mine)] = mine
     found = mine.new_empty(world.size * height, *tensor.shape[1:])
-    # As bytes: not every exchange knows every type.
+    # As bytes, since not every backend supports every type.
     parts = found.view(-1).view(torch.uint8).view(world.size, -1)
     world.all_gather(parts, given.view(-1).view(torch.uint8), "weights")
     return found[:count]

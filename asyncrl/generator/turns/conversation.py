@@ -302,13 +302,13 @@ class Spoken:
         """Read what has been appended since the last call."""
         tokens, observed = self.builder.tokens(), self.builder.observed()
         edge = observed[max(0, self._length - 1) : self._length + 1].tolist()
-        if edge not in ([False], [False, True]):  # what was read last has gone on
+        if edge not in ([False], [False, True]):  # the last part has grown
             self._length = 0
         if not self._length:
             self.actions, self.observations = [], []
         runs = runs_of(tokens[self._length :], observed[self._length :])
         ours, theirs = (runs[::2], runs[1::2]) if not self._length else (runs[1::2], runs[::2])
-        self.actions += [run.copy() for run in ours]  # else each keeps all tokens in memory
+        self.actions += [run.copy() for run in ours]  # otherwise each keeps all tokens in memory
         self.observations += [run.copy() for run in theirs]
         self._length = len(tokens)
 

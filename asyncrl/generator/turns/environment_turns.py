@@ -134,7 +134,7 @@ def _in_common(
 log = logging.getLogger(__name__)
 
 
-class StartOver(Exception):  # noqa: N818 - says what happens
+class StartOver(Exception):  # noqa: N818 - names the event
     """The environment cannot go back, so the sample begins again."""
 
 
