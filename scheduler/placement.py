@@ -18,11 +18,10 @@ longest queue, provided that all slots of that generator are busy. So a group is
 once per placement, and a straggler or a slow generator delays no other work. A slower generator
 takes the last group instead, and only if it would finish it before the owner.
 
-Speeds are relative to their geometric mean. Similar speeds count as equal, so that a fleet of equal
-generators is treated as if nothing had been measured, and noise changes no decision. An unmeasured
-generator counts as average.
+Speeds are relative to their geometric mean. Similar speeds count as equal, so that noise changes no
+decision; an unmeasured generator counts as average.
 
-The generator of a sample is chosen before the sample is drawn, by loads, speeds and prompts. So the
+The generator of a sample is chosen before the sample is drawn, by loads, speeds and prompts, so the
 choice favours no text.
 
 Memory: O(groups in flight), and four bytes per prompt for the affinity.

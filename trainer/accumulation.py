@@ -13,9 +13,8 @@ rounding only. `look` only scores groups, for later passes; `replay` trains on k
 Where each rank holds some rows of the parameters, only a backward pass sums and divides their
 gradients. So each further part of a loss gets its own backward pass there (`ShardedParts`).
 
-A rank without work computes a sample of padding while other ranks have work. Its tokens have weight
-0 and its loss is multiplied by 0: the gradient is 0 and nothing counts it. It is as short as a
-sample can be and takes the same passes as any other.
+A rank without work computes a sample of padding, as short as possible, while others have work: the
+same passes, with loss 0. Nothing counts it.
 """
 
 from __future__ import annotations

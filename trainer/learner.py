@@ -7,9 +7,9 @@ group ─► add_group ─► ...                                               
 ```
 
 A step's denominator (response tokens, or samples) is known only when its last group has arrived, so
-gradients are accumulated as sums and divided once. Whatever the order of groups and their split
-into micro-batches, the gradient is that of the whole batch at once, up to rounding. So no group
-waits for another, and nothing is biased towards groups that finish early.
+gradients are accumulated as sums and divided once. Whatever the order of groups and their
+micro-batches, the gradient is that of the whole batch, up to rounding: no group waits for another,
+and nothing is biased towards groups that finish early.
 
 Synchronous and single-threaded: the trainer process decides when to call which method.
 """

@@ -14,10 +14,8 @@ Afterwards the critic takes its own passes over the kept groups (`critic.passes`
 policy does not change.
 
 The samples were drawn by the policy of the step's start or an older one, so at most the first
-optimizer step is on-policy.
-
-Each rank keeps its own groups. A minibatch is a share of the groups of all ranks: a rank may have
-none of it but still takes part in the optimizer step.
+optimizer step is on-policy. A minibatch is a share of the groups of all ranks: a rank may have none
+of it but still takes part.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@
     index of the file, checked ──► `SampleRequests` ──► Generate names the tokens' place
 
 Tokens do not pass through the controller: generators write and read them. Only `verify` mode keeps
-run-ahead, since the other modes cannot verify tokens. A file that cannot be used is named in a
-message, and its samples are generated again. A file of moved samples stays until all of them are
-trained on or given up, since a generator may be about to read it. Copies on nodes that do not see
-the run's folder stay until the run ends.
+run-ahead, since the other modes cannot verify tokens. If a file cannot be used, a message names it
+and its samples are generated again. A file of moved samples stays until all of them are trained on
+or given up; copies on nodes that do not see the run's folder stay until the run ends.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
     install ──► the generator's node has the weights ──► InstallWeights
                  └─ not yet: the request waits until the node's relay has them (`weight_routes`)
 
-On the trainer's node, and so wherever a run has one node, nothing ever waits.
-
 A waiting request keeps the verifications that travel with it. It is sent once its version or a
 newer one of the same trainer is there. It ends without an answer when its generator is lost or
-rewinds, or when the trainer is lost: then the caller asks again.
+rewinds, or the trainer is lost: then the caller asks again. On the trainer's node nothing waits.
 
 A generator that could not read a file of its node's relay (the relay was killed, or had put a newer
 version in its place) reports its old version. That is not an answer: the request waits again.

@@ -13,8 +13,8 @@ Kept tokens carry p's log-probability and version, so their staleness is 0. They
 p: the policy was trained on these very draws, the residual is missing, and l distorts the rest
 (docs/exactness.md).
 
-Each generator remembers in memory what it delivered. A sample that moves to another generator in
-the next epoch, or that follows a resume, begins empty, which costs only speed.
+Each generator remembers in memory what it delivered. A sample that moves to another generator, or
+that follows a resume, begins empty, which costs only speed.
 """
 
 from __future__ import annotations

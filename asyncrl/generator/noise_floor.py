@@ -4,16 +4,14 @@
     noise_floor.measured.share  # what verification rejects although nothing has changed
 
 A response that the current policy drew is verified under that same policy, as it would be after an
-update, and the verdict is dropped. Exact arithmetic would accept every token. What is rejected is
-lost at every real verification too.
+update, and the verdict is dropped. Exact arithmetic would accept every token; what is rejected is
+lost at every real verification, too.
 
 The measurement changes no sample. The request names no tree of the cache, so it is neither drafted
-from nor fed to it. Its random numbers have no other use. It is not counted as verification, and
-tokens drawn after a rejection are dropped (the engine counts them as generated). It has the
-priority of run-ahead, so it never takes a slot that a due sample waits for, and its stream ends
-after the verdict. At most one runs at a time, and one response in `every` is chosen, by its id: a
-choice by time would prefer short responses. It costs as much as scoring this response once more.
-New weights end it.
+from nor fed to it; its random numbers have no other use; it is not counted as verification, and its
+stream ends after the verdict. It has the priority of run-ahead, so it never takes a slot that a due
+sample waits for. At most one runs at a time, and one response in `every` is chosen, by its id: a
+choice by time would prefer short responses. New weights end it.
 """
 
 from __future__ import annotations

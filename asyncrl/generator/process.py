@@ -15,10 +15,7 @@ reports     consumes: counters. produces: `GeneratorReport`, metrics, the timeli
             and deadlines. waits for: the clock. bounded by: REPORT_SECONDS.
 
 A finished trajectory stays here until the trainer has acknowledged it; the controller receives only
-its length and oldest version. So tokens cross the machine once, and a later decision can still
-verify or discard a finished sample.
-
-Preemption: run-ahead gives its slots back when due samples need them.
+its length and oldest version. So a later decision can still verify or discard it.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ prefix if they stay valid (its slot was needed, or its KV is rebuilt), and token
 are too old.
 
 The place of an interruption must not depend on the tokens that would have followed. Closing the
-engine's stream would violate that: it loses tokens that were drawn and not reported yet, and an
-engine reports early when it draws a stop token. `Engine.interrupt` instead ends the stream with
-every drawn token (docs/decisions/0011).
+engine's stream loses drawn tokens, and an engine reports early when it draws a stop token. So
+`Engine.interrupt` ends the stream with every drawn token (docs/decisions/0011).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The copies of one node's files in the run's folder, or in another node's.
 
-A growing file is copied from where the copy ends, and written to the same offset as at its source.
-So an interrupted copy continues there, and two relays that copy at once write the same bytes to the
-same place. A file may have older contents, of an earlier start of the run: RUN/.pulled/FOLDER.jsonl
-has their size. The lines of samples.jsonl go to RUN/.pulled/FOLDER.samples first, then to
-RUN/samples.jsonl, which has those of all nodes.
+A growing file is copied from where the copy ends, to the same offset as at its source. So an
+interrupted copy continues there, and two relays may copy at once. A file may have older contents,
+of an earlier start of the run: RUN/.pulled/FOLDER.jsonl has their size. The lines of samples.jsonl
+go to RUN/.pulled/FOLDER.samples first, then to RUN/samples.jsonl, which has those of all nodes.
 
 Relays copy only these files of a run's folder:
 
@@ -12,8 +11,7 @@ Relays copy only these files of a run's folder:
     samples.jsonl                                                                it only grows
     cache/NAME.snapshot  unfinished/FOLDER/NAME.bin                              replaced as a whole
 
-NAME is a process. Nothing else is opened, served or written: no key, no configuration, no
-checkpoint.
+NAME is a process. Nothing else is opened, served or written, least of all keys or checkpoints.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
                                 given back: no room to wait; requested again with its order
                                 refused: it is not what was ordered, or what no run orders
 
-An order and its delivery come over different sockets, and either may be late by any time. So an
-early delivery is not its sender's fault, nor is one whose order names another generator: that one
-may be lost, and the new order may be on its way. No sockets, no clock.
+An order and its delivery come over different sockets, in any order. So an early delivery is not its
+sender's fault, nor is one whose order names another generator: that one may be lost, and the new
+order on its way. No sockets, no clock.
 """
 
 from __future__ import annotations

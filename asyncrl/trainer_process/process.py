@@ -13,11 +13,10 @@ saving      consumes: checkpoints that were begun. produces: CheckpointWritten, 
 report      consumes: counters. produces: `TrainerReport`.
             waits for: the clock. bounded by: REPORT_SECONDS.
 
-A group's gradient is accumulated as soon as the group is whole (with `trainer.mix_groups`, that of
-all waiting groups, up to a micro-batch); in a repeatable run as soon as all groups before it have
-been accumulated. The optimizer steps when every group of the step's plan has been accumulated.
-Trajectories of later steps wait in the queue. A trajectory that arrives twice is acknowledged twice
-and kept once.
+A group's gradient is accumulated as soon as the group is whole (with `trainer.mix_groups`, with all
+waiting groups, up to a micro-batch); in a repeatable run, after all groups before it. The optimizer
+steps when every group of the step's plan has been accumulated. Trajectories of later steps wait in
+the queue. A trajectory that arrives twice is acknowledged twice and kept once.
 
 A trainer of several ranks has a process for each, which receives its own groups. Common actions,
 steps and checkpoints, follow from the commands, which all ranks get in the same order: a plan is

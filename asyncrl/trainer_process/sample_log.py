@@ -1,12 +1,10 @@
 """Writes every trained sample to RUN/samples/, on a separate thread.
 
-The records of a step are passed to the thread after its optimizer step. A checkpoint waits until
-they are written. A trainer that resumes from a checkpoint drops the records of later steps before
-it trains them again, so the log holds each trained sample exactly once, whenever a process was
-killed.
+The records of a step are passed to the thread after its optimizer step, and a checkpoint waits
+until they are written. A resuming trainer drops the records of later steps before it trains them
+again, so the log holds each trained sample exactly once, whenever a process was killed.
 
-A log that cannot be written never ends a run: the records are counted as lost and the error is
-logged.
+A log that cannot be written does not end a run: lost records are counted and the error is logged.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 watches it. It is replaced atomically and removed when the run ends.
 
 A process of another node is listed under that node's address, if `monitoring.host` lets it listen
-there. With a loopback address it can be scraped on its own node only, so it is not listed: it would
-count as down.
+there. With a loopback address it is not listed: it would count as down.
 """
 
 from __future__ import annotations

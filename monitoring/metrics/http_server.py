@@ -2,9 +2,8 @@
 
 Everything but a plain HTTP/1 request gets 400, without a message. The head of a request is limited
 in size and time, and connections in number, so a scanner or a slow client takes a bounded number of
-threads and leaves nothing on the user's terminal. On a loopback address, a request for another
-machine's name is refused: a site whose name was made to point to 127.0.0.1 (DNS rebinding) reaches
-servers on loopback, but sends its own name as `Host`.
+threads. On a loopback address, a request whose `Host` is another machine's name is refused: a site
+whose name points to 127.0.0.1 (DNS rebinding) would reach servers on loopback.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Checks that a run trained on each group exactly once or reported it failed.
 
-Reads metrics.jsonl only, so it can check a run from outside: `python -m
-asyncrl.monitoring.records.group_account RUN` prints the account of a run's folder and exits with 1
-if a group was lost or trained on twice. A resumed run drops the records of the steps that it
-repeats, together with their weights, so the account is over the steps that led to the current
-policy.
+Reads metrics.jsonl only: `python -m asyncrl.monitoring.records.group_account RUN` prints the
+account of a run's folder and exits with 1 if a group was lost or trained on twice. A resumed run
+drops the records of the steps that it repeats, so the account is over the steps that led to the
+current policy.
 
 Example:
     >>> from asyncrl.wire.records.step import StepGroups

@@ -1,9 +1,9 @@
 """JSON Lines files that stay readable when their writer is killed.
 
-A writer passes each batch of whole lines to the operating system in one call, so a process killed
-with SIGKILL leaves at most one incomplete line, at the end. Opening the file for writing removes
-that line; readers ignore it. A disk that is full or hangs delays lines but neither ends nor stops
-the writer's process. Numbers that JSON lacks (nan, infinities) are written as null.
+A writer passes each batch of whole lines to the operating system in one call, so a killed process
+leaves at most one incomplete line, at the end. Opening the file for writing removes it; readers
+ignore it. A disk that is full or hangs delays lines but neither ends nor stops the process. Numbers
+that JSON lacks (nan, infinities) are written as null.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@
     with timeline.span("training", step=3):
         ...
 
-Spans are kept in memory and written at bounded intervals, at `flush` (call it where the process
-reports) and at `close`. An open span is written up to that moment and continues as a new one, which
-readers join again. So a killed process loses at most one interval, even of a wait that never ended.
-Equal spans that follow each other become one.
+Spans are kept in memory and written at bounded intervals, at `flush` and at `close`. An open span
+is written up to that moment and continues as a new one, which readers join again, so a killed
+process loses at most one interval. Equal spans that follow each other become one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Writes `report.html`: a run on one self-contained page.
 
 `data` reads the run's files. Each part of the page is one module (`learning`, `work`, `time_line`,
-`sections`, `health`); they draw with `plots` and `lanes`. `markup` wraps the result in a document.
-The top of the report, here, has the run's name, one sentence, and the most important numbers. The
-report of a run that is still running, or that ended early, shows the records so far and says so.
+`sections`, `health`), drawn with `plots` and `lanes`; `markup` makes a document of them. The top of
+the report is here. The report of a run that is still running, or that ended early, says so.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
         live.update(RunView(phase="training", step=3, last=record))
         live.log("checkpoint written")
 
-A stream that is not a terminal gets plain text only: no colours, no cursor movements, no lines
-wrapped at eighty columns. `update` may be called whenever there is news. The panel, drawn by pure
-functions, is redrawn at a fixed rate. Lines are printed when a step is finished, when the phase
-changes, and at least every half minute, so that a log never looks dead.
+A stream that is not a terminal gets plain text only: no colours, no cursor movements, no wrapped
+lines. `update` may be called whenever there is news. The panel is redrawn at a fixed rate. Lines
+are printed when a step is finished, when the phase changes, and at least every half minute.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 
 A trace has one tree: the group, its samples in it, and the work on each in these.
 
-The traced groups, and the ids of their traces, follow from the run's trace key and the number of
-the group. So all processes agree without communication, and no message carries an id. A trace is
-sampled as OpenTelemetry's `TraceIdRatioBased` would: by the low 64 bits of its id.
+The traced groups, and the ids of their traces, follow from the run's trace key and the group's
+number, so all processes agree without messages. A trace is sampled as OpenTelemetry's
+`TraceIdRatioBased` would: by the low 64 bits of its id.
 """
 
 from __future__ import annotations

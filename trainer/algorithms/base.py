@@ -12,12 +12,11 @@ model for it.
 A loss may depend on numbers that only the whole step has, such as the mean of its advantages, if
 its gradient is a sum of parts with such numbers as factors. `loss` then returns the further parts
 in `LossSums.parts`, and `finish` returns the factors when the last group has arrived. The learner
-keeps one gradient sum per part: each costs a backward pass and a gradient's memory. A loss without
-such a form cannot be streamed, and none here lacks it.
+keeps one gradient sum per part: each costs a backward pass and a gradient's memory.
 
 Signals are an algorithm's own measurements, such as the share of clipped tokens. It declares each
-once in `signals` and returns its sum with every loss. A signal's value of a step appears under its
-name in `algorithm` of metrics.jsonl, in `asyncrl_algorithm_signal{signal}` and in the report.
+once in `signals` and returns its sum with every loss; the value appears in `algorithm` of
+metrics.jsonl, in `asyncrl_algorithm_signal{signal}` and in the report.
 """
 
 from __future__ import annotations

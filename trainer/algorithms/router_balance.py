@@ -7,10 +7,9 @@ probabilities p_t (softmax over all E):
     balance = mean over m of  E * sum over e of f_e * (mean over t of p_te)
 
 It is 1 where experts are used alike, at most E / K. router_loss_coefficient times it is added to
-the loss, with the tokens' weights, so a sample counts as in the policy's loss. Shares are per
-sample, not per batch (DeepSeek-V2, arXiv 2405.04434, eq. 23-25): the loss is a sum over samples,
-whatever the micro-batches. The Switch loss (arXiv 2101.03961, eq. 4) of transformers multiplies
-means over a batch instead.
+the loss, with the tokens' weights. Shares are per sample, not per batch (DeepSeek-V2, arXiv
+2405.04434, eq. 23-25; unlike the Switch loss, arXiv 2101.03961, eq. 4): the loss is a sum over
+samples, whatever the micro-batches.
 
 Groups that are not computed (`skip_zero_variance_groups`) have no such loss. Empty batch: 0.
 """

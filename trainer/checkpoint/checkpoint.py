@@ -1,8 +1,7 @@
 """Checkpoints: each one is complete or absent.
 
-They are written to a temporary directory, which is then renamed.
-`trainer.checkpoint.format.manifest` has the manifest, `trainer.checkpoint.format.files` finds them,
-`asyncrl.trainer.checkpoint.export` makes models of them.
+They are written to a temporary directory, which is then renamed. `trainer.checkpoint.format` has
+the manifest and finds them, `asyncrl.trainer.checkpoint.export` makes models of them.
 
 ```
 checkpoints/step-000012/

@@ -2,10 +2,10 @@
 
     take ──► thread: device to host ──► `copied`: weights may change ──► written ──► `take` again
 
-Weights and moments change in an optimizer step only. So a copy that begins after one step runs
-during the forward and backward passes of the next, and training waits for it only before it changes
-something (`wait`). The buffers take as much host memory as this rank's part of the state (12 bytes
-a parameter, divided by the ranks) and are reused: touching fresh pages costs more than the copy.
+Weights and moments change in an optimizer step only, so a copy runs during the forward and backward
+passes of the next step, and training waits for it only before that changes something (`wait`). The
+buffers take as much host memory as this rank's part of the state (12 bytes a parameter, divided by
+the ranks) and are reused: touching fresh pages costs more than the copy.
 """
 
 from __future__ import annotations

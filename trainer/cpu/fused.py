@@ -1,10 +1,9 @@
 """Forward and backward pass of Llama-like models on a CPU core, in as few operations as possible.
 
 transformers' forward pass of a layer is about 40 operations, and autograd's backward pass twice as
-many. A small model's micro-batch spends more time in them than in matrix products. Here a layer is
-four products (queries, keys and values at once; output; gate and up at once; down) and compiled
-loops, each with a handwritten backward pass. Attention needs no padding, and a shared prompt is
-computed once.
+many: more time than a small micro-batch's matrix products. Here a layer is four products and
+compiled loops, each with a handwritten backward pass. Attention needs no padding, and a shared
+prompt is computed once.
 
     embed, norm -> [qkv, rotate, attend, output, add + norm, gate and up, gated, down, add + norm]
 

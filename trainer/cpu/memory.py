@@ -1,9 +1,8 @@
 """Keeps the memory of freed CPU tensors for the next ones.
 
-glibc returns large freed blocks to the system, and the next ones are pages that the system has to
-clear: ten times the cost of the arithmetic for a tensor of 40 MiB. A training step frees and
-allocates the same blocks repeatedly. So a trainer on a CPU keeps everything it once had; its peak
-memory is the same.
+glibc returns large freed blocks to the system, which clears the pages of the next ones: ten times
+the cost of the arithmetic for a tensor of 40 MiB. A training step frees and allocates the same
+blocks repeatedly, so a trainer on a CPU keeps them; its peak memory is the same.
 """
 
 from __future__ import annotations

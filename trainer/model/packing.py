@@ -2,17 +2,15 @@
 
 Linear layers, norms and activations see `[1, T]` real tokens. Only attention needs to know where a
 sequence ends: `packed_attention`, registered with transformers under `ATTENTION_NAME`, spreads
-queries, keys and values over `[B, H, L_max, D]`, runs causal SDPA, and gathers the real tokens
-again. If lengths are uneven and the padding would be large, it does so for several blocks, each of
-successive sequences of similar lengths. It pads nothing on a GPU in 16 bits
-(`asyncrl.trainer.model.varlen`) and on a CPU unless sequences are short
-(`trainer.model.tiled_attention`). Positions restart at 0 in each sequence, so rotary and learned
-positions are those of the sequence.
+queries, keys and values over `[B, H, L_max, D]`, in several blocks of similar lengths if the
+padding would be large, runs causal SDPA, and gathers the real tokens again. It pads nothing on a
+GPU in 16 bits (`asyncrl.trainer.model.varlen`) and on a CPU unless sequences are short
+(`trainer.model.tiled_attention`). Positions restart at 0 in each sequence.
 
-`capped_attention` serves models with capped scores or sinks, which torch's kernels do not compute,
-by the formula of `asyncrl.rollout.attention`. It computes scores for a block of queries at a time
-and again in the backward pass, so memory grows with the sequence and not with its square, at about
-three times the cost of a fused kernel.
+`capped_attention` serves models with capped scores or sinks, by the formula of
+`asyncrl.rollout.attention`. It computes scores for a block of queries at a time and again in the
+backward pass, so memory grows with the sequence and not with its square, at about three times the
+cost of a fused kernel.
 """
 
 from __future__ import annotations

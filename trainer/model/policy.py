@@ -3,15 +3,13 @@
 The log-probabilities are those of the *processed* distribution, from which the engine samples:
 logits divided by the temperature, restricted to the tokens that top-k, top-p and min-p leave in
 (`asyncrl.rollout.sampled_set`, the engines' function), and renormalised. With truncation the set is
-that of the *current* policy plus the drawn token. Without the drawn token, a token at the set's
-edge would have probability 0 after the smallest change of the weights, and no gradient to bring it
-back. The share of such tokens is reported (`mismatch.outside_nucleus`); at staleness 0 it is
-rounding.
+that of the *current* policy plus the drawn token, which would otherwise have probability 0, and no
+gradient, after the smallest change at the set's edge. The share of such tokens is reported
+(`mismatch.outside_nucleus`); at staleness 0 it is rounding.
 
 Activation checkpointing: `true` keeps only a block's input, so the whole forward pass runs twice.
-`selective` also keeps the results of attention and of products that are no wider than their input
-(queries, keys, values, both output projections). Norms, rotation, activation and the wide products
-of the MLP are recomputed: about half of a block's forward pass, for a fifth of its memory.
+`selective` also keeps the results of attention and of products that are no wider than their input,
+and recomputes the rest: about half of a block's forward pass, for a fifth of its memory.
 """
 
 from __future__ import annotations

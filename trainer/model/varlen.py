@@ -1,16 +1,15 @@
 """Attention of packed rows on a GPU, without padding, by torch's variable-length kernel.
 
 The kernel takes queries, keys and values of all sequences one after another, and where each ends.
-Queries are the row itself. Shared tokens are in the row once, so keys and values are copied into
-the order in which each segment needs them:
+Queries are the row itself; keys and values are copied, since shared tokens are in the row once:
 
     row       p p p a a b b b        p: a prompt, a and b: two responses to it
     queries   |p p p|a a|b b b|
     keys      |p p p|p p p a a|p p p b b b|
 
-With fewer queries than keys, the kernel's causal mask is that of the last queries, as it must be.
-It exists for 16-bit types on CUDA only; everything else is padded
-(`asyncrl.trainer.model.packing`).
+The kernel exists for 16-bit types on CUDA only; everything else is padded
+(`asyncrl.trainer.model.packing`). With fewer queries than keys, its causal mask is that of the last
+queries.
 """
 
 from __future__ import annotations

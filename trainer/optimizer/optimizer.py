@@ -2,10 +2,9 @@
 
 Its moments may take less memory on the device: in bfloat16 or 8 bits, on the host, or both. The
 arithmetic is AdamW's (arXiv 1711.05101, algorithm 2) in the parameter's type; only what is kept
-between steps differs. A moment in bfloat16 has 8 bits. Its change in a step, a thousandth for the
-second moment, is mostly less than the last of them, and rounding to the nearest would lose it.
-Stochastic rounding, in proportion, keeps the expected value exact. The same holds in 8 bits
-(`asyncrl.trainer.optimizer.coded_moments`).
+between steps differs. A moment's change in a step is mostly less than the last of bfloat16's 8
+bits, and rounding to the nearest would lose it; stochastic rounding keeps the expected value exact.
+The same holds in 8 bits (`asyncrl.trainer.optimizer.coded_moments`).
 
 Slices of a parameter are brought to the device one after another, so at most one slice of float32
 moments exists.

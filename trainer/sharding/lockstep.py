@@ -7,8 +7,8 @@ about its work, and all draw the same conclusion:
     rank 0  a micro-batch ─┐                  ┌─► computes it
     rank 1  nothing yet   ─┴─ words, decided ─┴─► computes an empty one, whose gradient is 0
 
-No rank waits for another rank's groups: a rank without groups says so at once, and takes part. A
-trainer of one process, and ranks that have all weights, decide alone, by the same rules.
+No rank waits for another rank's groups. A trainer of one process, and ranks that have all weights,
+decide alone, by the same rules.
 """
 
 from __future__ import annotations

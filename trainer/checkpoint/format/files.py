@@ -1,14 +1,13 @@
 """Finds, chooses and removes checkpoints, without importing torch.
 
 The controller chooses the checkpoint that a run or a restarted trainer continues from, and sends
-the trainer its step, so the two cannot disagree. `trainer.checkpoint.checkpoint` writes and loads
-them.
+the trainer its step. `trainer.checkpoint.checkpoint` writes and loads them.
 
     point = choose(run / "checkpoints")
     aside = set_aside(run / "checkpoints", newer_than=point.step)
 
-The controller, which evaluates, writes `checkpoints/best.json`: which checkpoints are kept for
-their accuracy (`evaluation.keep_best`). Pruning reads it; without the file it spares none.
+The controller writes `checkpoints/best.json`: the checkpoints that are kept for their accuracy
+(`evaluation.keep_best`). Pruning reads it.
 """
 
 from __future__ import annotations

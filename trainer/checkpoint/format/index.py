@@ -8,8 +8,8 @@
 ```
 
 Each rank writes its chunks to its own files, and lists them, last, in `state/part-RANK.json`. Rank
-0 waits for all parts and merges them. So ranks exchange neither messages nor pickles to save, and
-any number of ranks can read a checkpoint: each reads the chunks that overlap with its own.
+0 waits for all parts and merges them. Any number of ranks can read a checkpoint: each reads the
+chunks that overlap with its own.
 """
 
 from __future__ import annotations
