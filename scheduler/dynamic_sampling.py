@@ -148,7 +148,6 @@ class DynamicSampling:
             self._verification.verify(owner, group, samples, least)
 
     def _can_verify(self, owner: Generator) -> bool:
-        """Return True if a generator can verify now."""
         if not self._state.admission.verifies or owner.rewinding or owner.leaving:
             return False
         return self._state.config.partial_rollout or owner.installing is None

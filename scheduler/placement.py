@@ -290,7 +290,6 @@ class Placement:
         places[key] = number
 
     def _head(self, generator: Generator) -> Group | None:
-        """The first group of its queue that still has samples to start."""
         queue = generator.queue
         while queue:
             group = queue[0][1]
@@ -358,7 +357,6 @@ def _last(owner: Generator, last_group: int) -> Group:
 
 
 def _begun(generator: Generator) -> Group | None:
-    """The earliest begun group of the generator with samples left to start."""
     begun = generator.begun
     while begun:
         group = begun[0][1]

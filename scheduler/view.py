@@ -103,7 +103,6 @@ def _current_step(state: SchedulerState) -> list[str]:
 
 
 def _groups_of(state: SchedulerState, step: int) -> list[Group]:
-    """Groups in flight of a step; with dynamic sampling, those expected in it."""
     if state.places is not None:
         return [group for group in state.groups.values() if group.step == step]
     per_step = state.config.groups_per_step

@@ -363,7 +363,6 @@ class Accumulation:
     def _with_values(
         self, sums: LossSums, values: Values, fixed: Fixed, weights: Tensor
     ) -> LossSums:
-        """Add the value loss and its signals."""
         assert fixed.values is not None and fixed.returns is not None  # noqa: S101, PT018
         critic = self._config.critic
         found = value_loss(values.tokens, fixed.values, fixed.returns, weights, critic.value_clip)

@@ -294,7 +294,6 @@ class Controller:
         return accuracy
 
     async def _train_and_evaluate(self) -> Accuracy | None:
-        """Train, then measure the accuracy; None if the run was stopped before its last step."""
         while True:
             await self._training.run()
             after = await self._evaluate_after() if self.is_complete else None
@@ -303,7 +302,6 @@ class Controller:
             # Steps were lost with the trainer during the evaluation: train them again.
 
     async def _evaluate_after(self) -> Accuracy | None:
-        """Bring every generator to the final weights and measure the accuracy."""
         version = self._training.trained_steps
 
         def changed() -> bool:

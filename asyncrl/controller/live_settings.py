@@ -118,7 +118,6 @@ class LiveSettings:
             )
 
     async def _take_over(self, config: RunConfig) -> None:
-        """Apply the configuration to processes now, and to those that are started later."""
         self.config = config
         self._fleet.configure(config.launcher)
         self._evaluation.configure(config)

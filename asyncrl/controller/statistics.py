@@ -94,8 +94,6 @@ less."""
 
 
 class _Work(NamedTuple):
-    """Sums over generators, since their processes began."""
-
     tokens: TokenCounts = TokenCounts()
     busy_seconds: float = 0.0
 

@@ -77,7 +77,6 @@ class Watchdog:
             )
 
     async def _generator_lost(self, worker: GeneratorWorker, reason: str) -> None:
-        """Report the loss to all concerned, and replace the generator unless it has left."""
         self._fleet.installations.drop(worker.name)
         if self._fleet.trainer.state == "ready":  # before the orders that replace it
             await self._fleet.send_trainer(to_trainer.Withdraw(worker.name))

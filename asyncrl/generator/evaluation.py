@@ -38,8 +38,6 @@ _PIECE_SECONDS = 0.5
 
 @dataclass(slots=True, eq=False)
 class _HeldOut:
-    """A held-out sample during training."""
-
     round: int
     fixed: FixedVersion
     task: asyncio.Task[None] | None = None
@@ -155,7 +153,6 @@ class Evaluation:
         return self._held_seconds + (0.0 if since is None else time.monotonic() - since)
 
     def _unfinished(self, version: int) -> list[_HeldOut]:
-        """Return samples of the installed version, if it is older than `version`."""
         present = self._version()
         if version <= present:
             return []

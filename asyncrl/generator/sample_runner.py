@@ -223,7 +223,6 @@ class SampleGenerator:
         return None if end is None else generation.end_attempt(end)
 
     async def _attempt(self, generation: SampleGeneration) -> FinishReason:
-        """Serve one request to its end and append its tokens as they come."""
         request = generation.next_request(self.sampling)
         generation.request_id, generation.interrupting = request.request_id, False
         generation.requested_at = time.monotonic()

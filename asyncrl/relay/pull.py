@@ -273,8 +273,6 @@ class Puller:
 
 
 class _Node:
-    """The task that copies one node's files."""
-
     def __init__(self, copying: Copying, puller: Puller) -> None:
         self.copying = copying
         self._puller = puller

@@ -330,6 +330,5 @@ async def run_relay(spec: RelaySpec, keys: RelayKeys) -> None:
 
 
 async def _report(control: RelayLine[Any], error: BaseException) -> None:
-    """Report why this process ends; the traceback of an unexpected error is in its log."""
     if isinstance(error, MonitoringError | WireError):
         await control.send(from_relay.Failure(str(error), user_error=False))

@@ -166,7 +166,6 @@ class PolicyCheck:
             return _unexplained(wrong, f"could not be looked for: {error}")
 
     def _with_cause(self, wrong: WrongPolicy, suspects: list[Trajectory]) -> WrongPolicyFound:
-        """Add the cause that the trainer finds, or samples to score again."""
         version = wrong.policy_version
         known = explain(
             self._policy,
@@ -213,7 +212,6 @@ def _to_send(policy: Policy, suspects: list[Trajectory]) -> tuple[SuspectSample,
 
 
 def _contexts(one: Trajectory, expected: FloatArray) -> Iterator[SuspectSample]:
-    """Yield the contexts of a trajectory, with the trainer's log-probabilities."""
     whole = np.zeros(len(one.tokens), np.float32)
     whole[one.trained] = expected
     for context in contexts_of(one):

@@ -194,7 +194,6 @@ class TrainerProcess:
             await self._take_in(order.generator, delivery)
 
     async def _train(self) -> None:
-        """Accumulate whole groups as they arrive; take a step when its plan is fulfilled."""
         while True:
             self._changed.clear()
             step = self._steps.step

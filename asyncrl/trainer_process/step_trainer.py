@@ -370,7 +370,6 @@ class StepTrainer:
         return finished
 
     def _trace(self, name: str, groups: tuple[int, ...], step: int, began: float) -> None:
-        """Record an activity that has just ended for the traced ones of these groups."""
         if self._tracer is None:
             return
         now, more = time.monotonic(), {"asyncrl.step": step}

@@ -139,7 +139,6 @@ def _letter(index: int) -> str:
 
 
 def _overrides(panel: Panel) -> Iterator[Json]:
-    """Add an axis on the right for each query with its own unit."""
     for index, query in enumerate(panel.queries):
         if query.unit is not None:
             yield {

@@ -214,7 +214,6 @@ class _Attempt:
 
 
 def _remove_incomplete_line(path: Path) -> None:
-    """Truncate the file after its last newline."""
     if not path.exists():
         return
     with path.open("r+b") as file:

@@ -14,8 +14,6 @@ from asyncrl.wire.records.step import Measured, StepMetrics
 
 @dataclass(frozen=True, slots=True)
 class _Indicator:
-    """A number of each step, and how it is plotted."""
-
     title: str
     value: Callable[[StepMetrics], Measured]
     note: str

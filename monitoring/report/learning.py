@@ -147,8 +147,6 @@ def _environment(data: RunData) -> Markup | None:
 
 @dataclass(frozen=True, slots=True)
 class _Accuracy:
-    """Accuracy of one evaluation, with its 95% interval."""
-
     name: str
     style: str
     value: float
@@ -213,7 +211,6 @@ def _accuracy(one: SetEvaluation) -> float | None:
 def _column(
     data: RunData, name: str, value: Callable[[SetEvaluation], float | None]
 ) -> list[float | None]:
-    """`[E]` a number of one set in each evaluation."""
     found = (one.sets.get(name) for one in data.evaluations)
     return [None if one is None else value(one) for one in found]
 

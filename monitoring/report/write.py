@@ -95,7 +95,6 @@ def _wrong_policy(data: RunData) -> list[str]:
 
 
 def _wrong_or_lenient(data: RunData) -> str:
-    """Explain why steps without stale tokens are not on-policy."""
     updates = max((step.learning.optimizer_steps for step in data.steps), default=1)
     if updates > 1:
         return f"on-policy for the first of {updates:,} updates per step at most"

@@ -162,7 +162,6 @@ def export_adapter(checkpoint: Path, target: Path, dtype: torch.dtype | None = N
 
 
 def _verified(checkpoint: Path, target: Path) -> Manifest:
-    """Read the manifest of a checkpoint whose weights are intact. Raises CheckpointError."""
     manifest = read_manifest(checkpoint)
     verify_files(checkpoint, manifest, only=(*WEIGHTS, ADAPTER))
     if target.exists():

@@ -293,9 +293,6 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _switch(layers: Mapping[str, Any], *, off: bool) -> None:
-    """Disable or enable the adapters of layers.
-
-    peft's `enable_adapters` is not used: it also changes what has gradients.
-    """
+    """Disable or enable adapters; peft's `enable_adapters` also changes what has gradients."""
     for layer in layers.values():
         layer._disable_adapters = off  # noqa: SLF001

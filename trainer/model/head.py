@@ -171,8 +171,6 @@ class _Onednn(_Products):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Everything in `_Score` that is not a tensor."""
-
     processing: Processing
     products: _Products
     dtype: torch.dtype
@@ -220,8 +218,6 @@ class _Score(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Gradient sums, where wanted."""
-
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 
 class _Version(NamedTuple):
-    """File and field names of a version of control groups."""
-
     limit: str
     used: str
     cached: str

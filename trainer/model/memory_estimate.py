@@ -220,7 +220,7 @@ def _low_copies(shape: ModelShape, config: TrainerConfig) -> int:
 
 
 def _gathered(shape: ModelShape, config: TrainerConfig) -> int:
-    """Bytes that are whole at a time.
+    """Bytes of whole tensors at a time.
 
     In the backward pass of a block: its weights, those of the next one as they arrive and as they
     are laid out, its gradients, and those of two blocks on their way to the ranks that sum them.
@@ -284,7 +284,6 @@ def remedies(
 
 
 def _saves(config: TrainerConfig, name: str, value: object) -> bool:
-    """Return True if a setting is a change that saves memory."""
     now = getattr(config, name)
     if name == "micro_batch_tokens":
         return bool(now > value)

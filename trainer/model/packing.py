@@ -272,7 +272,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """`[S, H, D]` to `[T, H, D]`, the inverse of `_Spread`."""
+    """The inverse of `_Spread`."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, layout: Layout) -> Tensor:

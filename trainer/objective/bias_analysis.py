@@ -71,7 +71,7 @@ def _of_advantages(config: TrainerConfig) -> str:
 
 
 def _of_values(config: TrainerConfig) -> str:
-    """Name the bias that a critic's values cause.
+    """The bias of a critic's values.
 
     With gamma and lambda 1 a state's value is only its baseline. The value loss moves the weights
     of a trunk that policy and critic share.

@@ -145,8 +145,6 @@ class SmallAdamW(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step of AdamW with the settings of a parameter group."""
-
     group: dict[str, Any]
     step_size: float
     root: float

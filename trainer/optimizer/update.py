@@ -79,7 +79,6 @@ class Update:
 
     @property
     def _own(self) -> list[nn.Parameter]:
-        """Parameters of this rank's optimizer, with several ranks."""
         assert self._shards is not None  # noqa: S101 - for the type checker
         return [*self._divided.rows, *self._shards.own]
 

@@ -103,10 +103,7 @@ def _continued(
 def _last_in_common(
     messages: Sequence[Message], tools: Tools, turns: Sequence[Turn], episode: Episode
 ) -> tuple[int, int] | None:
-    """The last turn that a conversation shares with an earlier one, and the messages up to it.
-
-    Of several the one with most messages, and of these the newest.
-    """
+    """The newest turn with the most messages in common with a conversation, and their number."""
     found: tuple[int, int] | None = None
     own = episode.traits.tools
     count = _in_common(messages, 0, episode.conversation)
@@ -124,7 +121,6 @@ def _last_in_common(
 def _in_common(
     messages: Sequence[Message], count: int | None, more: Sequence[Message]
 ) -> int | None:
-    """Extend the number of common messages by `more`; None if they differ."""
     if count is None or len(messages) < count + len(more):
         return None
     pairs = zip(messages[count:], more, strict=False)
@@ -229,7 +225,6 @@ class Episodes:
         actions: list[IntArray],
         recorded: list[IntArray],
     ) -> None:
-        """Give the session its next action, after it has gone back if it must."""
         session = await self._session(generation, episode)
         same = min(common(episode.given, actions), len(episode.turns))
         if same < len(episode.given):
