@@ -1,9 +1,9 @@
 """The run's account of its groups with dynamic sampling: steps take groups that carry signal.
 
-Like `asyncrl.scheduler.ledger`, but the beginning of a step depends on the groups before it. Step b
-begins after the last group that step b - 1 took. It takes the next `groups_per_step` groups in data
-order that carry signal. Groups in between that carry none, and failed ones, are settled with it. If
-its first `max_groups` groups contain fewer with signal, it takes those and ends there.
+Like `asyncrl.scheduler.ledger`, but step b begins after the last group that step b - 1 took, and
+takes the next `groups_per_step` groups in data order that carry signal. Groups in between that
+carry none, and failed ones, are settled with it. If its first `max_groups` groups contain fewer
+with signal, it takes those and ends there.
 
 Example:
     >>> ledger = DynamicLedger(groups_per_step=2, max_groups=4, first_step=0)
@@ -28,9 +28,8 @@ first group of the undecided step b,
     place of group g = b n + (groups of [c, g) that carry signal)
 
 where a group that is not known yet counts as the share of groups with signal so far, and one that
-was left out as 0. While b is undecided, places only become smaller: a group that is found to carry
-no signal makes room, and a later one is needed earlier. When b is decided, all places are counted
-anew.
+was left out as 0. While b is undecided, places only become smaller: a group without signal makes
+room. When b is decided, all places are counted anew.
 
 A step looks at no more than `max_groups` groups, so group g is in step b + (g - c) // max_groups at
 the earliest. This bounds the groups that are issued.

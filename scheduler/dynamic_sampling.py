@@ -8,26 +8,24 @@
 groups that carry signal (`asyncrl.scheduler.dynamic_ledger`). A group is *reached* as soon as fewer
 than n of the step's groups before it carry signal or may carry signal: then the step certainly
 looks at it, and its verdict counts. So training data depends on the data order and on rewards,
-never on what finishes first, and groups are delivered as soon as the step is certain to take them:
-the first n at once.
+never on what finishes first, and groups are delivered as soon as the step is certain to take them.
 
 **When a group is judged.** When all of its samples are finished and rewarded, with tokens that its
-step may train on: none is older than max_off_policy_steps, which with `verify` and 0 means that all
-were verified by, or drawn from, the policy that trains on them. A verdict on older data counts
-neither way. A group that its step does not reach belongs to the next step. If its tokens are too
-old for that, they are verified again (`verify`), or drawn again (other modes), its rewards are
-recomputed where tokens changed, and it is judged anew. Its first verdict had no consequence: the
-step that it was for had all its groups before it. So each step's groups are those of a synchronous
-trainer that draws group after group from the current policy and leaves out those without signal
-(docs/exactness.md).
+step may train on. (With `verify` and max_off_policy_steps 0, all were verified by, or drawn from,
+the policy that trains on them.) A group that its step does not reach belongs to the next step. If
+its tokens are too old for that, they are verified again (`verify`), or drawn again (other modes),
+its rewards are recomputed where tokens changed, and it is judged anew. Its first verdict had no
+consequence: the step that it was for had all its groups before it. So each step's groups are those
+of a synchronous trainer that draws group after group from the current policy and leaves out those
+without signal (docs/exactness.md).
 
 **How many are issued.** As many as are expected to be needed (`scheduler.dynamic_ledger`), at most
 `max_batches` times as many as without dynamic sampling. The expectation decides when a group is
 drawn, and nothing else.
 
-**Losses.** A group whose delivery was ordered stays a member of its step. If its generator is lost
-before the trainer has all samples, the others are drawn again and delivered without another
-verdict. Before that, a lost group is judged anew.
+**Losses.** A group whose delivery was ordered stays a member of its step: if its generator is lost,
+the samples that the trainer lacks are drawn again and delivered without another verdict. Before
+that, a lost group is judged anew.
 """
 
 from __future__ import annotations

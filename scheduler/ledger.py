@@ -1,9 +1,8 @@
 """The run's account of its groups: each is consumed once or failed.
 
 Groups are numbered 0, 1, 2, … in data order. Step b consumes those groups of `[b * groups_per_step,
-(b + 1) * groups_per_step)` that did not fail. Steps are consumed in order, so the consumed groups
-are a prefix, kept as a watermark and two counts. Only the groups of steps that are not trained yet
-are stored one by one.
+(b + 1) * groups_per_step)` that did not fail, in order: the consumed groups are a prefix, kept as a
+watermark and two counts. Only groups of steps that are not trained yet are stored one by one.
 
 Example:
     >>> ledger = Ledger(groups_per_step=2, first_step=0)

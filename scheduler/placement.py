@@ -9,14 +9,14 @@ is placed when the admission rule opens its step:
    its slots, unless one is known to be slower than others (`_until_done`).
 
 Only generators that have the latest published version, or were ordered to install it, are
-candidates. A generator that lags catches up first. Generators that are still installing are
-candidates too, so that the first one to be ready does not take everything.
+candidates; a generator that lags catches up first. Those that are still installing count, so that
+the first one to be ready does not take everything.
 
 A generator starts its groups in data order, and a new sample whenever one finishes. When it runs
 out of work and has idle slots, it takes over the next untouched group of the generator with the
-longest queue, provided that all slots of that generator are busy. So a group is taken over at most
-once per placement, and a straggler or a slow generator delays no other work. A slower generator
-takes the last group instead, and only if it would finish it before the owner.
+longest queue, provided that all slots of that one are busy. So a group is taken over at most once
+per placement, and a straggler delays no other work. A slower generator takes the last group
+instead, and only if it would finish it before the owner.
 
 Speeds are relative to their geometric mean. Similar speeds count as equal, so that noise changes no
 decision; an unmeasured generator counts as average.

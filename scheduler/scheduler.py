@@ -38,16 +38,15 @@ Invariants, checked by `Scheduler.check`:
 **A generator is lost.** Its samples that the trainer has not acknowledged are generated again
 elsewhere, under the same id. An acknowledgement counts even if it arrives after the loss. A sample
 that was started max_attempts times fails, and a failed sample fails its group. The membership of a
-step is declared when each of its groups is *acknowledged* or failed. Commanding delivery is not
-enough: a generator that dies in between could still take a group away.
+step is declared when each of its groups is *acknowledged* or failed: a generator that dies after a
+commanded delivery could still take a group away.
 
-**The user stops the run.** `StopRequested` finishes the current step (its samples are still
-started, and restarted after a loss) and all later steps that are already declared, since the
-trainer trains those without asking. The work of all other steps is withdrawn at once. `FinishRun`
-follows. The run ends at once if no sample of the current step was started, or if no generator is
-left to generate them. A paused run is resumed so that it can stop. `DrainRequested` is a stop after
-the last step of which every group is begun: no other group is begun, and begun groups of later
-steps are withdrawn.
+**The user stops the run.** `StopRequested` finishes the current step, restarts after losses
+included, and all later steps that are already declared, since the trainer trains those without
+asking. All other work is withdrawn at once; `FinishRun` follows. The run ends at once if no sample
+of the current step was started, or no generator is left. A paused run is resumed so that it can
+stop. `DrainRequested` is a stop after the last step of which every group is begun: no other group
+is begun, and begun groups of later steps are withdrawn.
 
 **A generator leaves** because the user has ordered it:
 
@@ -56,18 +55,17 @@ steps are withdrawn.
     acknowledgements of what is being delivered ──┴──► EndGenerator
 
 It gets no new work from then on, and its untouched groups go to others. With `on_update: verify`,
-its other samples, finished or not, are written to a file and move with their tokens, which the
-generator that gets them verifies. Groups that are on their way to the trainer stay until it has
-acknowledged them. The leaving generator installs no weights any more. With `keep` and `recompute`
-tokens that were drawn elsewhere cannot be judged, so its begun groups stay until they are
-delivered, and it installs weights like the others. The controller decides how long this may take,
-and then kills it; that is a loss.
+its other samples are written to a file and move with their tokens, which the next generator
+verifies. Groups that are on their way to the trainer stay until it has acknowledged them. The
+leaving generator installs no weights any more. With `keep` and `recompute` tokens that were drawn
+elsewhere cannot be judged, so its begun groups stay until they are delivered, and it installs
+weights like the others. The controller decides how long this may take; then it kills the generator,
+which is a loss.
 
-**The trainer is lost**, and another one continues from the newest checkpoint. The new trainer has
-version v, the lost one had trained up to version s >= v (and may not have reported its last step).
-The policies v + 1 to s are gone: the new trainer will train other ones under these numbers. So
-everything that depends on them is undone, and the steps that count, those of the surviving
-policies, consume each group once:
+**The trainer is lost**, and another one continues from the newest checkpoint, of version v; the
+lost one had trained up to version s >= v (and may not have reported its last step). The policies v
++ 1 to s are gone: the new trainer will train other ones under these numbers. So everything that
+depends on them is undone, and the steps of the surviving policies consume each group once:
 
     ledger           returns to step v; the steps from v on consume their groups again
     trainer          groups that were in it, or partly or perhaps in it, are generated again
@@ -80,10 +78,9 @@ policies, consume each group once:
 A kept group may lie ahead of the groups that are issued again; it is delivered when it has been
 issued.
 
-From `RewindGenerator` to `GeneratorRewound` a generator's reports are not facts of the new lineage,
-since messages may be on their way: acknowledgements are ignored, and the version of a finished
-sample counts as unknown. Acknowledgements of a generator that is lost before it answered are
-ignored for good.
+From `RewindGenerator` to `GeneratorRewound` a generator's reports may be of the old lineage:
+acknowledgements are ignored, and the version of a finished sample counts as unknown.
+Acknowledgements of a generator that is lost before it answered are ignored for good.
 
 While there is no trainer, generators continue, no group is issued, and nothing is delivered. A
 stopping run does not wait for another trainer: it ends, and resumes from the newest checkpoint.

@@ -8,10 +8,9 @@ groups ─► look or add, and keep ─┐  (as they arrive)
 ```
 
 With one minibatch, and advantages that need no mean over the step, the gradients of the first epoch
-are accumulated as groups arrive. Otherwise groups are only scored then, and kept. Advantages,
-returns, old values and the proximal and reference log-probabilities stay those of the step's start.
-Afterwards the critic takes its own passes over the kept groups (`critic.passes`), in which the
-policy does not change.
+are accumulated as groups arrive. Otherwise groups are only scored then, and kept. All targets stay
+those of the step's start. Afterwards the critic takes its own passes over the kept groups
+(`critic.passes`), in which the policy does not change.
 
 The samples were drawn by the policy of the step's start or an older one, so at most the first
 optimizer step is on-policy. A minibatch is a share of the groups of all ranks: a rank may have none

@@ -13,10 +13,10 @@ and proximal probability x, in the decoupled form (arXiv 2110.00641, eq. 6; ARea
     loss = -w * min(u * A, clip(u, 1 - low, 1 + high) * A)
 
 - `proximal_policy: current` (default): x is the policy of the step's start, which AReaL recomputes
-  before each step. In the first optimizer step of a step, by default the only one, x = p. Then
-  u = 1 and the gradient is -w A grad log p: by default, truncated importance sampling towards the
-  newest policy, w = min(p / b, cap). Nothing is clipped, and `clip_ratio_*` have no effect.
-  On-policy (b = p) this is the plain policy gradient.
+  before each step. In the first optimizer step of a step, by default the only one, x = p: u = 1 and
+  the gradient is -w A grad log p, by default truncated importance sampling towards the newest
+  policy, w = min(p / b, cap). Nothing is clipped, and `clip_ratio_*` have no effect. On-policy (b =
+  p) this is the plain policy gradient.
 - `proximal_policy: behaviour`: x = b. Then w = 1, and u = p / b is PPO's clipped ratio against the
   policy that drew the token, as in GRPO's eq. 3 and DAPO's eq. 8. Clipped tokens have no gradient.
   `dual_clip`, by default off, bounds the loss for A < 0 (arXiv 1912.09729, eq. 5), which those

@@ -13,10 +13,8 @@ probability under the policy of the step's start:
 not change within a step. With one pass x = p: u = 1, nothing is clipped, and the loss is linear in
 A, so its normalisation is applied to two gradient sums when the step ends, as in
 `reinforce_plus_plus`. With several passes, or with `proximal_policy: behaviour` and
-`advantage_normalization: std`, which side is clipped depends on the mean over the step. Then groups
-are scored as they arrive, and their gradients wait for the last one.
-
-With `advantage_normalization: none` nothing waits in a single pass. Empty batch: loss 0.
+`advantage_normalization: std`, the clip depends on the mean over the step: groups are scored as
+they arrive, and their gradients wait for the last one. Empty batch: loss 0.
 """
 
 from __future__ import annotations

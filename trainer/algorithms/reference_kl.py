@@ -23,12 +23,12 @@ its gradient means something (docs/algorithms.md checks this by enumeration):
 `kl_clamp` bounds a token's k2 or k3 from above, and k1 on both sides; beyond it the penalty has no
 gradient. The gradient flows through p only. Empty batch: both terms are 0.
 
-**Truncated sampling** (top-p, top-k, min-p) renormalises p and r over two sets of tokens, which may
-differ. Their KL is infinite as soon as the policy's set has a token more. To stay finite, a token
-drawn outside the reference's set is added to that set for this token: r(x) = q(x) / (mass of the
-set + q(x)) with q before truncation. Where the reference's set contains the policy's, this is the
-KL. Otherwise the sum over the policy's tokens of p log(p / r) is at least log of the set's mass
-(-0.105 for top_p 0.9), so a k1 that far below 0 carries no information.
+**Truncated sampling** (top-p, top-k, min-p) renormalises p and r over two sets of tokens, and their
+KL is infinite as soon as the policy's set has a token more. So a token drawn outside the
+reference's set is added to that set for this token: r(x) = q(x) / (mass of the set + q(x)) with q
+before truncation. Where the reference's set contains the policy's, this is the KL. Otherwise the
+sum over the policy's tokens of p log(p / r) is at least log of the set's mass (-0.105 for top_p
+0.9), so a k1 that far below 0 carries no information.
 """
 
 from __future__ import annotations

@@ -16,14 +16,13 @@ the loss is linear in A, its gradient is
     1 / std(a) * (gradient of -w a log p  -  mean(a) * gradient of -w log p)
 
 so the learner keeps two gradient sums and nothing waits, at the cost of a second backward pass and
-the memory of one more gradient. In bfloat16 the two would cancel where mean(a) is far from 0: with
-rewards of 1,000 +- 1 nothing of the gradient would be left. So both a and mean(a) are relative to
+the memory of one more gradient. In bfloat16 the two would cancel where mean(a) is far from 0
+(rewards of 1,000 +- 1 would leave nothing of the gradient). So both a and mean(a) are relative to
 `centre`, the last step's mean (0 in a run's first step), which changes rounding only.
 
-PPO's clip is not linear in A, since the sign of A decides which side is clipped, so there is none:
-in a single pass it clips nothing on-policy, and the correction bounds the weight of stale tokens.
-The standard deviation is the population's; if it is 0, the step has no gradient. Empty batch: loss
-0.
+PPO's clip is not linear in A, so there is none: in a single pass it clips nothing on-policy, and
+the correction bounds the weight of stale tokens. The standard deviation is the population's; if it
+is 0, the step has no gradient. Empty batch: loss 0.
 """
 
 from __future__ import annotations

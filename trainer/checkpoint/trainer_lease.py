@@ -1,9 +1,9 @@
 """Which trainer may write to a run's folder: the one that was started last.
 
-The controller treats a lost trainer as dead. On another node it may live on, cut off from the
+The controller treats a lost trainer as dead, but on another node it may live on, cut off from the
 launcher but not from the disk. So the controller writes a random token to RUN/.trainer before it
-starts a trainer, and passes it the token. A trainer that finds another token there stops writing
-checkpoints and samples, and exits. It looks immediately before it renames a checkpoint into place.
+starts a trainer, and passes it the token. A trainer that finds another token there, immediately
+before it renames a checkpoint into place for instance, stops writing and exits.
 """
 
 from __future__ import annotations

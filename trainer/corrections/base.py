@@ -4,9 +4,8 @@ A token's own ratio e^g ignores how likely its prefix is now. The gradient keeps
 nothing is truncated, in exchange for a variance that does not grow with the length of samples.
 
 A sample's ratio W = e^(sum of g) is the only weight whose expectation is the gradient of the
-current policy, because it accounts for each token's prefix. Its variance grows exponentially with
-the length, so for long samples it is used to *reject*, by its geometric mean e^(mean of g), rather
-than to weigh.
+current policy. Its variance grows exponentially with the length, so for long samples it is used to
+*reject*, by its geometric mean e^(mean of g), rather than to weigh.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 Two things take most of a training step on a CPU:
 
-- **Matrix products.** torch sends float32 products to MKL, which uses only AVX2 on processors that
-  are not Intel's. oneDNN, also part of torch, uses AVX-512 there: 215 instead of 97 GFLOP/s per
-  core on an EPYC 9005. `OnednnLinear` uses it, forward and backward.
-- **RMS norms**, which transformers writes as eight elementwise operations, each with its own
-  backward pass. `_RmsNorm` has a single handwritten one: 220 instead of 730 µs for 591 x 256. It
-  also stays in float64 where transformers would fall back to float32.
+- **Matrix products.** torch's MKL uses only AVX2 on processors that are not Intel's; oneDNN, also
+  part of torch, uses AVX-512 there: 215 instead of 97 GFLOP/s per core on an EPYC 9005.
+  `OnednnLinear` uses it, forward and backward.
+- **RMS norms**, in transformers eight elementwise operations with a backward pass each. `_RmsNorm`
+  has a single handwritten one: 220 instead of 730 µs for 591 x 256. It also stays in float64.
 
 Each replacement is first compared with the original on random input; if the results differ (Gemma
 adds 1 to its weights, for example) the original stays.

@@ -11,8 +11,8 @@ engine that samples at temperature T * exp(slope) in place of T has d = slope * 
 Rounding is uncorrelated with g, so the slope shows a wrong temperature far below the size of d.
 
 Where a policy is sure of its token, d and g are both near 0, so a few uncertain tokens may decide
-the slope. Its error must then not be estimated from the residuals of all tokens, most of which are
-near 0 anyway. Instead a slope is judged by a ratio, with e = d - limit * g:
+the slope, and the residuals of all tokens do not show its error. So a slope is judged by a ratio,
+with e = d - limit * g:
 
     sum of sign(g) * e  /  root of (sum of e**2)
 

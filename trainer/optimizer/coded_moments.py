@@ -4,8 +4,8 @@ A code is a power: 0.9 of the block's largest number, 0.8, ... down to a million
 millionth of a millionth for the second moment, which is a square). Neighbours differ by an eighth
 everywhere, so a weight with small gradients next to one with large ones keeps its own step. A
 number between two codes takes one of them at random, in proportion, so the expected value is exact.
-The second moment has no code for 0, and rounds smaller numbers up to the smallest code: a second
-moment of 0 with a nonzero first one would be an unbounded step.
+The second moment has no code for 0: a second moment of 0 with a nonzero first one would be an
+unbounded step.
 
 Blocks do not cross rows, so a checkpoint's rows can be dealt to another number of ranks. (Blocks:
 arXiv 2110.02861, section 2.1, which rounds to the nearest code of a fixed table.)

@@ -5,8 +5,7 @@
     norms, biases    whole on each rank: they are few, and computed in float32
 
 A weight is gathered in the type in which it is computed: bfloat16 in the blocks of `dtype:
-bfloat16`, as autocast would have it. Gradients are summed over the ranks, in the type of the
-parameters, after each micro-batch.
+bfloat16`. Gradients are summed over the ranks, in the parameters' type, after each micro-batch.
 """
 
 from __future__ import annotations
