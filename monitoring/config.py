@@ -33,9 +33,8 @@ def unquoted_off(value: object) -> object:
 class TracingConfig(BaseModel):
     """Traces of groups of samples, for an OpenTelemetry collector.
 
-    Example:
-        >>> TracingConfig(endpoint="http://collector:4318").traces_url
-        'http://collector:4318/v1/traces'
+    >>> TracingConfig(endpoint="http://collector:4318").traces_url
+    'http://collector:4318/v1/traces'
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -78,9 +77,8 @@ class TracingConfig(BaseModel):
 def is_loopback(host: str) -> bool:
     """Return True if an address, or the name `localhost`, means this machine only.
 
-    Example:
-        >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
-        (True, True, False)
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
+    (True, True, False)
     """
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -131,11 +129,10 @@ def refuse_odd_address(host: str) -> None:
 class MonitoringConfig(BaseModel):
     """Metrics, live view and report of a run.
 
-    Example:
-        >>> MonitoringConfig(port=9100).port_of(2)
-        9102
-        >>> MonitoringConfig(port=0).port_of(2)
-        0
+    >>> MonitoringConfig(port=9100).port_of(2)
+    9102
+    >>> MonitoringConfig(port=0).port_of(2)
+    0
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

@@ -115,18 +115,17 @@ def _slack(config: SchedulerConfig) -> int:
 class Admission:
     """Decides how far ahead groups may be started, and how old a token may be.
 
-    Example:
-        >>> admission = Admission.of(SchedulerConfig(on_update="keep", groups_per_step=4))
-        >>> admission.last_group_to_start(policy_version=0)
-        3
-        >>> admission.min_version(step=2)
-        2
-        >>> one = SchedulerConfig(on_update="keep", max_off_policy_steps=1)
-        >>> admission.change(Bounds.of(one, first_step=2))
-        >>> admission.min_version(step=1), admission.min_version(step=2)
-        (1, 1)
-        >>> admission.last_group_to_start(policy_version=1)
-        11
+    >>> admission = Admission.of(SchedulerConfig(on_update="keep", groups_per_step=4))
+    >>> admission.last_group_to_start(policy_version=0)
+    3
+    >>> admission.min_version(step=2)
+    2
+    >>> one = SchedulerConfig(on_update="keep", max_off_policy_steps=1)
+    >>> admission.change(Bounds.of(one, first_step=2))
+    >>> admission.min_version(step=1), admission.min_version(step=2)
+    (1, 1)
+    >>> admission.last_group_to_start(policy_version=1)
+    11
     """
 
     def __init__(self, groups_per_step: int, bounds: Bounds) -> None:

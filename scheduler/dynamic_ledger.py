@@ -5,20 +5,19 @@ takes the next `groups_per_step` groups in data order that carry signal. Groups 
 carry none, and failed ones, are settled with it. If its first `max_groups` groups contain fewer
 with signal, it takes those and ends there.
 
-Example:
-    >>> ledger = DynamicLedger(groups_per_step=2, max_groups=4, first_step=0)
-    >>> [ledger.issue() for _ in range(4)]
-    [0, 1, 2, 3]
-    >>> ledger.arrive(2)
-    >>> ledger.leave_out(1)
-    >>> ledger.membership(0) is None  # group 0 comes before
-    True
-    >>> ledger.arrive(0)
-    >>> ledger.membership(0)
-    (0, 2)
-    >>> ledger.consume(0, (0, 2))
-    >>> ledger.first_group, ledger.counts().without_signal
-    (3, 1)
+>>> ledger = DynamicLedger(groups_per_step=2, max_groups=4, first_step=0)
+>>> [ledger.issue() for _ in range(4)]
+[0, 1, 2, 3]
+>>> ledger.arrive(2)
+>>> ledger.leave_out(1)
+>>> ledger.membership(0) is None  # group 0 comes before
+True
+>>> ledger.arrive(0)
+>>> ledger.membership(0)
+(0, 2)
+>>> ledger.consume(0, (0, 2))
+>>> ledger.first_group, ledger.counts().without_signal
+(3, 1)
 
 `Places` predicts the step of each group. A group's *place* is the index that it would have if all
 groups carried signal: place // n is its step, with n groups a step, and

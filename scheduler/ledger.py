@@ -4,17 +4,16 @@ Groups are numbered 0, 1, 2, … in data order. Step b consumes those groups of 
 (b + 1) * groups_per_step)` that did not fail, in order: the consumed groups are a prefix, kept as a
 watermark and two counts. Only groups of steps that are not trained yet are stored one by one.
 
-Example:
-    >>> ledger = Ledger(groups_per_step=2, first_step=0)
-    >>> [ledger.issue(), ledger.issue()]
-    [0, 1]
-    >>> ledger.arrive(1)
-    >>> ledger.fail(0)
-    >>> ledger.membership(0)
-    (1,)
-    >>> ledger.consume(0, (1,))
-    >>> ledger.counts()
-    LedgerCounts(issued=2, arrived=0, consumed=1, failed=1, without_signal=0)
+>>> ledger = Ledger(groups_per_step=2, first_step=0)
+>>> [ledger.issue(), ledger.issue()]
+[0, 1]
+>>> ledger.arrive(1)
+>>> ledger.fail(0)
+>>> ledger.membership(0)
+(1,)
+>>> ledger.consume(0, (1,))
+>>> ledger.counts()
+LedgerCounts(issued=2, arrived=0, consumed=1, failed=1, without_signal=0)
 """
 
 from __future__ import annotations

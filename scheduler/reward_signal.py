@@ -55,9 +55,8 @@ class GroupSignal:
 def has_signal(rewards: Sequence[float]) -> bool:
     """Return True if the rewards of a group are not all equal.
 
-    Example:
-        >>> has_signal([0.0, 1.0]), has_signal([1.0, 1.0]), has_signal([0.1, 0.1 + 1e-12])
-        (True, False, False)
+    >>> has_signal([0.0, 1.0]), has_signal([1.0, 1.0]), has_signal([0.1, 0.1 + 1e-12])
+    (True, False, False)
     """
     return len(set(array("f", rewards))) > 1
 
@@ -69,13 +68,12 @@ class SignalShare:
     how many groups are issued, and so when, and nothing else. `max_batches` are the groups that a
     step may look at, in multiples of `groups_per_step`.
 
-    Example:
-        >>> share = SignalShare(groups_per_step=4, max_batches=8)
-        >>> share.weight == UNIT
-        True
-        >>> share.step(with_signal=4, without=12)
-        >>> round(share.weight / UNIT, 2)  # (3 + 4) of (3 + 16)
-        0.37
+    >>> share = SignalShare(groups_per_step=4, max_batches=8)
+    >>> share.weight == UNIT
+    True
+    >>> share.step(with_signal=4, without=12)
+    >>> round(share.weight / UNIT, 2)  # (3 + 4) of (3 + 16)
+    0.37
     """
 
     def __init__(self, *, groups_per_step: int, max_batches: int) -> None:

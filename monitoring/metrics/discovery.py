@@ -27,9 +27,8 @@ _EVERY_ADDRESS = ("0.0.0.0", "::", "")  # noqa: S104 - to recognise it, not to b
 def targets_file(run_folder: Path) -> Path:
     """The targets file of the run in this folder; `RUNS/prometheus-*.json` are those of all runs.
 
-    Example:
-        >>> str(targets_file(Path("runs/first")))
-        'runs/prometheus-first.json'
+    >>> str(targets_file(Path("runs/first")))
+    'runs/prometheus-first.json'
     """
     return run_folder.parent / f"prometheus-{run_folder.name}.json"
 
@@ -44,9 +43,8 @@ class Target(NamedTuple):
     def host(self, bound: str) -> str | None:
         """The host to scrape, given `monitoring.host`; None if other nodes cannot reach it.
 
-        Example:
-            >>> Target(9100, "10.0.0.7").host("0.0.0.0"), Target(9100, "10.0.0.7").host("127.0.0.1")
-            ('10.0.0.7', None)
+        >>> Target(9100, "10.0.0.7").host("0.0.0.0"), Target(9100, "10.0.0.7").host("127.0.0.1")
+        ('10.0.0.7', None)
         """
         if bound in _EVERY_ADDRESS:
             return self.node or socket.gethostname()
@@ -66,9 +64,8 @@ def target_groups(run: str, host: str, targets: Mapping[str, Target]) -> list[di
     The label `instance` is the name of the process, which stays when its port changes. If `host` is
     every address, the node's address stands in, and the machine's name on the controller's node.
 
-    Example:
-        >>> target_groups("r", "127.0.0.1", {"generator-0": Target(9101)})[0]["targets"]
-        ['127.0.0.1:9101']
+    >>> target_groups("r", "127.0.0.1", {"generator-0": Target(9101)})[0]["targets"]
+    ['127.0.0.1:9101']
     """
     groups: list[dict[str, object]] = []
     for name, target in sorted(targets.items()):

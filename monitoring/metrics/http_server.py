@@ -28,9 +28,8 @@ from asyncrl.monitoring.config import is_loopback
 def means_this_machine(host: str) -> bool:
     """Return True if a Host header is a loopback address or `localhost`, with any port.
 
-    Example:
-        >>> means_this_machine("localhost:9100"), means_this_machine("127.0.0.1.example.org")
-        (True, False)
+    >>> means_this_machine("localhost:9100"), means_this_machine("127.0.0.1.example.org")
+    (True, False)
     """
     try:
         return is_loopback((urlsplit(f"//{host}").hostname or "").lower())

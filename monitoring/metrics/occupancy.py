@@ -3,11 +3,10 @@
 A generator with 2 of 64 slots in use is busy on its timeline and still mostly idle, so its slots
 are counted too: a slot that is empty for a second is one slot-second of `idle`.
 
-Example:
-    >>> full = SlotPiece(start=0.0, end=2.0, slots=4, used={"primary": 4.0})
-    >>> tail = SlotPiece(start=2.0, end=4.0, slots=4, used={"primary": 1.0})
-    >>> slot_shares([full, tail], 0.0, 4.0)
-    {'primary': 0.625, 'idle': 0.375}
+>>> full = SlotPiece(start=0.0, end=2.0, slots=4, used={"primary": 4.0})
+>>> tail = SlotPiece(start=2.0, end=4.0, slots=4, used={"primary": 1.0})
+>>> slot_shares([full, tail], 0.0, 4.0)
+{'primary': 0.625, 'idle': 0.375}
 """
 
 from __future__ import annotations

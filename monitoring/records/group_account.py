@@ -5,14 +5,13 @@ account of a run's folder and exits with 1 if a group was lost or trained on twi
 drops the records of the steps that it repeats, so the account is over the steps that led to the
 current policy.
 
-Example:
-    >>> from asyncrl.wire.records.step import StepGroups
-    >>> steps = [
-    ...     StepMetrics(step=0, time=1.0, groups=StepGroups(trained=(0, 1))),
-    ...     StepMetrics(step=1, time=2.0, groups=StepGroups(trained=(1, 3), failed=(2,))),
-    ... ]
-    >>> account_of(steps, groups_per_step=2)
-    GroupAccount(trained=4, failed=(2,), lost=(), twice=(1,), without_signal=0)
+>>> from asyncrl.wire.records.step import StepGroups
+>>> steps = [
+...     StepMetrics(step=0, time=1.0, groups=StepGroups(trained=(0, 1))),
+...     StepMetrics(step=1, time=2.0, groups=StepGroups(trained=(1, 3), failed=(2,))),
+... ]
+>>> account_of(steps, groups_per_step=2)
+GroupAccount(trained=4, failed=(2,), lost=(), twice=(1,), without_signal=0)
 """
 
 from __future__ import annotations

@@ -19,12 +19,11 @@ ENOUGH = 5
 class Phases:
     """Follows a timeline whose pieces do not overlap: a phase is a row of equal pieces.
 
-    Example:
-        >>> phases = Phases()
-        >>> for n in range(6):
-        ...     _ = phases.add(Span("training", 3.0 * n, 3.0 * n + 2.0, {"step": n}))
-        >>> phases.present.seconds, phases.usual("training")
-        (2.0, 2.0)
+    >>> phases = Phases()
+    >>> for n in range(6):
+    ...     _ = phases.add(Span("training", 3.0 * n, 3.0 * n + 2.0, {"step": n}))
+    >>> phases.present.seconds, phases.usual("training")
+    (2.0, 2.0)
     """
 
     present: Span | None = None

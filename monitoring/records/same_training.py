@@ -5,11 +5,10 @@ records of all steps without what depends on the clock, and the weights of the c
 have. It exits with 1 at the first difference. Runs with `run.repeatable: true` and equal settings
 are the same in this sense.
 
-Example:
-    >>> early = StepMetrics(step=0, time=1.0, wall_seconds=0.5)
-    >>> late = StepMetrics(step=0, time=9.0, wall_seconds=7.5)
-    >>> without_times(early) == without_times(late)
-    True
+>>> early = StepMetrics(step=0, time=1.0, wall_seconds=0.5)
+>>> late = StepMetrics(step=0, time=9.0, wall_seconds=7.5)
+>>> without_times(early) == without_times(late)
+True
 """
 
 from __future__ import annotations

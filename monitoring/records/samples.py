@@ -1,12 +1,11 @@
 """`samples.jsonl`: a few trajectories of a run, for people to read.
 
-Example:
-    >>> record = SampleRecord(
-    ...     step=3, prompt="1+1=", tokens=["2", "<eos>"], provenance=["drafted", "sampled"],
-    ...     segments=[SampleSegment(3, 0, 2)], reward=1.0, answer="2", logprobs=[-0.1, -0.01],
-    ... )
-    >>> record.count("drafted")
-    1
+>>> record = SampleRecord(
+...     step=3, prompt="1+1=", tokens=["2", "<eos>"], provenance=["drafted", "sampled"],
+...     segments=[SampleSegment(3, 0, 2)], reward=1.0, answer="2", logprobs=[-0.1, -0.01],
+... )
+>>> record.count("drafted")
+1
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Spans of a process's activity over time, and idle shares computed from them. Pure.
 
-Example:
-    >>> spans = [Span("generating", 0.0, 6.0), Span("waiting", 6.0, 9.0, {"for": "weights"})]
-    >>> idle_ratio(spans, 0.0, 10.0)
-    0.4
-    >>> idle_by_cause(spans, 0.0, 10.0)
-    {'weights': 0.3, 'unaccounted': 0.1}
+>>> spans = [Span("generating", 0.0, 6.0), Span("waiting", 6.0, 9.0, {"for": "weights"})]
+>>> idle_ratio(spans, 0.0, 10.0)
+0.4
+>>> idle_by_cause(spans, 0.0, 10.0)
+{'weights': 0.3, 'unaccounted': 0.1}
 """
 
 from __future__ import annotations
@@ -139,10 +138,9 @@ def absent_seconds(lanes: Iterable[Iterable[Span]], start: float, end: float) ->
     those between the end of a run and its resumption; a live process records what it waits for. 0
     if no span lies in that time at all, since nothing is known then.
 
-    Example:
-        >>> stopped = [Span("training", 0, 10), Span("training", 70, 100)]
-        >>> absent_seconds([stopped, [Span("decoding", 5, 15)]], 0, 100)
-        55.0
+    >>> stopped = [Span("training", 0, 10), Span("training", 70, 100)]
+    >>> absent_seconds([stopped, [Span("decoding", 5, 15)]], 0, 100)
+    55.0
     """
     absent, covered = 0.0, start
     spans = sorted((span.start, span.end) for lane in lanes for span in lane)

@@ -5,14 +5,13 @@ and the oldest files are removed when all together exceed a limit. The trainer i
 its ranks from 1 on write the samples that they trained on to `samples/rank-1/` and so on. It drops
 the records of steps that it repeats before it adds any (`truncate`).
 
-Example:
-    >>> record = TrainedSample(
-    ...     step=3, group=24, sample=0, prompt_id="p7", prompt="1+1=", response="2", reward=1.0,
-    ...     finish_reason="stop", generator="generator-0", prompt_length=4, response_length=2,
-    ...     segments=[SampleSegment(3, 0, 2)], sampled=1, drafted=0, verified=1,
-    ... )
-    >>> record.sampled + record.drafted + record.verified == record.response_length
-    True
+>>> record = TrainedSample(
+...     step=3, group=24, sample=0, prompt_id="p7", prompt="1+1=", response="2", reward=1.0,
+...     finish_reason="stop", generator="generator-0", prompt_length=4, response_length=2,
+...     segments=[SampleSegment(3, 0, 2)], sampled=1, drafted=0, verified=1,
+... )
+>>> record.sampled + record.drafted + record.verified == record.response_length
+True
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Every child that is not already `Markup` is escaped, so raw text cannot be added by accident. The
 result is also well-formed XML.
 
-Example:
-    >>> element("p", "1 < 2 ", element("b", "& true"), class_="note")
-    '<p class="note">1 &lt; 2 <b>&amp; true</b></p>'
+>>> element("p", "1 < 2 ", element("b", "& true"), class_="note")
+'<p class="note">1 &lt; 2 <b>&amp; true</b></p>'
 
 The document around the report's sections contains no script, and its content security policy
 forbids loading anything. Its style is report.css.

@@ -79,11 +79,10 @@ def independent_trials(share: float, error: float | None, prompts: int, samples:
     Samples of one prompt are alike, so they count for fewer. If the error says nothing (all right,
     all wrong, one prompt), each prompt counts once.
 
-    Example:
-        >>> round(independent_trials(0.415, 0.0441, 62, 248))
-        125
-        >>> independent_trials(1.0, 0.0, 62, 248)
-        62.0
+    >>> round(independent_trials(0.415, 0.0441, 62, 248))
+    125
+    >>> independent_trials(1.0, 0.0, 62, 248)
+    62.0
     """
     if samples <= prompts:
         return float(samples)

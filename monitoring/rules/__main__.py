@@ -27,10 +27,9 @@ _TOKENS = re.compile(r"(?<=\[1h\]\)\) > )\d+")
 def faster(text: str, factor: float) -> str:
     r"""The rules in `text` with times that are this many times shorter.
 
-    Example:
-        >>> print(faster("expr: increase(asyncrl_steps_total[30m]) > 2\nfor: 5m", 30))
-        expr: increase(asyncrl_steps_total[60000ms]) > 2
-        for: 10000ms
+    >>> print(faster("expr: increase(asyncrl_steps_total[30m]) > 2\nfor: 5m", 30))
+    expr: increase(asyncrl_steps_total[60000ms]) > 2
+    for: 10000ms
 
     Raises:
         ValueError: the factor is not above 0.

@@ -76,9 +76,8 @@ def brief(seconds: float) -> str:
 def sparkline(values: Sequence[float], width: int = 32) -> str:
     """The last `width` values as bars of eight heights, scaled to the values shown.
 
-    Example:
-        >>> sparkline([0.0, 0.5, 1.0])
-        '▁▅█'
+    >>> sparkline([0.0, 0.5, 1.0])
+    '▁▅█'
     """
     shown = [value for value in values if value == value][-width:]
     if not shown:

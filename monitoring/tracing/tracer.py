@@ -56,12 +56,11 @@ class TraceSpan:
 class TraceIds:
     """The ids of one run.
 
-    Example:
-        >>> ids = TraceIds("first", 0.5)
-        >>> [group for group in range(8) if ids.is_traced(group)]
-        [0, 1, 5, 6]
-        >>> ids.is_traced(3) == TraceIds("first", 0.5).is_traced(3)
-        True
+    >>> ids = TraceIds("first", 0.5)
+    >>> [group for group in range(8) if ids.is_traced(group)]
+    [0, 1, 5, 6]
+    >>> ids.is_traced(3) == TraceIds("first", 0.5).is_traced(3)
+    True
     """
 
     key: str

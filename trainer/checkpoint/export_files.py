@@ -48,9 +48,8 @@ def is_checkpoint(directory: Path) -> bool:
 def default_place(checkpoint: Path, dtype: str | None = None, *, adapter: bool = False) -> Path:
     """Default export folder of a checkpoint.
 
-    Example:
-        >>> str(default_place(Path("runs/first/checkpoints/step-000012"), "bfloat16"))
-        'runs/first/exports/step-000012-bfloat16'
+    >>> str(default_place(Path("runs/first/checkpoints/step-000012"), "bfloat16"))
+    'runs/first/exports/step-000012-bfloat16'
     """
     folder = checkpoint.parent
     run = folder.parent if folder.name == "checkpoints" else folder

@@ -40,11 +40,10 @@ verification."""
 class Box:
     """This rank's part of a tensor: all of it, or a box.
 
-    Example:
-        >>> Box.of(torch.zeros(2, 3)).offsets
-        (0, 0)
-        >>> Box(torch.zeros(2, 3), shape=(8, 3), offsets=(4, 0)).is_whole
-        False
+    >>> Box.of(torch.zeros(2, 3)).offsets
+    (0, 0)
+    >>> Box(torch.zeros(2, 3), shape=(8, 3), offsets=(4, 0)).is_whole
+    False
     """
 
     local: Tensor
