@@ -100,7 +100,7 @@ class KvUsed(msgspec.Struct, frozen=True, gc=False):
 
     generator: str
     share: float
-    """0 to 1."""
+    """Share of the KV space in use, 0 to 1."""
 
 
 class EnvironmentWaits(msgspec.Struct, frozen=True, gc=False):

@@ -137,7 +137,7 @@ class Placement:
     def __init__(self, group_size: int) -> None:
         self.generators: dict[str, Generator] = {}
         self.unplaced: list[tuple[int, Group]] = []
-        """Heap; entries may be outdated."""
+        """Heap of groups that wait for a generator; entries may be outdated."""
         self._group_size = group_size
         self._by_number: dict[int, Generator] = {}
         self._joined = 0

@@ -44,7 +44,7 @@ class SchedulerState:
     places: Places | None = None
     """The expected step of each group, with dynamic sampling (`DynamicSampling`)."""
     groups: dict[int, Group] = field(default_factory=dict)
-    """Neither in the trainer nor failed (`Work`)."""
+    """Groups neither in the trainer nor failed, by index (`Work`)."""
     lost: set[str] = field(default_factory=set)
     """Names of generators that were lost or have left (`Scheduler`, `Leaving`)."""
     leaving: dict[str, Generator] = field(default_factory=dict)

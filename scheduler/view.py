@@ -186,7 +186,7 @@ class SchedulerView:
     staleness_max: int
     """Largest staleness of a finished sample's oldest token, for the step that it belongs to."""
     generators: tuple[GeneratorView, ...]
-    """Ordered as they joined."""
+    """Generators in the order in which they joined."""
     paused: bool
     stopping: bool
     finished: FinishRun | None

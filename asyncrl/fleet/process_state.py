@@ -25,7 +25,7 @@ class Worker:
     spec: ChildSpec
     handle: ProcessHandle
     heard: float = field(default_factory=time.monotonic)
-    """Monotonic seconds, as `started`."""
+    """Time of its last message, in monotonic seconds, as `started`."""
     started: float = field(default_factory=time.monotonic)
     is_said_to_wait: bool = False
     is_ready: bool = False
@@ -79,7 +79,7 @@ class TrainerRank(Worker):
     gives_way: bool = False
     """True if it was ended because another rank is losing its machine."""
     policy_version: int = -1
-    """-1 if unknown."""
+    """Version of its weights; -1 if unknown."""
     weights: WeightManifest | None = None
     data_address: str = ""
     ready_message: from_trainer.TrainerReady | None = None
@@ -103,11 +103,11 @@ class GeneratorWorker(Worker):
     or had no trainer since."""
     was_overdue: bool = False
     policy_version: int = -1
-    """-1 if unknown."""
+    """Version of its weights; -1 if unknown."""
     slots: int = 0
     report: from_generator.GeneratorReport | None = None
     reported: float = 0.0
-    """Monotonic seconds."""
+    """Time of its last report, in monotonic seconds."""
 
     @property
     def index(self) -> int:

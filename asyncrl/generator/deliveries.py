@@ -54,7 +54,7 @@ RESEND_SECONDS = 10.0
 class _Unacknowledged:
     delivery: data.TrajectoryDelivery
     sent: float
-    """Monotonic seconds, as `began`, the first time."""
+    """Time of the last send, in monotonic seconds; `began` is that of the first."""
     began: float
     rank: int
     times: int = 1

@@ -76,7 +76,7 @@ class Intake:
         self._held_bytes: dict[str, int] = {}
         self._given_back: OrderedDict[tuple[str, SampleId], int] = OrderedDict()
         self._lost: set[str] = set()
-        """Names are not reused."""
+        """Lost generators, whose names are not reused."""
 
     def expect(self, order: Expect, *, next_step: int) -> Wanted:
         """Note an order, and find its samples that came before it."""

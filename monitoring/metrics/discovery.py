@@ -38,7 +38,7 @@ class Target(NamedTuple):
 
     port: int
     node: str = ""
-    """Empty for the controller's."""
+    """Address of its node; empty for the controller's."""
 
     def host(self, bound: str) -> str | None:
         """The host to scrape, given `monitoring.host`; None if other nodes cannot reach it.

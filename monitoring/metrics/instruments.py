@@ -30,7 +30,7 @@ class MetricSpec:
     values: tuple[str, ...] | None = None
     """Possible values of the label; None with a label allows any (keep them few)."""
     second_label: str | None = None
-    """May have any value."""
+    """A label in addition to `label`, with any value."""
     buckets: tuple[float, ...] = SECONDS
     """Upper bounds of a histogram's buckets, in its unit."""
     value: Callable[[Any], float | None] | None = None

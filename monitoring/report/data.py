@@ -46,7 +46,7 @@ class RunData:
     slots: dict[str, list[SlotPiece]] = field(default_factory=dict)
     """Generator to the use of its slots, where recorded."""
     samples: list[SampleRecord] = field(default_factory=list)
-    """Those trained on, in order."""
+    """Samples that were trained on, in order."""
     orders: list[OrderRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     result: RunResult | None = None

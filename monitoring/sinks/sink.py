@@ -20,7 +20,7 @@ class SinkRun:
     folder: Path
     """RUN/sinks/KIND."""
     run_id: str
-    """Empty for a new one."""
+    """Id of the sink's run to continue; empty for a new one."""
     next_step: int
     """First step that it receives."""
     settings: Mapping[str, Any]

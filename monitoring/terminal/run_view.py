@@ -23,7 +23,7 @@ class RunView:
     exactly_on_policy: bool | None = None
     """True if all steps were, including those before a resume."""
     recent_rewards: tuple[float, ...] = ()
-    """Oldest first."""
+    """Mean reward of the last steps, oldest first."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
     """Counts of all generators, since training began in this process."""
     groups: GroupTotals = field(default_factory=GroupTotals)
@@ -38,7 +38,7 @@ class RunView:
     """Running samples that wait for their environment before they need a slot."""
     samples_held: int | None = None
     samples_queued: int | None = None
-    """Received and not trained on yet."""
+    """Samples that the trainer has received and not trained on yet."""
     eta_seconds: float | None = None
     accuracy_before: float | None = None
     """Held-out accuracy before the first step, 0 to 1."""
@@ -49,8 +49,7 @@ class RunView:
     """The step with the best held-out accuracy (`evaluation.best_of`)."""
     best_accuracy: float | None = None
     waiting_for: str | None = None
-    """The thing that the run needs before it can continue, as a clause; None while nothing blocks
-    it."""
+    """The need that blocks the run, as a clause; None if it can continue."""
 
     @property
     def draft_acceptance(self) -> float | None:
