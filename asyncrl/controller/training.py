@@ -109,10 +109,10 @@ class Training:
         return self.trained_steps >= self._config.whole.run.steps
 
     async def run(self) -> None:
-        """Train until the last step, or until the user stops the run. May be called again.
+        """Train until the last step, or until the user stops the run.
 
-        Raises RunFailed if the scheduler cannot continue; WaitTimeout if a generator did not
-        report.
+        Call it again if steps were lost after it returned. Raises RunFailed if the scheduler
+        cannot continue; WaitTimeout if a generator did not report.
         """
         if self._scheduler is None:
             if not self.has_steps_left:

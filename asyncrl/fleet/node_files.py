@@ -44,7 +44,7 @@ class NodeFiles:
         self._attempts: dict[int, asyncio.Future[str]] = {}
 
     def update(self, workers: Iterable[Worker]) -> None:
-        """Order a relay what to copy, if that has changed, of all `workers` ever started."""
+        """Order a relay what to copy, if that has changed; `workers` are all ever started."""
         if not self._relays.are_used:
             return
         ready = self._relays.by_node()

@@ -38,7 +38,7 @@ _SECONDS = 60.0
 
 
 class NoiseFloorProbe:
-    """Verifies one in `every` finished responses again, adds up rejections; None disables it."""
+    """Verifies one in `every` finished responses again and adds up rejections. None: off."""
 
     def __init__(self, engine: Engine, sampling: SamplingParams, every: int | None) -> None:
         self._engine = engine

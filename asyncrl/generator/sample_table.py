@@ -70,7 +70,7 @@ class Samples:
         return max(waits, default=0.0)
 
     def generate(self, command: to_generator.Generate, restored: KeptTokens | None) -> None:
-        """Start to generate a sample unless it is known; `restored` tokens precede a resume."""
+        """Start a sample unless it is known; `restored` are its tokens from before a resume."""
         sample, prompt = command.sample, command.prompt
         if sample in self._generating or sample in self.held:
             return
