@@ -43,7 +43,7 @@ class Scaling:
         self.ordered: int | None = None
 
     async def carry_out(self, order: ScaleRequest) -> Effect:
-        """Begin to change the number of generators; describe how. Raises UserError if impossible."""
+        """Begin to scale, and describe what happens now. Raises UserError if that is impossible."""
         if order.generators < 1:
             raise UserError(
                 f"a run needs at least one generator, and {order.generators} were ordered; "
